@@ -1,0 +1,244 @@
+"""One frozen section per station. Every option has a type, a bound, a unit and a sentence saying what larger means.
+
+Nothing here imports torch. Code receives the numbers it needs, not these objects.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from midflight.types import PauseMode, StalePolicy
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are refused by the loader, which knows the nearest one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    name: str = "run"
+    """Label of the run; part of every request seed, so two runs of the same name and seed sample alike."""
+    folder: Path = Path("runs/run")
+    """Where everything the run writes goes."""
+    seed: Count = 0
+    """Seeds weights, task order and sampling."""
+    steps: Positive = 100
+    """Optimiser steps of reinforcement learning; larger trains longer."""
+    stop_at_reward: Fraction | None = None
+    """Ends before `steps` once the mean reward over the last 20 steps reaches this; larger trains longer."""
+    restarts: Count = 2
+    """How often a part that died is started again before the run fails; larger tolerates more crashes."""
+    stop_seconds: Seconds = 5.0
+    """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""
+
+
+class ModelSection(Section):
+    path: Path | None = None
+    """A Hugging Face model folder to start from. Without it a model is made from the sizes below, with random weights."""
+    name: str = "policy"
+    """The model id that agents use."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Precision of weights in trainer and engine; larger is exacter and slower."""
+    hidden_size: Positive = 128
+    """Width of a made model; larger learns more and runs slower."""
+    intermediate_size: Positive = 384
+    """Width of its feed-forward layers."""
+    num_layers: Positive = 4
+    """Its depth."""
+    num_heads: Positive = 4
+    """Its attention heads; must divide `hidden_size`."""
+    num_kv_heads: Positive = 2
+    """Its key/value heads; must divide `num_heads`."""
+    max_context: Positive = 256
+    """Longest prompt plus answer, in tokens; larger costs memory in every engine slot."""
+
+
+class EngineSection(Section):
+    kind: Literal["embedded"] = "embedded"
+    """Which inference server generates."""
+    count: Positive = 1
+    """Engine processes; larger generates more when there are cores for it."""
+    max_running: Positive = 64
+    """Requests decoded together; larger is faster per token and slower per request."""
+    max_batch_tokens: Positive = 2048
+    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps longer."""
+    threads: Positive = 1
+    """CPU threads of one engine process; more than the free cores makes all slower."""
+    device: str = "cpu"
+    """Where the engine computes: `cpu` or `cuda`."""
+    pause_lease_seconds: Seconds = 30.0
+    """An engine paused for longer without renewal resumes by itself, so that a dead controller cannot freeze it."""
+
+
+class GatewaySection(Section):
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback exposes the endpoint."""
+    port: Count = 0
+    """0 takes a free port."""
+    request_seconds: Seconds = 120.0
+    """Deadline of one request, pauses excluded; larger tolerates slower engines."""
+    orphan_seconds: Seconds = 30.0
+    """How long a generation survives a lost connection, waiting for its retry."""
+    session_seconds: Seconds = 3600.0
+    """Time-to-live of an idle session."""
+    max_sessions: Positive = 10_000
+    """Live sessions; further ones are answered 429."""
+
+
+class SourceSection(Section):
+    """One source of tasks: a dataset of reasoning-gym and the share it has in the stream."""
+
+    dataset: str
+    """Name in reasoning-gym, such as `spell_backward`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share in the stream, relative to the other sources."""
+    size: Positive = 2000
+    """Distinct tasks to draw for training (an epoch); larger repeats less."""
+    heldout: Count = 256
+    """Tasks kept for evaluation, disjoint from training by content."""
+    prompt: str = "{question}"
+    """Format of the user message; fields are `question`, `answer` and those of the entry's metadata."""
+    content: str = "question"
+    """The field that identifies a task's content; training and held-out tasks never share a value of it."""
+    options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Options of the dataset itself."""
+
+
+class EnvironmentSection(Section):
+    entry: str = "midflight.environments.single_turn:answer"
+    """`module:function` of the environment: an async function `(task, client) -> reward`."""
+    sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
+    """Where tasks come from."""
+    max_tokens: Positive = 16
+    """Output tokens of one request unless the agent asks otherwise; larger allows longer answers."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature of the policy; larger explores more."""
+    rollout_seconds: Seconds = 60.0
+    """Deadline of one rollout, pauses excluded; larger waits longer for a hung agent, and so do steps."""
+
+
+class RolloutSection(Section):
+    """The six knobs of asynchrony, and the shape of a batch."""
+
+    groups_per_step: Positive = 16
+    """B: groups (tasks) one step trains on; larger gives a steadier gradient and a slower step."""
+    group_size: Positive = 8
+    """n: rollouts of one task; larger estimates the advantage better."""
+    max_in_flight: Positive | None = None
+    """Rollouts running at once; larger hides more latency and makes tokens older. Default (S + 1) * B * n."""
+    max_staleness: Count = 4
+    """S: no trained token is older than this many versions. 0 is the synchronous loop."""
+    stale_policy: StalePolicy = StalePolicy.WAIT
+    """What to do about groups that would grow too old."""
+    pause_mode: PauseMode | Literal["auto"] = "auto"
+    """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's capabilities."""
+    buffer_groups: Positive | None = None
+    """Finished groups that may wait; larger absorbs more variation. Default (S + 1) * B; less than B is refused."""
+    min_group_size: Positive | None = None
+    """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
+    retries: Count = 1
+    """How often a rollout whose infrastructure failed is tried again."""
+    requeues: Count = 1
+    """How often a task is requeued under the `requeue` policy."""
+    drop_zero_spread: bool = False
+    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
+
+
+class EvaluationSection(Section):
+    eval_every: Count = 0
+    """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
+    max_in_flight: Positive = 64
+    """Evaluation rollouts at once."""
+
+
+class TrainerSection(Section):
+    loss: Literal["decoupled", "bypass"] = "decoupled"
+    """decoupled: weight rho times clipped r. bypass: clip on the ratio to the behaviour policy, no further weight."""
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean."""
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment."""
+    tis_cap: Annotated[float, Field(gt=0)] | None = 2.0
+    """C of token-level truncated importance sampling (decoupled only); larger corrects more and varies more."""
+    clip_low: Fraction = 0.2
+    """Lower clip of the ratio; larger allows larger steps down."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """Upper clip; DAPO's clip-higher when above `clip_low`."""
+    overlong_buffer: Count = 0
+    """DAPO's soft over-long penalty starts this many tokens before `max_tokens`; 0 is none."""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """Its size at `max_tokens`."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak step size of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from its peak to zero over the run."""
+    warmup_steps: Count = 5
+    """Steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled decay; larger shrinks weights more."""
+    beta1: Fraction = 0.9
+    """AdamW's first moment."""
+    beta2: Fraction = 0.95
+    """AdamW's second moment."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients of larger L2 norm are scaled down to it."""
+    micro_batch_tokens: Positive = 4096
+    """Tokens of one forward and backward; larger is faster and takes more memory."""
+    updates_per_step: Positive = 1
+    """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
+    threads: Positive = 1
+    """CPU threads of the trainer process."""
+    device: str = "cpu"
+    """Where the trainer computes: `cpu` or `cuda`."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: Positive = 2
+    """Checkpoints kept; larger takes more disk."""
+
+
+class WarmStartSection(Section):
+    """Supervised fine-tuning before reinforcement learning. Stops on accuracy, not on steps."""
+
+    target_accuracy: Fraction | None = None
+    """Stop once held-out exact match, sampled at temperature 1, reaches this; none skips the warm start."""
+    batch: Positive = 64
+    """Examples of one step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-3
+    """Peak step size."""
+    max_steps: Positive = 2000
+    """Gives up (and goes on) after this many steps."""
+    evaluate_every: Positive = 25
+    """Steps between looks at the accuracy."""
+
+
+class WeightsSection(Section):
+    transport: Literal["shared_memory", "file"] = "shared_memory"
+    """How bytes reach the engines: shared_memory on one machine, file through a common folder."""
+    stage_seconds: Seconds = 60.0
+    """Deadline of staging on one engine; past it the engine is quarantined."""
+    commit_seconds: Seconds = 30.0
+    """Deadline of the commit, the pause included."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    gateway: GatewaySection = GatewaySection()
+    environment: EnvironmentSection = EnvironmentSection()
+    rollout: RolloutSection = RolloutSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    trainer: TrainerSection = TrainerSection()
+    warm_start: WarmStartSection = WarmStartSection()
+    weights: WeightsSection = WeightsSection()

@@ -1,0 +1,187 @@
+"""What can go wrong, at what price, and whose fault it is (DECISIONS 28).
+
+An error is priced by what it costs (a request, a rollout, a step, the run) and blamed at the boundary where it is found.
+Messages name the deed and the value, and end with the remedy. One table turns an error into HTTP.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Cost(StrEnum):
+    REQUEST = "request"
+    ROLLOUT = "rollout"
+    STEP = "step"
+    RUN = "run"
+
+
+class Blame(StrEnum):
+    REQUEST = "request"
+    AGENT = "agent"
+    ENVIRONMENT = "environment"
+    ENGINE = "engine"
+    CONFIG = "config"
+    INFRASTRUCTURE = "infrastructure"
+
+
+class MidflightError(Exception):
+    """Base of all errors meant for users. Subclasses fix price, blame and HTTP face."""
+
+    cost: ClassVar[Cost] = Cost.RUN
+    blame: ClassVar[Blame] = Blame.INFRASTRUCTURE
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+
+
+# --- Blamed on a request: the server and the run go on ---------------------------------------------------------------
+
+
+class RequestRejected(MidflightError):
+    """The request can never succeed as it is. `param` names the offending field, in the client's words."""
+
+    cost = Cost.REQUEST
+    blame = Blame.REQUEST
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextExceeded(RequestRejected):
+    code = "context_length_exceeded"
+
+
+class UnknownModel(RequestRejected):
+    status = 404
+    code = "model_not_found"
+
+
+class UnknownSession(RequestRejected):
+    status = 404
+    code = "session_not_found"
+
+
+class Unauthorized(RequestRejected):
+    status = 401
+    code = "invalid_api_key"
+
+
+class Overloaded(MidflightError):
+    """Admission is closed for now; retry after the named time."""
+
+    cost = Cost.REQUEST
+    status = 429
+    code = "overloaded"
+    retryable = True
+
+
+class SessionClosed(RequestRejected):
+    status = 410
+    code = "session_closed"
+
+
+# --- Blamed on an engine ---------------------------------------------------------------------------------------------
+
+
+class EngineError(MidflightError):
+    cost = Cost.REQUEST
+    blame = Blame.ENGINE
+    status = 503
+    code = "engine_error"
+
+
+class EngineUnavailable(EngineError):
+    """The engine died, was cut off or answers nonsense. Its requests are resumed elsewhere from their tokens."""
+
+    code = "engine_unavailable"
+    retryable = True
+
+
+class PauseIgnored(EngineError):
+    """An engine said it was paused and kept producing tokens."""
+
+    code = "pause_ignored"
+
+
+class NotSupported(EngineError):
+    """The engine lacks the capability that was asked for."""
+
+    status = 400
+    code = "not_supported"
+
+
+class WeightsCorrupt(EngineError):
+    """Bytes of a version do not match its manifest: it is not served (I7)."""
+
+    code = "weights_corrupt"
+
+
+class NoEngine(EngineError):
+    """No healthy engine took the request before its deadline."""
+
+    code = "no_engine"
+    retryable = True
+
+
+# --- Blamed on an environment: costs a rollout, never a reward (I10) -------------------------------------------------
+
+
+class EnvironmentFailed(MidflightError):
+    cost = Cost.ROLLOUT
+    blame = Blame.ENVIRONMENT
+
+
+class BadReward(EnvironmentFailed):
+    """A reward that is not a finite number or `None`."""
+
+
+class TaskFieldMissing(EnvironmentFailed):
+    """A task lacks a field that its environment reads."""
+
+
+class RolloutTimeout(EnvironmentFailed):
+    """A rollout outlived its deadline and was ended."""
+
+
+# --- Blamed on the configuration or the data: ends the run before it starts ------------------------------------------
+
+
+class ConfigError(MidflightError):
+    blame = Blame.CONFIG
+    status = 400
+    code = "invalid_config"
+
+
+class ModelNotFound(ConfigError):
+    """No model at the given place, or not one that can be loaded."""
+
+
+class CheckpointCorrupt(ConfigError):
+    """A checkpoint is incomplete or its hashes do not match."""
+
+
+# --- Costs a step ----------------------------------------------------------------------------------------------------
+
+
+class StepSkipped(MidflightError):
+    """Loss or gradient was not finite; the step is skipped and counted."""
+
+    cost = Cost.STEP
+
+
+class RunFailed(MidflightError):
+    """Ends the run: the first error of a budget that is spent, or a part that could not be restarted."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown word: ` Did you mean 'x'?`, or the known words if none is near."""
+    options = sorted(known)
+    close = difflib.get_close_matches(word, options, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(options)}."

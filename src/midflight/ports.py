@@ -1,0 +1,143 @@
+"""The verbs: what one station asks of another, as Protocols. Implementations never import each other; `run/` connects them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from midflight.types import (
+    Attestation,
+    Capabilities,
+    Chunk,
+    EngineHealth,
+    GenerateRequest,
+    GroupKey,
+    PauseMode,
+    Reason,
+    RolloutKey,
+    SamplingParams,
+    SessionRecord,
+    Task,
+    Version,
+    WeightManifest,
+)
+
+
+class Engine(Protocol):
+    """An inference server, seen from the rollout process.
+
+    `generate` streams until a chunk with `finish`. An interruption is either a last chunk with `FinishReason.ABORT` or an
+    `EngineUnavailable`; in both cases the tokens received so far stand and the caller may resume elsewhere.
+    `RequestRejected` blames the request and is never retried. Closing the iterator aborts the request.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def capabilities(self) -> Capabilities: ...
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]: ...
+    async def abort(self, request_id: str | None) -> None:
+        """Ends one request, or all of them (`None`), with `FinishReason.ABORT`. Unknown ids are not an error."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when no token will be produced until `resume`. Idempotent; `drain` returns when all have finished."""
+        ...
+
+    async def resume(self) -> None:
+        """Idempotent."""
+        ...
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """Brings a version into a second buffer while decoding goes on and verifies its fingerprint. May be repeated."""
+        ...
+
+    async def commit(self, version: Version) -> Attestation:
+        """Makes the staged version live between two decode steps. What is attested is what is served."""
+        ...
+
+    async def health(self) -> EngineHealth: ...
+
+
+class WeightReceiver(Protocol):
+    """The engine process's end of a transport: reads a manifest's bytes. Blocking; called from a worker thread."""
+
+    def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
+        """Bytes of each tensor by name, checked against the manifest's fingerprint, else `WeightsCorrupt`."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """Turns growing token sequences into text. Both ways of a tokenizer that stations other than `text` need."""
+
+    def decode(self, token_ids: tuple[int, ...]) -> str: ...
+
+
+class SessionHandle(Protocol):
+    """An open session, as an environment's runner sees it. `base_url` and `api_key` are what the agent gets."""
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def api_key(self) -> str: ...
+
+
+class Sessions(Protocol):
+    """The gateway, as the environments station sees it."""
+
+    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool) -> SessionHandle:
+        """`sampling` gives the defaults of the session's requests. `tracked=False` is evaluation: no fate but `evaluated`."""
+        ...
+
+    def close(self, session_id: str) -> SessionRecord:
+        """Ends the session: requests still running in it are cancelled and its tokens handed over. Idempotent."""
+        ...
+
+    def oldest_version(self, session_id: str) -> Version | None:
+        """The oldest version among the session's generated tokens, `None` before the first."""
+        ...
+
+
+class TaskStream(Protocol):
+    """An endless sequence of tasks in seeded epochs. Synchronous: it never waits."""
+
+    def next(self) -> tuple[GroupKey, Task]: ...
+
+
+class Observer(Protocol):
+    """One method per fact, past tense, called after the deed. Never raises, never waits."""
+
+    def engine_stepped(self, *, engine: str, started: float, ended: float, num_tokens: int, num_running: int) -> None:
+        """One decode step. Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."""
+        ...
+
+    def turn_finished(
+        self, *, session_id: str, num_prompt_tokens: int, num_output_tokens: int, num_versions: int, num_resumes: int, seconds: float
+    ) -> None: ...
+    def request_failed(self, *, session_id: str | None, status: int, error: str) -> None:
+        """A request of an agent ended in an error at the agent's edge."""
+        ...
+
+    def rollout_finished(
+        self, *, key: RolloutKey, source: str, reward: float | None, num_tokens: int, num_versions: int, seconds: float, error: str | None
+    ) -> None: ...
+    def group_finished(self, *, key: GroupKey, num_trajectories: int, mean_reward: float) -> None: ...
+    def group_dropped(self, *, key: GroupKey, reason: Reason, num_tokens: int) -> None: ...
+    def waited(self, *, who: str, for_whom: str, seconds: float) -> None:
+        """`who` (trainer, admission, handover) was idle because of `for_whom`."""
+        ...
+
+    def batch_taken(self, *, train_version: Version, num_groups: int, num_tokens: int, staleness: Mapping[int, int]) -> None:
+        """`staleness` counts trainable tokens by age in versions."""
+        ...
+
+    def step_finished(self, *, version: Version, started: float, ended: float, num_tokens: int, metrics: Mapping[str, float]) -> None:
+        """One step of the trainer; `version` is the one it made; times as in `engine_stepped`."""
+        ...
+
+    def weights_committed(self, *, engine: str, version: Version, stage_seconds: float, pause_seconds: float) -> None: ...
+    def engine_quarantined(self, *, engine: str, error: str) -> None: ...
+    def engine_rejoined(self, *, engine: str, version: Version) -> None: ...
+    def evaluated(self, *, version: Version, source: str, num_tasks: int, mean_reward: float) -> None: ...
