@@ -100,6 +100,31 @@ class Sessions(Protocol):
         ...
 
 
+class Fleet(Protocol):
+    """The engines behind the gateway, as the handover sees them. Synchronous but for `hold`."""
+
+    def engines(self) -> tuple[Engine, ...]:
+        """All attached engines, those in quarantine too."""
+        ...
+
+    def hold(self, engine: str, owner: str) -> None:
+        """Dispatch no new request to the engine until `release`. Holds are named; the engine is free when none is left."""
+        ...
+
+    def release(self, engine: str, owner: str) -> None: ...
+    def served(self, engine: str, version: Version) -> None:
+        """The engine attested this version; it is routable (and out of quarantine) from now on."""
+        ...
+
+    def quarantine(self, engine: str, error: BaseException) -> None:
+        """Route nothing to the engine; its requests end there and are resumed elsewhere, or wait."""
+        ...
+
+    def served_version(self) -> Version:
+        """v_served: the oldest version a routable engine serves."""
+        ...
+
+
 class TaskStream(Protocol):
     """An endless sequence of tasks in seeded epochs. Synchronous: it never waits."""
 

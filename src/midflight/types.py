@@ -375,3 +375,34 @@ class Batch:
     train_version: Version
     """The version whose weights begin the step: ages are counted from here (DECISIONS 2)."""
     groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """A batch as flat arrays, for the wire and the trainer. N tokens, R rows, M rollouts.
+
+    Row r holds tokens [row_offsets[r], row_offsets[r + 1]). Rollouts without rows still count in their group's baseline.
+    """
+
+    lease: int
+    train_version: Version
+    token_ids: Int32
+    """[N]"""
+    loss_mask: Bool
+    """[N], True on the tokens to train on."""
+    logprobs: Float32
+    """[N], behaviour log-probabilities; meaningful where `loss_mask`."""
+    versions: Int32
+    """[N], meaningful where `loss_mask`."""
+    kv_versions: Int32
+    """[N], meaningful where `loss_mask`."""
+    row_offsets: Int32
+    """[R + 1]"""
+    row_rollout: Int32
+    """[R], the rollout of each row."""
+    rewards: Float32
+    """[M]"""
+    rollout_group: Int32
+    """[M], groups numbered from 0 in the batch."""
+    truncated: Bool
+    """[M]"""
