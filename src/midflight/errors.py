@@ -87,6 +87,26 @@ class SessionClosed(RequestRejected):
     code = "session_closed"
 
 
+class UnknownLease(RequestRejected):
+    """A lease that was never given, or has ended."""
+
+    status = 409
+    code = "unknown_lease"
+
+
+class OutOfTurn(RequestRejected):
+    """A batch was asked for a version whose turn has passed."""
+
+    status = 409
+    code = "out_of_turn"
+
+
+class BatchCorrupt(RequestRejected):
+    """Bytes that are not a packed batch, or one whose parts contradict each other."""
+
+    code = "batch_corrupt"
+
+
 # --- Blamed on an engine ---------------------------------------------------------------------------------------------
 
 
@@ -167,6 +187,10 @@ class CheckpointCorrupt(ConfigError):
     """A checkpoint is incomplete or its hashes do not match."""
 
 
+class StoreCorrupt(ConfigError):
+    """A store's file is damaged, or was written by another schema or another run."""
+
+
 # --- Costs a step ----------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +202,20 @@ class StepSkipped(MidflightError):
 
 class RunFailed(MidflightError):
     """Ends the run: the first error of a budget that is spent, or a part that could not be restarted."""
+
+
+class StoreFailed(MidflightError):
+    """The store could not write: disk full, no permission, or slower than what is recorded."""
+
+    code = "store_failed"
+
+
+class Stopping(MidflightError):
+    """The run is ending, and with it a wait that would not have ended otherwise."""
+
+    cost = Cost.REQUEST
+    status = 503
+    code = "stopping"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
