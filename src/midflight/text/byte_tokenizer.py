@@ -1,0 +1,68 @@
+"""The tokenizer of models that Midflight makes: one token per byte, and six special tokens.
+
+Ids 0..255 are the bytes; `SPECIAL_TOKENS` follow. It is written as a normal Hugging Face folder, so every loader reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|pad|>")
+"""Ids 256 to 261. `<|end|>` ends every message and is the end of text."""
+
+END, USER, ASSISTANT, SYSTEM, TOOL, PAD = range(256, 262)
+VOCAB_SIZE = 262
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ('user', 'assistant', 'system', 'tool') %}"
+    "{{ raise_exception('unknown role ' ~ message.role) }}"
+    "{% endif %}"
+    "{{ '<|' ~ message.role ~ '|>' ~ (message.content or '') ~ '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The `tokenizers` object: a byte-level BPE without merges."""
+    letters = _byte_letters()
+    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json` (with the chat template) into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def byte_letters_to_bytes() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for."""
+    return {letter: byte for byte, letter in enumerate(_byte_letters())}
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter for each byte, as byte-level BPE writes them (GPT-2): printable Latin-1 stands for itself,
+    the other bytes for the letters from U+0100 on, in order."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    letters: list[str] = []
+    shifted = 0
+    for byte in range(256):
+        letters.append(chr(byte) if byte in printable else chr(256 + shifted))
+        shifted += byte not in printable
+    return letters
