@@ -1,0 +1,151 @@
+"""Making, saving and loading models: any decoder-only architecture that `transformers` knows, from local safetensors only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from midflight.errors import ConfigError, ModelNotFound
+from midflight.models.dtypes import torch_dtype
+from midflight.models.sizes import read_config
+
+
+def make_model(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_context: int,
+    seed: int,
+    dtype: str | torch.dtype,
+    tied: bool = True,
+    eos_token_id: int = 256,
+    pad_token_id: int = 261,
+) -> PreTrainedModel:
+    """A Qwen3 with random weights that depend on the sizes and `seed` only: drawn in float32 on the CPU, then converted.
+
+    The global random state is left as it was. `ConfigError` names the option whose value does not fit and how to mend it.
+    """
+    for name, value in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size), ("num_layers", num_layers),
+                        ("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("max_context", max_context)):  # fmt: skip
+        if value < 1:
+            raise ConfigError(f"making a model: model.{name} is {value}; it must be at least 1.")
+    _check_heads(hidden_size, num_heads, num_kv_heads)
+    if vocab_size <= max(eos_token_id, pad_token_id):
+        raise ConfigError(
+            f"making a model: vocabulary of {vocab_size} tokens does not hold the end token {eos_token_id} and the padding token "
+            f"{pad_token_id}; give the vocabulary size of the tokenizer."
+        )
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=tied,
+        initializer_range=_initial_deviation(hidden_size),
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        use_cache=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    for parameter in model.parameters():
+        # Not `model.to(dtype)`: that would round the rotary frequencies too, which loading keeps in float32.
+        parameter.data = parameter.data.to(torch_dtype(dtype))
+    return model.eval()
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Writes config.json, generation_config.json and model.safetensors into `folder`, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+
+
+def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The model of a Hugging Face folder, in evaluation mode. Reads local safetensors only: nothing is fetched, unpickled or run.
+
+    `ModelNotFound` names the folder, what is wrong with it, and the remedy.
+    """
+    folder = Path(folder)
+    _check_folder(folder)
+    try:
+        # The stubs know only the plain return type; with output_loading_info it is a pair.
+        model, info = cast(
+            tuple[PreTrainedModel, dict[str, Any]],
+            AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=torch_dtype(dtype),
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            ),
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelNotFound(f"loading the model in {str(folder)!r}: {_first_line(error)}; export or download the model again.") from error
+    _check_complete(folder, info)
+    nn.Module.to(model, device=torch.device(device))
+    return model.eval()
+
+
+def _initial_deviation(hidden_size: int) -> float:
+    """Standard deviation of the initial weights: the usual 0.02 for wide models, more for narrow ones, whose sums are shorter."""
+    return max(0.02, 0.5 * hidden_size**-0.5)
+
+
+def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+    if hidden_size % num_heads:
+        raise ConfigError(f"making a model: model.num_heads {num_heads} does not divide model.hidden_size {hidden_size}; choose a divisor.")
+    if (hidden_size // num_heads) % 2:
+        raise ConfigError(
+            f"making a model: model.hidden_size {hidden_size} / model.num_heads {num_heads} is odd; rotary positions need heads of even width."
+        )
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"making a model: model.num_kv_heads {num_kv_heads} does not divide model.num_heads {num_heads}; choose a divisor."
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    read_config(folder)
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFound(
+            f"loading the model in {str(folder)!r}: config.json names no architecture this transformers knows ({_first_line(error)}); "
+            "use a decoder-only model that transformers supports without remote code."
+        ) from error
+    if config.is_encoder_decoder:
+        raise ModelNotFound(f"loading the model in {str(folder)!r}: {config.model_type} has an encoder; use a decoder-only model.")
+    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        raise ModelNotFound(
+            f"loading the model in {str(folder)!r}: no model.safetensors; convert the weights to safetensors (pickle is never read)."
+        )
+
+
+def _check_complete(folder: Path, info: dict[str, Any]) -> None:
+    """Missing tensors would be left random: such a model must not be served."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelNotFound(
+            f"loading the model in {str(folder)!r}: {len(missing)} tensors are missing, the first {missing[0]!r}; export or download the model again."
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".;:")

@@ -1,0 +1,75 @@
+"""The tensors of a model by name, and replacing all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from midflight.errors import WeightsCorrupt
+from midflight.models.dtypes import TORCH_DTYPES
+from midflight.types import TensorSpec
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by checkpoint name, in the model's own order, detached; they share the model's storage.
+
+    Tied weights appear once, under their first name. Where `transformers` fuses tensors of the checkpoint in memory (experts of
+    some mixtures), the names are those in memory: both ends of a handover are such models.
+    """
+    names: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            names[name] = tensor.detach()
+    return names
+
+
+@torch.no_grad()
+def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Makes `tensors` the weights of `model`: all or none (I7). Names are those of `named_tensors`.
+
+    Where dtype and device agree nothing is copied: the model then lives in the given storage, which must stay untouched; else
+    the tensor is converted into new storage. Tied weights stay tied. `WeightsCorrupt` names the first tensor that does not fit.
+    """
+    targets = _targets(model)
+    _check(targets, tensors, model)
+    for name, target in targets.items():
+        target.data = tensors[name].detach().to(device=target.device, dtype=target.dtype)
+
+
+def as_tensors(specs: Iterable[TensorSpec], views: Mapping[str, memoryview]) -> dict[str, Tensor]:
+    """Tensors over the given bytes, without copying: they live as long as the views do. The views must be writable memory."""
+    return {s.name: _tensor(s, views[s.name]) for s in specs}
+
+
+def _tensor(spec: TensorSpec, view: memoryview) -> Tensor:
+    dtype = TORCH_DTYPES[spec.dtype]
+    if spec.num_bytes == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(view, dtype=dtype).reshape(spec.shape)
+
+
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    """As `named_tensors`, but the parameters and buffers themselves."""
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first.setdefault(id(tensor), name)
+    everything = model.state_dict(keep_vars=True)
+    return {name: everything[name] for name in first.values()}
+
+
+def _check(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    for name, target in targets.items():
+        if name not in tensors:
+            raise WeightsCorrupt(f"assigning weights: tensor {name!r} is missing; publish every tensor of the model.")
+        if tensors[name].shape != target.shape:
+            raise WeightsCorrupt(
+                f"assigning weights: tensor {name!r} has shape {tuple(tensors[name].shape)}, the model needs {tuple(target.shape)}; "
+                "trainer and engine must load the same model."
+            )
+    for name in tensors.keys() - targets.keys():
+        hint = "it is tied to another tensor and must not be sent" if name in model.state_dict() else "the model has no such tensor"
+        raise WeightsCorrupt(f"assigning weights: tensor {name!r} is unexpected: {hint}; trainer and engine must load the same model.")

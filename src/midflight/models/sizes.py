@@ -1,0 +1,110 @@
+"""Sizes of a model from its configuration alone, without torch: for planning, dry runs and buffer layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from midflight.errors import ConfigError, ModelNotFound, nearest
+
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by safetensors name."""
+
+DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""The names of configuration files (torch's) to those of safetensors."""
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype, by torch's or safetensors' name; `ConfigError` when unknown."""
+    name = DTYPE_NAMES.get(dtype, dtype)
+    if name not in DTYPE_BYTES:
+        raise ConfigError(f"model dtype {dtype!r} is unknown.{nearest(dtype, DTYPE_NAMES)}")
+    return DTYPE_BYTES[name]
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return element_bytes(dtype) * math.prod(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The numbers that memory follows from. Counts are those of Qwen3: gated feed-forward, normalised queries and keys."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    tied: bool = True
+
+    @property
+    def num_layer_parameters(self) -> int:
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        norms = 2 * self.hidden_size + 2 * self.head_dim
+        return attention + 3 * self.hidden_size * self.intermediate_size + norms
+
+    @property
+    def num_parameters(self) -> int:
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.num_parameters * element_bytes(dtype)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes(dtype)
+
+
+def sizes_of(folder: Path) -> ModelSizes:
+    """Sizes of a Hugging Face model folder, read from its `config.json`. Architectures that differ from Qwen3 in small
+    tensors (biases, norms) are counted to within a percent; the KV bytes are exact for all with plain key/value heads.
+    """
+    config = read_config(folder)
+    missing = [k for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads") if not isinstance(config.get(k), int)]
+    if missing:
+        raise ModelNotFound(
+            f"reading the sizes of {folder}: config.json lacks {', '.join(missing)}; give the folder of a decoder-only model."
+        )
+    hidden, heads = _int(config, "hidden_size", 0), _int(config, "num_attention_heads", 1)
+    return ModelSizes(
+        vocab_size=_int(config, "vocab_size", 0),
+        hidden_size=hidden,
+        intermediate_size=_int(config, "intermediate_size", 4 * hidden),
+        num_layers=_int(config, "num_hidden_layers", 0),
+        num_heads=heads,
+        num_kv_heads=_int(config, "num_key_value_heads", heads),
+        head_dim=_int(config, "head_dim", hidden // heads),
+        max_context=_int(config, "max_position_embeddings", 0),
+        tied=config.get("tie_word_embeddings") is True,
+    )
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """`config.json` of a model folder; `ModelNotFound` naming what is missing."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"loading a model: no folder {str(folder)!r}; set model.path to a Hugging Face model folder.")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelNotFound(f"loading a model: {str(folder)!r} has no config.json; model.path must be a Hugging Face model folder.")
+    try:
+        config: object = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelNotFound(f"loading a model: {str(path)!r} is not JSON ({error}); export or download the model again.") from error
+    if not isinstance(config, dict):
+        raise ModelNotFound(f"loading a model: {str(path)!r} holds no JSON object; export or download the model again.")
+    return cast(dict[str, object], config)
+
+
+def _int(config: dict[str, object], key: str, default: int) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) else default
