@@ -89,6 +89,8 @@ class Reason(StrEnum):
     NOT_FINITE = "not_finite"
     RESTARTED = "restarted"
     SHUTDOWN = "shutdown"
+    ABANDONED = "abandoned"
+    """The request was cancelled or failed before its answer was complete."""
 
 
 # --- Generation ------------------------------------------------------------------------------------------------------
