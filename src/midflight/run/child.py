@@ -1,0 +1,114 @@
+"""The entry of every child process: `python -m midflight.run.child PART`.
+
+It reads one spec from standard input, runs its part until that ends or the launcher asks it to, and reports a failure with
+its traceback. It never outlives the launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from midflight.errors import ConfigError
+from midflight.run.messages import EngineSpec, Failed, Message, Part, RolloutSpec, Spec, TrainerSpec, decode_spec, encode
+
+STOP_SECONDS = 4.0
+"""A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""
+
+
+class Launcher:
+    """The child's end of the pipe to the launcher. Takes standard output for messages; prints go to the log instead."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+
+    def tell(self, message: Message) -> None:
+        """Sends a message; a launcher that is gone is no error here: this process ends with it anyway."""
+        try:
+            with self._lock:
+                self._file.write(encode(message) + b"\n")
+        except OSError:
+            pass
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when its parent dies, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def part_main(part: Part) -> Callable[[Any, Launcher], Awaitable[None]]:
+    """Imports a part, which for engine and trainer means torch. Done before the spec is known: it takes seconds."""
+    if part is Part.ENGINE:
+        from midflight.run.engine_process import run_engine
+
+        return run_engine
+    if part is Part.ROLLOUT:
+        from midflight.run.rollout_process import run_rollout
+
+        return run_rollout
+    from midflight.run.trainer_process import run_trainer
+
+    return run_trainer
+
+
+async def run_until_asked(run: Callable[[Spec, Launcher], Awaitable[None]], spec: Spec, launcher: Launcher) -> None:
+    """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the launcher."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, task)
+    await run(spec, launcher)
+
+
+def stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    timer = threading.Timer(STOP_SECONDS, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()
+
+
+def main() -> int:
+    die_with_parent()
+    part = Part(sys.argv[1])
+    launcher = Launcher()
+    try:
+        run = part_main(part)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return 0
+        spec = decode_spec(line)
+        assert isinstance(spec, {Part.ENGINE: EngineSpec, Part.ROLLOUT: RolloutSpec, Part.TRAINER: TrainerSpec}[part])
+        asyncio.run(run_until_asked(run, spec, launcher))
+    except asyncio.CancelledError:
+        return 0
+    except BaseException as error:
+        traceback.print_exc()
+        first = first_error(error)
+        launcher.tell(Failed(f"{type(first).__name__}: {first}", traceback.format_exc(), isinstance(first, ConfigError)))
+        return 1
+    return 0
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first leaf of a tree of exception groups: what a task group was ended by."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads that still compute must not keep a stopped part alive

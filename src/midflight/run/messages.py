@@ -1,0 +1,103 @@
+"""What a child process is told at its start, and what it tells the launcher while it lives. JSON lines, typed, torch-free."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from midflight.observe.progress import Status
+
+
+class Part(StrEnum):
+    """The kinds of process a run is made of."""
+
+    ENGINE = "engine"
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+
+
+class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
+    """`socket_fd` is a listening socket inherited from the launcher: its port outlives a restart of the process."""
+
+    name: str
+    model: str
+    config: str
+    """The whole configuration, as JSON."""
+    socket_fd: int
+    token: str
+    version: int = 0
+
+
+class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
+    config: str
+    model: str
+    socket_fd: int
+    port: int
+    token: str
+    engines: dict[str, str]
+    """URL by engine name."""
+    purpose: str = "train"
+    """`train`, `evaluate` (held-out score, then the end) or `serve` (no tasks)."""
+    version: int = 0
+    """The version that the engines start with."""
+    checkpoint: int | None = None
+    """Version of the checkpoint that the run goes on from; none starts a new one."""
+
+
+class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
+    config: str
+    rollout_url: str
+    token: str
+    resume: bool = False
+
+
+Spec = EngineSpec | RolloutSpec | TrainerSpec
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The part serves, or has loaded what it needs."""
+
+
+class ModelReady(msgspec.Struct, frozen=True, tag="model_ready"):
+    """The trainer has written the model folder that the ring starts from, as version `version`."""
+
+    folder: str
+    version: int
+    checkpoint: int | None = None
+    """On resume: the version of the checkpoint behind it. Above it, what was trained goes back to waiting (DECISIONS 13)."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    status: Status
+
+
+class WarmStart(msgspec.Struct, frozen=True, tag="warm_start"):
+    """How the supervised warm start stands; `accuracy` is held-out exact match at temperature 1."""
+
+    step: int
+    loss: float
+    accuracy: float | None = None
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
+    """The last message of a rollout process that evaluated."""
+
+    version: int
+    scores: dict[str, float]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The last message of a part that failed: what the launcher shows (I9)."""
+
+    error: str
+    traceback: str
+    config: bool = False
+    """The configuration or the data is to blame: a restart would not help."""
+
+
+Message = Ready | ModelReady | Progress | WarmStart | Evaluated | Failed
+
+encode = msgspec.json.Encoder().encode
+decode_message = msgspec.json.Decoder(Message).decode
+decode_spec = msgspec.json.Decoder(Spec).decode

@@ -1,0 +1,20 @@
+"""Inside a process only the main part ends by itself; its end cancels the services, and the failure of any ends all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, Any, None]) -> T:
+    """Runs `services` for as long as `main` runs. A service that ends early is no error; one that raises ends `main`."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(service) for service in services]
+        try:
+            return await main
+        finally:
+            for task in running:
+                task.cancel()

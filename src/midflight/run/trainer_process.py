@@ -1,0 +1,102 @@
+"""The trainer's process: model, warm start, then the loop of steps. Owns the numbers of versions."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from functools import partial
+from pathlib import Path
+
+from midflight.config.sections import Config, ModelSection
+from midflight.environments.sources import load_sources
+from midflight.models.export import export_model
+from midflight.models.load import load_model, make_model
+from midflight.run.child import Launcher
+from midflight.run.client import RolloutClient
+from midflight.run.lineage import PublishedVersions
+from midflight.run.messages import ModelReady, TrainerSpec
+from midflight.run.training import TrainingLoop
+from midflight.run.warm_start import warm_start
+from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.text.tokenizer import Tokenizer
+from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from midflight.trainer.configure import trainer_of
+from midflight.trainer.trainer import Trainer
+from midflight.weights.transports import publisher
+
+
+def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
+    """The model folder a run starts from: the configured one, or one made here with a byte tokenizer and random weights."""
+    if section.path is not None:
+        return section.path
+    write_byte_tokenizer(folder)
+    model = make_model(
+        vocab_size=Tokenizer.load(folder).vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_layers=section.num_layers,
+        num_heads=section.num_heads,
+        num_kv_heads=section.num_kv_heads,
+        max_context=section.max_context,
+        seed=seed,
+        dtype=section.dtype,
+    )
+    save = folder.with_name(folder.name + ".made")
+    export_model(model, folder, save)
+    shutil.rmtree(folder)
+    save.rename(folder)
+    return folder
+
+
+async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
+    """Runs to the last step. Waits for batches and handovers (see `TrainingLoop`); ended by its steps or by the launcher."""
+    config = Config.model_validate_json(spec.config)
+    run = Path(config.run.folder)
+    checkpoints, published = run / "checkpoints", PublishedVersions(run / "published")
+    checkpoint = latest_checkpoint(checkpoints) if spec.resume else None
+    source = run / "start" if checkpoint else await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
+    model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
+    tokenizer = Tokenizer.load(source)
+    trainer = trainer_of(
+        config.trainer,
+        model,
+        total_steps=config.run.steps,
+        max_tokens=config.environment.max_tokens,
+        temperature=config.environment.temperature,
+        max_staleness=config.rollout.max_staleness,
+    )
+    if checkpoint is None:
+        sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
+        await warm_start(model, tokenizer, sources, config, launcher.tell)
+        resumed = None
+    else:
+        resumed = await asyncio.to_thread(_resume, trainer, checkpoint, published)
+    await asyncio.to_thread(export_model, model, source, run / "start")
+    launcher.tell(ModelReady(str(run / "start"), trainer.version, resumed))
+    await _train(config, trainer, spec, published)
+    await asyncio.to_thread(export_model, model, run / "start", run / "model")
+
+
+def _resume(trainer: Trainer, checkpoint: Path, published: PublishedVersions) -> int:
+    """Loads a checkpoint under a number that was never handed out; returns the checkpoint's own version."""
+    version = int(checkpoint.name.rpartition("-")[2])
+    return load_checkpoint(checkpoint, trainer, as_version=published.resumed_as(version)).version
+
+
+async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published: PublishedVersions) -> None:
+    folder = Path(config.run.folder)
+    save = partial(save_checkpoint, folder / "checkpoints", trainer, cursor="", keep=config.trainer.keep_checkpoints)
+    with publisher(config.weights.transport, folder / "weights") as weights:
+        async with RolloutClient(spec.rollout_url, token=spec.token) as service:
+            loop = TrainingLoop(
+                trainer,
+                weights,
+                service,
+                published=published,
+                steps=config.run.steps,
+                prefetch=config.rollout.max_staleness > 0,
+                save=save,
+                save_every=config.trainer.checkpoint_every,
+                stop_at_reward=config.run.stop_at_reward,
+            )
+            await loop.run()

@@ -1,0 +1,120 @@
+"""The trainer's loop: take, step, publish, until the steps are done.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `TrainingLoop.run` | batches | a batch; the handover before the last; its own step | the group queue; the engines' commits; the step's thread |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from midflight.run.lineage import PublishedVersions
+from midflight.run.service import RolloutService, StepDone
+from midflight.types import PackedBatch, Version, WeightManifest
+
+
+REWARD_WINDOW = 20
+"""Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
+
+
+class Report(Protocol):
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Steps(Protocol):
+    """The trainer, as this loop sees it. Synchronous; `step` runs in a thread."""
+
+    @property
+    def version(self) -> Version: ...
+    @property
+    def num_steps(self) -> int: ...
+    def step(self, batch: PackedBatch) -> Report: ...
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+
+class Publisher(Protocol):
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest: ...
+    def release(self, version: Version) -> None: ...
+
+
+class TrainingLoop:
+    """Steps while generation goes on.
+
+    With `prefetch` the next batch is drawn during a step; without it (`max_staleness` 0, DECISIONS 2) after the step. The
+    handover of version v runs beside step v + 1. A slot of the publisher is written again only when the handover that
+    replaced its version is over, so that an engine which restarts can always fetch the current version.
+    """
+
+    def __init__(
+        self,
+        trainer: Steps,
+        publisher: Publisher,
+        service: RolloutService,
+        *,
+        published: PublishedVersions,
+        steps: int,
+        prefetch: bool,
+        save: Callable[[], None],
+        save_every: int,
+        stop_at_reward: float | None = None,
+    ) -> None:
+        self._trainer, self._publisher, self._service = trainer, publisher, service
+        self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
+        self._save, self._save_every = save, save_every
+        self._published = published
+        self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
+
+    async def run(self) -> None:
+        """Ends by itself after the last step; any failure ends it and cancels what it started."""
+        async with asyncio.TaskGroup() as tasks:
+            drawn = tasks.create_task(self._service.take(self._trainer.version))
+            handover = tasks.create_task(self._hand_over(await self._publish()))
+            while not self._over():
+                batch = await drawn
+                if self._prefetch:
+                    drawn = tasks.create_task(self._service.take(batch.train_version + 1))
+                await self._step(batch)
+                await handover
+                handover = tasks.create_task(self._hand_over(await self._publish()))
+                if not self._prefetch and not self._over():
+                    drawn = tasks.create_task(self._service.take(self._trainer.version))
+                if self._save_every and self._trainer.num_steps % self._save_every == 0:
+                    await self._checkpoint()
+            drawn.cancel()
+        await self._checkpoint()
+        await self._service.finish(self._trainer.version)
+
+    async def _step(self, batch: PackedBatch) -> None:
+        started = time.monotonic()
+        report = await asyncio.to_thread(self._trainer.step, batch)
+        ended = time.monotonic()
+        self._rewards.append(float(batch.rewards.mean()))
+        num_tokens = int(batch.loss_mask.sum())
+        await self._service.done(StepDone(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics)))
+
+    async def _publish(self) -> WeightManifest:
+        """Copies the weights out before the next step may change them."""
+        self._published.note(self._trainer.version)
+        return await asyncio.to_thread(self._publisher.publish, self._trainer.version, self._trainer.tensors())
+
+    async def _hand_over(self, manifest: WeightManifest) -> None:
+        """Waits until every engine serves the version or is in quarantine; then the version before it may be overwritten."""
+        await self._service.publish(manifest)
+        self._publisher.release(manifest.version - 1)
+
+    async def _checkpoint(self) -> None:
+        await asyncio.to_thread(self._save)
+        await self._service.checkpointed(self._trainer.version)
+
+    def _over(self) -> bool:
+        full = len(self._rewards) == REWARD_WINDOW
+        good = self._stop_at_reward is not None and full and sum(self._rewards) / REWARD_WINDOW >= self._stop_at_reward
+        return self._trainer.num_steps >= self._steps or good
