@@ -143,11 +143,27 @@ class WeightsCorrupt(EngineError):
     code = "weights_corrupt"
 
 
+class SlotBusy(MidflightError):
+    """Every slot holds a version that may still be fetched. Unblocked by its release, at the end of a handover."""
+
+    cost = Cost.STEP
+    status = 409
+    code = "slot_busy"
+    retryable = True
+
+
 class NoEngine(EngineError):
     """No healthy engine took the request before its deadline."""
 
     code = "no_engine"
     retryable = True
+
+
+class RequestTimeout(EngineError):
+    """An engine took the request and did not finish it before its deadline."""
+
+    status = 504
+    code = "request_timeout"
 
 
 # --- Blamed on an environment: costs a rollout, never a reward (I10) -------------------------------------------------
