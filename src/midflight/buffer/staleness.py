@@ -1,0 +1,106 @@
+"""Why no token is trained older than S versions (I2), and why the trainer never waits for ever under `wait`.
+
+Words. A step that begins at version v makes v + 1; the groups it trains on are taken once, B of them. v_served is the oldest
+version that a routable engine serves, so a token sampled now carries at least v_served, and v_served never exceeds v. A group
+of which some trainable token has version o must be in the batch of a step v <= o + S. Two rules hold that deadline.
+
+Admission (`credit`). A group may start only if, with it,
+
+    submitted - released <= (v_served + S + 1) B
+
+where `released` counts dropped groups. As every step before w, the next one without a batch, took B groups, this is
+
+    running + waiting <= (v_served + S + 1 - w) B,
+
+which is the form used here: it needs no history, so it also holds after a restart at another version.
+
+Taking (`overfull`). The step at v takes a batch only if for every k = 0..S, with u = v + k - S, the groups left behind
+(finished or still running) whose oldest token is <= u number at most k B. They must be trained by step u + S = v + k, and
+exactly k batches remain until then.
+
+Proof of the bound. Let L(u, v) be the groups left behind by the step at v whose oldest token, now or later, is <= u. Claim:
+L(u, v) <= (u + S - v) B for all u <= v.
+  * While v_served <= u, admission bounds *all* groups left behind, with and without a token: after the step at v took its batch,
+    running + waiting <= (v_served + S + 1 - (v + 1)) B <= (u + S - v) B.
+  * Once v_served > u, no group can join L(u, .) any more: a new token is younger than u. What is in it is known by its tokens,
+    and the rule with k = u + S - v is the claim itself.
+With v = u + S the claim reads: no group with a token <= u is left after step u + S. So every group is taken in time.
+
+Proof that it goes on. Suppose the step at v finds no batch although every running group has ended (each has a deadline) and the
+engines have caught up (v_served = v). Admission allows (S + 1) B groups, and buffer and slots hold at least one batch, so B groups
+come to be finished; one that is dropped gives its credit back and is replaced. By the claim for step v - 1 at most
+(u + S - v + 1) B of them are <= u; a batch of the oldest B leaves at most (u + S - v) B = k B. So the batch is taken.
+
+What the proof needs from outside: tokens are known here before v_served rises past their version, and steps are taken in the
+order of their versions. Where that fails (a token overtaken by its engine's attestation, groups recovered after a crash), more groups
+can be due than batches are left. `surplus` counts them; they are closed, and never trained too old.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+
+from midflight.types import StalePolicy, Trajectory, Version
+
+
+def credit(*, open_groups: int, next_version: Version, served_version: Version, max_staleness: int, groups_per_step: int) -> int:
+    """Groups that may still start; not positive when none may. `open_groups` are running or waiting, not yet in a batch.
+
+    `next_version` is w: the version of the next step that has no batch yet. At S = 0 this is B once per version, and
+    nothing while a step's new version is not yet served: nothing is prefetched. Only after a trainer restarted at an older
+    version is a served one beyond w; that gives no more than w would.
+    """
+    return (min(served_version, next_version) + max_staleness + 1 - next_version) * groups_per_step - open_groups
+
+
+def overfull(left_behind: Iterable[Version], train_version: Version, *, max_staleness: int, groups_per_step: int) -> Version | None:
+    """The smallest u = v + k - S for which more than k B of the groups left behind are <= u; `None` if the batch may be taken.
+
+    `left_behind` holds the oldest token version of every group, finished or running, that has a token and is not in the batch.
+    """
+    ordered = sorted(left_behind)
+    for k in range(max_staleness + 1):
+        bound = train_version + k - max_staleness
+        if bisect_right(ordered, bound) > k * groups_per_step:
+            return bound
+    return None
+
+
+def surplus(finished: Sequence[Version], train_version: Version, *, max_staleness: int, groups_per_step: int) -> int:
+    """How many of the oldest finished groups no batch can take in time: 0 while the proof's assumptions hold.
+
+    `finished` holds the oldest versions of finished groups, ascending. For k = -1..S at most (k + 1) B of them may be
+    <= v + k - S, the batches of steps v..v + k; k = -1 says that over-age groups cannot be trained at all.
+    """
+    shed = 0
+    for k in range(-1, max_staleness + 1):
+        due = bisect_right(finished, train_version + k - max_staleness)
+        shed = max(shed, due - (k + 1) * groups_per_step)
+    return shed
+
+
+def ages(trajectories: Iterable[Trajectory], train_version: Version) -> Mapping[int, int]:
+    """Trainable tokens by age: the version that begins the step minus the version that sampled them (DECISIONS 2)."""
+    counts: dict[int, int] = {}
+    for trajectory in trajectories:
+        for row in trajectory.rows:
+            for version in row.versions[row.loss_mask].tolist():
+                counts[train_version - version] = counts.get(train_version - version, 0) + 1
+    return counts
+
+
+def worst_case(policy: StalePolicy, max_staleness: int) -> str:
+    """The worst staleness of a trained token under a policy and its price, as a sentence for `--dry-run`."""
+    bound = f"no trained token is older than {max_staleness} versions"
+    if max_staleness == 0:
+        return "synchronous: every token is trained at the version that sampled it; nothing is prefetched and pause modes do not matter"
+    return f"{bound}; {_PRICE[policy]}"
+
+
+_PRICE: Mapping[StalePolicy, str] = {
+    StalePolicy.WAIT: "nothing is dropped for its age, and steps wait for stragglers up to the rollout deadline",
+    StalePolicy.DROP: "older trajectories leave the gradient, which shortens what is trained",
+    StalePolicy.MASK: "older tokens get no gradient, which takes credit from the early decisions of long answers",
+    StalePolicy.REQUEUE: "older groups are generated again, which prefers fast answers",
+}
