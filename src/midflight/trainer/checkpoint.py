@@ -168,7 +168,7 @@ def _load(folder: Path, name: str) -> dict[str, Tensor]:
 def _decode(path: Path, kind: type[Stored]) -> Stored:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise _corrupt(path, f"cannot be read ({error})") from error
 
 

@@ -1,0 +1,102 @@
+"""T2: no cross-talk, and a gradient that does not depend on packing or splitting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.trainer.fixtures import batch, tiny_model, trainer, weights, with_rows_in_order
+
+from midflight.errors import ConfigError
+from midflight.trainer.attention import attend_raggedly
+from midflight.trainer.microbatch import Predictions, predictions_of, split
+from midflight.trainer.objective import Objective
+from midflight.trainer.policy import token_logprobs
+
+CPU = torch.device("cpu")
+
+
+def all_predictions(seed: int = 0) -> Predictions:
+    data = batch(seed=seed)
+    return predictions_of(data.token_ids, data.row_offsets, mask=data.loss_mask)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_log_probabilities_equal_those_of_each_row_alone(temperature: float) -> None:
+    data, model = batch(), tiny_model()
+    expected: list[float] = []
+    for begin, end in zip(data.row_offsets, data.row_offsets[1:], strict=False):
+        ids = torch.from_numpy(data.token_ids[begin:end].astype(np.int64))
+        table = (model(ids[None]).logits[0] / temperature).log_softmax(-1)
+        expected += [float(table[t - 1, ids[t]].detach()) for t in range(1, len(ids)) if data.loss_mask[begin + t]]
+    attend_raggedly(model)
+    predictions = all_predictions()
+    found = torch.zeros(len(predictions.targets), dtype=torch.float64)
+    for micro in split(predictions, np.arange(len(found)), budget=60, device=CPU):
+        found[micro.predictions] = token_logprobs(model, micro, temperature=temperature).detach()
+    assert found.numpy() == pytest.approx(np.array(expected), abs=1e-12)
+
+
+def test_micro_batches_keep_the_budget_without_padding_and_hold_every_prediction_once() -> None:
+    predictions = all_predictions()
+    parts = list(split(predictions, np.arange(len(predictions.targets)), budget=40, device=CPU))
+    assert len(parts) > 3
+    assert all(p.input_ids.shape[1] <= 40 and p.runs.num_tokens == p.input_ids.shape[1] for p in parts)
+    assert sorted(torch.cat([p.predictions for p in parts]).tolist()) == list(range(len(predictions.targets)))
+    # Nothing follows a row's last prediction, so the inputs end there.
+    needed = sum(int(predictions.inputs[predictions.row == r].max() - predictions.offsets[r]) + 1 for r in np.unique(predictions.row))
+    assert sum(p.input_ids.shape[1] for p in parts) == needed
+
+
+def test_a_row_longer_than_the_budget_goes_alone_and_is_counted() -> None:
+    data = batch()
+    report = trainer(tiny_model(), micro_batch_tokens=10).step(data)
+    assert report.metrics["rows/oversized"] == float((np.diff(data.row_offsets) - 1 > 10).sum())
+    assert report.metrics["rows/oversized"] > 3
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_the_gradient_is_independent_of_packing_and_split(reduction: str) -> None:
+    data = batch()
+    reordered = with_rows_in_order(data, list(reversed(range(len(data.row_rollout)))))
+    objective = Objective(reduction=reduction, constant_length=16)  # type: ignore[arg-type]
+    start = weights(tiny_model())
+    moves: list[torch.Tensor] = []
+    reports = []
+    for source, budget in ((data, 4096), (data, 40), (data, 1), (reordered, 70)):
+        model = tiny_model()
+        # A gradient below the clip and a first step without moments would show its sign only; SGD shows the gradient itself.
+        ours = trainer(model, objective, micro_batch_tokens=budget, max_grad_norm=1e9)
+        ours.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # type: ignore[assignment]
+        reports.append(ours.step(source))
+        moves.append(weights(model) - start)
+    assert float(moves[0].norm()) > 1e-6
+    for move, report in zip(moves[1:], reports[1:], strict=True):
+        assert float((move - moves[0]).norm() / moves[0].norm()) < 1e-12
+        assert report.loss == pytest.approx(reports[0].loss, rel=1e-12)
+        assert report.metrics["rho/chi2_sequence"] == pytest.approx(reports[0].metrics["rho/chi2_sequence"], rel=1e-10)
+
+
+def test_a_sliding_window_is_honoured() -> None:
+    ids = torch.arange(20)[None]
+    model = tiny_model()
+    model.config.layer_types = ["sliding_attention"] * 2
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 5
+        layer.self_attn.layer_type = "sliding_attention"
+    model.model.has_sliding_layers = True
+    model.config.sliding_window = 5
+    model.config._attn_implementation = "eager"
+    expected = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1).detach()
+    attend_raggedly(model)
+    predictions = predictions_of(ids[0].numpy().astype(np.int32), np.array([0, 20], np.int32), mask=np.arange(20) > 0)
+    (micro,) = split(predictions, np.arange(19), budget=64, device=CPU)
+    assert token_logprobs(model, micro, temperature=1.0).detach().numpy() == pytest.approx(expected.numpy(), abs=1e-6)
+
+
+def test_what_the_attention_does_not_compute_is_refused() -> None:
+    model = tiny_model()
+    attend_raggedly(model)
+    (micro,) = split(all_predictions(), np.arange(1), budget=64, device=CPU)
+    with pytest.raises(ConfigError, match="softcap"):
+        model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, runs=micro.runs, softcap=30.0)

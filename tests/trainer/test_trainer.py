@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.trainer.fixtures import batch, tiny_model, trainer, weights
+
+from midflight.config.sections import TrainerSection
+from midflight.errors import ConfigError, RunFailed
+from midflight.trainer.configure import objective_of, trainer_of
+from midflight.trainer.objective import Objective
+from midflight.trainer.schedule import Schedule
+from midflight.trainer.step import Skip
+from midflight.types import PackedBatch, Reason
+
+
+def trained_positions(data: PackedBatch) -> np.ndarray:
+    return np.flatnonzero(data.loss_mask)
+
+
+def test_one_step_makes_one_version() -> None:
+    ours = trainer(tiny_model())
+    assert [ours.step(batch(version=v)).version for v in range(3)] == [1, 2, 3]
+    assert ours.version == 3
+
+
+def test_a_batch_leased_for_another_version_is_refused() -> None:
+    with pytest.raises(RunFailed, match="leased for version 4, the trainer is at 0"):
+        trainer(tiny_model()).step(batch(version=4))
+
+
+@pytest.mark.parametrize("versions", [2, 6])
+def test_i2_a_token_too_old_or_from_the_future_is_never_trained(versions: int) -> None:
+    data = batch(version=5)
+    data.versions[trained_positions(data)[3]] = versions
+    model = tiny_model()
+    before = weights(model)
+    with pytest.raises(RunFailed, match="I2"):
+        trainer(model, version=5, max_staleness=2).step(data)
+    assert torch.equal(weights(model), before)
+
+
+def test_i2_the_age_of_context_does_not_matter() -> None:
+    data = batch(version=5)
+    data.versions[~data.loss_mask] = 0
+    assert trainer(tiny_model(), version=5, max_staleness=0).step(data).skipped is None
+
+
+def test_learning_raises_the_probability_of_rewarded_answers() -> None:
+    ours = trainer(tiny_model(), learning_rate=3e-3)
+    losses = [ours.step(replace(batch(), train_version=v, versions=batch().versions + v)).loss for v in range(8)]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_missing_log_probabilities_are_masked_and_counted() -> None:
+    data = batch()
+    where = trained_positions(data)[[0, 5, 9]]
+    data.logprobs[where] = [np.nan, -9999.0, 0.5]
+    report = trainer(tiny_model()).step(data)
+    assert report.masked == {Reason.NOT_FINITE: 3}
+    assert report.num_tokens == data.loss_mask.sum() - 3
+    assert np.isfinite(report.loss) and report.skipped is None
+
+
+def test_too_many_missing_log_probabilities_end_the_run() -> None:
+    data = batch()
+    data.logprobs[:] = np.nan
+    with pytest.raises(RunFailed, match="without a log-probability"):
+        trainer(tiny_model()).step(data)
+
+
+def test_a_reward_that_is_not_a_number_gets_no_advantage_and_is_no_part_of_the_baseline() -> None:
+    data, without = batch(), batch()
+    data.rewards[5] = np.nan
+    rows = np.repeat(data.row_rollout, np.diff(data.row_offsets))
+    report = trainer(tiny_model()).step(data)
+    assert report.masked == {Reason.NO_REWARD: int((data.loss_mask & (rows == 5)).sum())}
+    # Rollout 5 alone in a group of its own leaves the others as they are: the same baseline, its own advantage 0.
+    alone = replace(without, rollout_group=np.where(np.arange(12) == 5, 3, without.rollout_group).astype(np.int32))
+    assert report.loss * report.num_tokens == pytest.approx(trainer(tiny_model()).step(alone).loss * data.loss_mask.sum(), rel=1e-9)
+
+
+def test_a_batch_without_a_token_to_train_is_a_counted_skip() -> None:
+    data, model = batch(), tiny_model()
+    before = weights(model)
+    ours = trainer(model)
+    report = ours.step(replace(data, loss_mask=np.zeros_like(data.loss_mask)))
+    assert (report.version, report.skipped, report.num_tokens, ours.num_skipped) == (1, Skip.NO_TOKENS, 0, 1)
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_leaves_the_weights_and_moments_and_is_counted(broken: str) -> None:
+    model = tiny_model()
+    ours = trainer(model)
+    ours.step(batch())
+    before = weights(model)
+    parameter = next(p for name, p in model.named_parameters() if name.endswith("down_proj.weight"))
+    moment = ours.optimizer.state[parameter]["exp_avg"].clone()
+    if broken == "loss":
+        handle = model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output * float("nan"))
+    else:
+        handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
+    report = ours.step(batch(version=1))
+    handle.remove()
+    assert (report.version, report.skipped, report.num_tokens) == (2, Skip.NOT_FINITE, 0)
+    assert torch.equal(weights(model), before) and torch.equal(ours.optimizer.state[parameter]["exp_avg"], moment)
+    assert ours.step(batch(version=2)).skipped is None
+    assert ours.num_skipped == 1
+
+
+def test_rollouts_of_no_advantage_change_neither_loss_nor_weights() -> None:
+    # They skip the backward pass; a reduction by constant leaves them out of the loss altogether, so dropping them must change nothing.
+    data = batch()
+    data.rewards[:4] = 1.0
+    rows = np.repeat(data.row_rollout, np.diff(data.row_offsets))
+    one, other = tiny_model(), tiny_model()
+    full = trainer(one).step(data)
+    part = trainer(other).step(replace(data, loss_mask=data.loss_mask & (rows >= 4)))
+    # AdamW's first step is the same for any scale of the gradient that the clip leaves; the token mean only rescales it.
+    assert full.loss * full.num_tokens == pytest.approx(part.loss * part.num_tokens, rel=1e-12)
+    assert full.num_tokens > part.num_tokens
+    assert torch.allclose(weights(one), weights(other), atol=1e-6)
+
+
+def test_several_updates_use_the_proximal_policy_of_the_start_of_the_step() -> None:
+    data, model = batch(), tiny_model()
+    ours = trainer(model, updates_per_step=3, learning_rate=0.05)
+    single = trainer(tiny_model()).step(data)
+    report = ours.step(data)
+    # rho is proximal / behaviour: the same as of one update, although the weights moved between updates.
+    assert report.metrics["rho/mean"] == pytest.approx(single.metrics["rho/mean"], rel=1e-12)
+    assert report.metrics["clip/low_share"] + report.metrics["clip/high_share"] > 0
+    assert single.metrics["clip/low_share"] == single.metrics["clip/high_share"] == 0
+    assert report.version == 1
+
+
+def test_weights_are_decayed_but_norms_are_not() -> None:
+    data, model = batch(), tiny_model()
+    data.rewards[:] = 1.0
+    norms = {n: p.detach().clone() for n, p in model.named_parameters() if p.ndim == 1}
+    matrices = {n: p.detach().clone() for n, p in model.named_parameters() if p.ndim == 2}
+    trainer(model, weight_decay=0.5, learning_rate=0.1).step(data)
+    now = dict(model.named_parameters())
+    assert all(torch.equal(now[n], p) for n, p in norms.items())
+    assert all(torch.allclose(now[n], p * 0.95) for n, p in matrices.items())
+
+
+def test_the_learning_rate_follows_the_schedule() -> None:
+    ours = trainer(tiny_model(), schedule=Schedule("linear", warmup_steps=2, total_steps=4), learning_rate=1.0e-3)
+    rates = [ours.step(batch(version=v)).metrics["step/learning_rate"] for v in range(4)]
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.5e-3])
+
+
+def test_a_gradient_is_scaled_down_to_its_largest_norm() -> None:
+    model = tiny_model()
+    ours = trainer(model, max_grad_norm=1e-3)
+    ours.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # type: ignore[assignment]
+    ours._learning_rate = 1.0
+    before = weights(model)
+    report = ours.step(batch())
+    assert report.metrics["grad_norm"] > 1e-3
+    assert float((weights(model) - before).norm()) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_ages_and_ratios_are_reported() -> None:
+    data = batch(version=3)
+    data.versions[trained_positions(data)[:5]] = 1
+    metrics = trainer(tiny_model(), version=3).step(data).metrics
+    assert metrics["age/2/share"] == pytest.approx(5 / data.loss_mask.sum())
+    assert metrics["age/max"] == 2
+    assert 0 < metrics["rho/ess"] <= 1
+
+
+def test_a_section_becomes_a_trainer_and_bypass_needs_no_cap() -> None:
+    assert objective_of(TrainerSection(loss="bypass"), max_tokens=16) == Objective(loss="bypass", tis_cap=None, constant_length=16)
+    with pytest.raises(ConfigError, match="second time"):
+        objective_of(TrainerSection(loss="bypass", tis_cap=2.0), max_tokens=16)
+    ours = trainer_of(TrainerSection(), tiny_model(torch.float32), total_steps=10, max_tokens=16, temperature=1.0, max_staleness=4)
+    assert ours.step(batch()).version == 1
+    assert "TIS" in ours.describe()
