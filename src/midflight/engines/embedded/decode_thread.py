@@ -1,0 +1,111 @@
+"""The one thread that steps the scheduler, and the only one that touches it while it runs."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from midflight.engines.embedded.output import StepOutput
+from midflight.engines.embedded.scheduler import Scheduler
+from midflight.errors import EngineUnavailable
+
+R = TypeVar("R")
+
+
+class DecodeThread:
+    """Runs commands between two steps, and steps while there is work. Commands may be posted from any thread, also before `run`."""
+
+    def __init__(self, scheduler: Scheduler, deliver: Callable[[StepOutput], None]) -> None:
+        self._scheduler, self._deliver = scheduler, deliver
+        self._changed = threading.Condition()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
+        self._quiet: list[Future[None]] = []
+        self._ended: EngineUnavailable | None = None
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Runs `command` before the next step. Raises `EngineUnavailable` after the end."""
+        self._append(command, None)
+
+    def call(self, command: Callable[[], R]) -> Future[R]:
+        """As `post`, with the command's result or error."""
+        future: Future[R] = Future()
+        self._append(command, future)
+        return future
+
+    def until_quiet(self) -> Future[None]:
+        """Done when the engine produces no token any more, or is not paused after all."""
+        future: Future[None] = Future()
+        self._append(lambda: self._quiet.append(future), None)
+        return future
+
+    def run(self) -> None:
+        """Waits for commands while there is no work; ended by `stop`. An error of a step ends it and is raised."""
+        error = EngineUnavailable("the engine was stopped. Send the request to another engine.")
+        try:
+            while self._run_commands():
+                if self._scheduler.has_work():
+                    self._deliver(self._scheduler.step())
+                self._settle_quiet()
+        except Exception as cause:
+            error = EngineUnavailable(f"the decode loop crashed: {cause!r}. Restart the engine; requests may be resumed elsewhere.")
+            error.__cause__ = cause
+            raise error from cause
+        finally:
+            self._close(error)
+
+    def stop(self) -> None:
+        """Ends `run` after its present step; what was posted and not yet run fails with `EngineUnavailable`."""
+        with self._changed:
+            self._ended = self._ended or EngineUnavailable("the engine was stopped. Send the request to another engine.")
+            self._changed.notify()
+
+    def _append(self, command: Callable[[], Any], future: Future[Any] | None) -> None:
+        with self._changed:
+            if self._ended is not None:
+                raise self._ended
+            self._commands.append((command, future))
+            self._changed.notify()
+
+    def _run_commands(self) -> bool:
+        """Runs what was posted, in order, after waiting for it if there is nothing else to do. False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._commands or self._scheduler.has_work())
+            if self._ended is not None:
+                return False
+            commands, self._commands = self._commands, deque()
+        for command, future in commands:
+            _run(command, future)
+        return True
+
+    def _settle_quiet(self) -> None:
+        if self._quiet and (self._scheduler.is_quiet() or self._scheduler.paused is None):
+            waiting, self._quiet = self._quiet, []
+            for future in waiting:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(None)
+
+    def _close(self, error: EngineUnavailable) -> None:
+        with self._changed:
+            self._ended = error
+            commands, self._commands = self._commands, deque()
+        for future in [*self._quiet, *(future for _, future in commands)]:
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+
+def _run(command: Callable[[], Any], future: Future[Any] | None) -> None:
+    """An error of a command with a future is its caller's; of one without, it is a crash of the loop."""
+    if future is None:
+        command()
+        return
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = command()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

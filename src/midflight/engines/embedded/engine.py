@@ -1,0 +1,292 @@
+"""The embedded engine: the engine port over a `transformers` model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from midflight.engines.embedded.decode_thread import DecodeThread
+from midflight.engines.embedded.output import Outlet, StepOutput
+from midflight.engines.embedded.runner import Runner
+from midflight.engines.embedded.scheduler import Scheduler
+from midflight.engines.embedded.streams import ChunkStreams, step_chunks
+from midflight.engines.embedded.table import Submission
+from midflight.engines.embedded.validation import check_request
+from midflight.engines.embedded.weights import EngineWeights
+from midflight.errors import EngineError, EngineUnavailable
+from midflight.ports import Observer, WeightReceiver
+from midflight.text.stop import StopMatcher
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import (
+    Attestation,
+    Capabilities,
+    Chunk,
+    EngineHealth,
+    Finish,
+    GenerateRequest,
+    LogprobKind,
+    PauseMode,
+    Version,
+    WeightManifest,
+)
+
+_log = logging.getLogger(__name__)
+_LOCAL = 0
+"""The outlet of the callers inside the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished generation; the tuples have the length of `token_ids`."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[Version, ...]
+    kv_versions: tuple[Version, ...]
+    finish: Finish
+
+
+class EmbeddedEngine:
+    """A thin shell: the scheduler owns the requests and runs on one worker thread; here are the waits and the event loop.
+
+    `run` must run for anything but `generate_all` to come back. Everything else is called on the event loop that runs it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: Tokenizer,
+        name: str,
+        receiver: WeightReceiver,
+        observer: Observer,
+        max_running: int,
+        max_batch_tokens: int,
+        max_context: int,
+        pause_lease_seconds: float,
+        version: Version = 0,
+    ) -> None:
+        self._name, self._tokenizer, self._observer = name, tokenizer, observer
+        self._lease_seconds = pause_lease_seconds
+        self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
+        self._weights = EngineWeights(model, receiver, version=version)
+        runner = Runner(model, max_running=max_running, max_context=max_context)
+        self._scheduler = Scheduler(
+            runner, max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context, version=version
+        )
+        self._thread = DecodeThread(self._scheduler, self._deliver)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._counter = itertools.count(1)
+        self._live: dict[int, str] = {}
+        """Request id by handle, of requests that have not ended."""
+        self._local = ChunkStreams()
+        self._outlets: dict[int, Outlet] = {_LOCAL: self._local}
+        self._lease: asyncio.TimerHandle | None = None
+        self._pausing = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def run(self) -> None:
+        """Decodes until cancelled. A crash of the decode loop ends every open request with `EngineUnavailable`, and this call too."""
+        self._loop = asyncio.get_running_loop()
+        error = EngineUnavailable("the engine was stopped. Send the request to another engine.")
+        try:
+            await asyncio.to_thread(self._thread.run)
+        except EngineUnavailable as crash:
+            error = crash
+            raise
+        finally:
+            self._thread.stop()
+            self._end_lease()
+            for outlet in list(self._outlets.values()):
+                outlet.fail(error)
+
+    # --- Requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end."""
+        submission = self._submission(request, _LOCAL)
+        stream = self._local.open(submission.handle)
+        try:
+            self._submit(submission)
+            while True:
+                chunk = await stream.next()
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            if self._local.close(submission.handle):
+                self.abort_handles(frozenset({submission.handle}))
+
+    async def abort(self, request_id: str | None) -> None:
+        handles = None if request_id is None else frozenset(h for h, known in self._live.items() if known == request_id)
+        if handles is None or handles:
+            await asyncio.wrap_future(self._thread.call(lambda: self._scheduler.abort(handles)))
+
+    def open_outlet(self, outlet: Outlet) -> int:
+        """Registers a receiver of whole steps; its number goes to `submit`."""
+        number = next(self._counter)
+        self._outlets[number] = outlet
+        return number
+
+    def close_outlet(self, number: int, handles: frozenset[int]) -> None:
+        """Nothing more is given to the outlet; its requests, named by `handles`, are aborted."""
+        self._outlets.pop(number, None)
+        self.abort_handles(handles)
+
+    def submit(self, request: GenerateRequest, *, outlet: int) -> int:
+        """Checks and queues a request; its handle appears in the steps given to the outlet."""
+        submission = self._submission(request, outlet)
+        self._submit(submission)
+        return submission.handle
+
+    def abort_handles(self, handles: frozenset[int]) -> None:
+        """Ends these requests without waiting for it."""
+        with contextlib.suppress(EngineUnavailable):
+            self._thread.post(lambda: self._scheduler.abort(handles))
+
+    def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Generates in the calling thread, where `run` does not: for warm starts and tests. In the order of `requests`."""
+        if self._loop is not None:
+            raise EngineError("generating inline: the engine's loop runs. Use `generate` while it does.")
+        submissions = [self._submission(r, _LOCAL) for r in requests]
+        for submission in submissions:
+            self._scheduler.submit(submission)
+        chunks: dict[int, list[Chunk]] = {s.handle: [] for s in submissions}
+        while self._scheduler.has_work():
+            step = self._scheduler.step()
+            for handle, chunk in step_chunks(step, {h: f for h, _, f in step.finishes}):
+                chunks[handle].append(chunk)
+        return [_joined(chunks[s.handle]) for s in submissions]
+
+    # --- Pauses and weights ------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns once no token will be produced; waits for the step in progress, and for `drain` for the requests to finish.
+
+        The lease starts anew with each call: an engine whose controller died resumes by itself.
+        """
+        self._pausing += 1
+        try:
+            await asyncio.wrap_future(self._thread.call(lambda: self._scheduler.pause(mode)))
+            self._start_lease()
+            await asyncio.wrap_future(self._thread.until_quiet())
+        finally:
+            self._pausing -= 1
+        self._start_lease()
+
+    async def resume(self) -> None:
+        self._end_lease()
+        await asyncio.wrap_future(self._thread.call(self._scheduler.resume))
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """Waits for a worker thread, which the transport feeds; decoding goes on meanwhile."""
+        await asyncio.to_thread(self._weights.stage, manifest)
+
+    async def commit(self, version: Version) -> Attestation:
+        """Waits for the step in progress. Without a pause, running requests go on over the keys they have, as in `keep`."""
+        return await asyncio.wrap_future(self._thread.call(lambda: self._commit(version)))
+
+    async def health(self) -> EngineHealth:
+        s = self._scheduler
+        return EngineHealth(
+            version=s.version, paused=s.paused is not None, num_tokens=s.num_tokens, num_running=s.num_running, num_waiting=s.num_waiting
+        )
+
+    def _commit(self, version: Version) -> Attestation:
+        attestation = self._weights.commit(version)
+        if self._scheduler.version != version:
+            self._scheduler.serve(version)
+        return attestation
+
+    def _start_lease(self) -> None:
+        self._end_lease()
+        if self._scheduler.paused is not None:
+            self._lease = asyncio.get_running_loop().call_later(self._lease_seconds, self._lease_ended)
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+
+    def _lease_ended(self) -> None:
+        """A drain that somebody waits for is not over, whatever it takes."""
+        if self._pausing:
+            self._start_lease()
+            return
+        _log.warning("engine %s: paused for %g s without renewal; resuming by itself", self._name, self._lease_seconds)
+        with contextlib.suppress(EngineUnavailable):
+            self._thread.post(self._scheduler.resume)
+
+    # --- Between the threads -----------------------------------------------------------------------------------------
+
+    def _submission(self, request: GenerateRequest, outlet: int) -> Submission:
+        check_request(request, vocab_size=self._capabilities.vocab_size, max_context=self._capabilities.max_context)
+        sampling = request.sampling
+        matcher = StopMatcher(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens) if any(sampling.stop) else None
+        ends = () if sampling.ignore_eos else tuple(sorted(self._tokenizer.eos_token_ids))
+        return Submission(next(self._counter), outlet, request, (*ends, *sampling.stop_token_ids), matcher)
+
+    def _submit(self, submission: Submission) -> None:
+        self._thread.post(lambda: self._scheduler.submit(submission))
+        self._live[submission.handle] = submission.request.request_id
+
+    def _deliver(self, step: StepOutput) -> None:
+        """Called by the decode thread, once per step."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_step, step)
+
+    def _on_step(self, step: StepOutput) -> None:
+        for handle, _, _ in step.finishes:
+            self._live.pop(handle, None)
+        for number in step.touched:
+            outlet = self._outlets.get(number)
+            if outlet is not None:
+                outlet.put(step.for_outlet(number))
+        if step.num_running:
+            self._observer.engine_stepped(
+                engine=self._name, started=step.started, ended=step.ended, num_tokens=len(step.token_ids), num_running=step.num_running
+            )
+
+
+def _capabilities(model: PreTrainedModel, *, max_context: int, max_running: int) -> Capabilities:
+    return Capabilities(
+        pause_modes=frozenset(PauseMode),
+        logprob_kind=LogprobKind.SAMPLED,
+        honours_seed=True,
+        versions_per_token=True,
+        stops_on_strings=True,
+        aborts_single_requests=True,
+        stages_weights=True,
+        max_context=max_context,
+        vocab_size=int(model.config.get_text_config().vocab_size),
+        max_running=max_running,
+    )
+
+
+def _joined(chunks: list[Chunk]) -> Generation:
+    finish = chunks[-1].finish
+    assert finish is not None
+    return Generation(
+        token_ids=tuple(t for c in chunks for t in c.token_ids),
+        logprobs=tuple(p for c in chunks for p in c.logprobs),
+        versions=tuple(c.version for c in chunks for _ in c.token_ids),
+        kv_versions=tuple(c.kv_version for c in chunks for _ in c.token_ids),
+        finish=finish,
+    )

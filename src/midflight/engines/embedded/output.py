@@ -1,0 +1,71 @@
+"""What a step gives out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midflight.types import Finish, Version
+
+Ints = NDArray[np.int64]
+
+
+def _no_ints() -> Ints:
+    return np.empty(0, dtype=np.int64)
+
+
+def _no_floats() -> NDArray[np.float64]:
+    return np.empty(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """At most one token for each request of a step, as arrays of equal length, and the requests that ended.
+
+    All tokens were sampled under `version`. A request that ends with a token has it in the same output.
+    """
+
+    version: Version
+    handles: Ints = field(default_factory=_no_ints)
+    token_ids: Ints = field(default_factory=_no_ints)
+    logprobs: NDArray[np.float64] = field(default_factory=_no_floats)
+    kv_versions: Ints = field(default_factory=_no_ints)
+    outlets: Ints = field(default_factory=_no_ints)
+    finishes: tuple[tuple[int, int, Finish], ...] = ()
+    """(handle, outlet, how it ended)"""
+    touched: frozenset[int] = frozenset()
+    """Outlets with a request in the step, also those whose request got no token yet."""
+    started: float = 0.0
+    ended: float = 0.0
+    num_running: int = 0
+
+    def for_outlet(self, outlet: int) -> StepOutput:
+        """The part of one outlet."""
+        if self.touched == {outlet}:
+            return self
+        rows = np.flatnonzero(self.outlets == outlet)
+        return StepOutput(
+            version=self.version,
+            handles=self.handles[rows],
+            token_ids=self.token_ids[rows],
+            logprobs=self.logprobs[rows],
+            kv_versions=self.kv_versions[rows],
+            outlets=self.outlets[rows],
+            finishes=tuple(f for f in self.finishes if f[1] == outlet),
+            touched=frozenset({outlet}),
+            started=self.started,
+            ended=self.ended,
+            num_running=self.num_running,
+        )
+
+
+class Outlet(Protocol):
+    """Where the tokens of some requests go. Called on the event loop; never waits."""
+
+    def put(self, step: StepOutput) -> None: ...
+    def fail(self, error: Exception) -> None:
+        """The engine died: nothing more will come."""
+        ...

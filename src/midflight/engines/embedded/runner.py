@@ -1,0 +1,114 @@
+"""One flattened forward per engine step, over any decoder-only model of `transformers`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from midflight.engines.embedded.attention import ATTENTION, Bucket, StepTokens
+from midflight.engines.embedded.kv_cache import KvCache
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """Sequence i brings tokens [starts_i, starts_i + counts_i) of slot i. Single-token sequences come first, in order of slots,
+    then the others by ascending count."""
+
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    tokens: Ints
+    """All tokens, flattened [N]."""
+    wanted: NDArray[np.bool_]
+    """Whether the logits of the sequence's last token are needed."""
+
+
+class Runner:
+    """Owns the model and the keys and values. Not thread-safe: only the decode thread calls it."""
+
+    def __init__(self, model: PreTrainedModel, *, max_running: int, max_context: int) -> None:
+        self.model = model.eval()
+        self.device: torch.device = model.device
+        model.set_attn_implementation(ATTENTION)
+        self._cache = KvCache(max_slots=max_running, max_context=max_context)
+        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=self.device)
+        self._probe()
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> Float[Tensor, "R V"]:
+        """Logits of the wanted sequences' last tokens; keys and values of all tokens are stored."""
+        offsets = np.cumsum(batch.counts) - batch.counts
+        sequence = np.repeat(np.arange(len(batch.slots)), batch.counts)
+        positions = np.arange(len(batch.tokens)) - (offsets - batch.starts)[sequence]
+        self._cache.reserve(slots=int(batch.slots.max()) + 1, context=int(positions.max()) + 1)
+        positions_on = self._put(positions)
+        step = StepTokens(
+            self._cache, slots=self._put(batch.slots[sequence]), positions=positions_on, buckets=self._buckets(batch, offsets, positions)
+        )
+        last = (offsets + batch.counts - 1)[batch.wanted]
+        out = self.model(
+            input_ids=self._put(batch.tokens)[None],
+            position_ids=positions_on[None],
+            attention_mask=self._no_mask,
+            use_cache=False,
+            logits_to_keep=self._put(last),
+            midflight_step=step,
+        )
+        return out.logits[0]
+
+    @torch.inference_mode()
+    def copy(self, sources: Ints, targets: Ints, *, length: int) -> None:
+        """Copies the keys and values of the first `length` tokens between slots."""
+        self._cache.reserve(slots=int(max(sources.max(), targets.max())) + 1, context=length)
+        self._cache.copy(self._put(sources), self._put(targets), length=length)
+
+    def _probe(self) -> None:
+        """A model whose attention cannot be served fails when it is loaded, not under a request."""
+        one = np.ones(1, dtype=np.int64)
+        self.forward(StepBatch(slots=one - 1, starts=one - 1, counts=one, tokens=one - 1, wanted=one == 1))
+
+    def _buckets(self, batch: StepBatch, offsets: Ints, positions: Ints) -> list[Bucket]:
+        """Single tokens in one bucket; longer chunks share one only where padding at most doubles them."""
+        buckets: list[Bucket] = []
+        classes = np.ceil(np.log2(batch.counts)).astype(np.int64)
+        edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
+        for first, last in zip(edges, edges[1:], strict=False):
+            start, end = int(offsets[first]), int(offsets[last - 1] + batch.counts[last - 1])
+            part = slice(first, last)
+            make = self._single_bucket if batch.counts[first] == 1 else self._chunk_bucket
+            buckets.append(make(batch.slots[part], batch.counts[part], positions[start:end], start=start))
+        return buckets
+
+    def _single_bucket(self, slots: Ints, counts: Ints, positions: Ints, *, start: int) -> Bucket:
+        """Where the slots are nearly a range, the whole range is read as a view: an idle row in it costs less than gathering all."""
+        num, low, high = len(slots), int(slots[0]), int(slots[-1]) + 1
+        common = {"start": start, "end": start + num, "num_keys": int(positions.max()) + 1}
+        if high - low > num + num // 2:
+            return Bucket(self._put(slots), self._put(positions)[:, None], rows=None, picks=None, **common)
+        if high - low == num:
+            return Bucket(slice(low, high), self._put(positions)[:, None], rows=None, picks=None, **common)
+        rows, padded = np.zeros(high - low, dtype=np.int64), np.zeros((high - low, 1), dtype=np.int64)
+        rows[slots - low], padded[slots - low, 0] = np.arange(num), positions
+        return Bucket(slice(low, high), self._put(padded), rows=self._put(rows), picks=self._put(slots - low), **common)
+
+    def _chunk_bucket(self, slots: Ints, counts: Ints, positions: Ints, *, start: int) -> Bucket:
+        num, longest = len(slots), int(counts[-1])
+        common = {"start": start, "end": start + len(positions), "num_keys": int(positions.max()) + 1}
+        if counts[0] == longest:
+            return Bucket(self._put(slots), self._put(positions.reshape(num, longest)), rows=None, picks=None, **common)
+        filled = np.arange(longest) < counts[:, None]
+        rows, padded = np.zeros((num, longest), dtype=np.int64), np.zeros((num, longest), dtype=np.int64)
+        rows[filled], padded[filled] = np.arange(len(positions)), positions
+        picks = np.flatnonzero(filled)
+        return Bucket(self._put(slots), self._put(padded), rows=self._put(rows.reshape(-1)), picks=self._put(picks), **common)
+
+    def _put(self, values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

@@ -1,0 +1,126 @@
+"""Choosing tokens for a whole batch at once, with noise that depends on (seed, position, token id) and nothing else (I5).
+
+SplitMix64 (Steele, Lea and Flood 2014) is used as a counter-based generator, and the Gumbel-max trick draws from the
+distribution: token = argmax over kept ids of log p + g, g = -log(-log u). Because the noise of an id does not depend on what
+else is in the batch, nor on how often the generation was interrupted, the same request gives the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def _signed(value: int) -> int:
+    """The two's complement reading of 64 unsigned bits: torch computes modulo 2^64 on signed words."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """How to sample each of R rows, as arrays of shape [R] unless said otherwise."""
+
+    temperature: NDArray[np.float64]
+    top_p: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    """0 is no limit."""
+    min_p: NDArray[np.float64]
+    seeds: NDArray[np.int64]
+    """The unsigned seed's bits."""
+    positions: NDArray[np.int64]
+    """Absolute index that the sampled token will have."""
+    suppressed: NDArray[np.int64]
+    """[R, W] ids that may not be sampled, padded with -1."""
+
+
+def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Token ids [R], and the log-probability [R] of each under the distribution sampled: after temperature and truncation, renormalised.
+
+    Temperature 0 is greedy, with all mass (log-probability 0) on the chosen token.
+    """
+    logits = _suppress(logits.double(), batch.suppressed)
+    greedy = batch.temperature == 0
+    temperature = _column(np.where(greedy, 1.0, batch.temperature), logits)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    log_p = _truncated(log_p, batch)
+    scores = log_p + gumbel_noise(batch.seeds, batch.positions, vocab_size=logits.shape[-1], device=logits.device)
+    # An id of probability zero loses also against infinite noise (log u is 0 once in 2^54).
+    scores.masked_fill_(log_p == -torch.inf, -torch.inf)
+    token_ids = scores.argmax(-1)
+    if greedy.any():
+        token_ids = torch.where(_vector(greedy, logits), logits.argmax(-1), token_ids)
+    logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
+    return token_ids.cpu().numpy(), np.where(greedy, 0.0, logprobs)
+
+
+def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Float[Tensor, "R V"]:
+    """g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) + 1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA)."""
+    key = torch.from_numpy(positions + 1).to(device) * _GAMMA + _mix(torch.from_numpy(seeds.copy()).to(device))
+    ids = torch.arange(1, vocab_size + 1, device=device) * _GAMMA
+    bits = _mix(_mix(key)[:, None] + ids)
+    u = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
+    return u.log_().neg_().log_().neg_()
+
+
+def _mix(z: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """SplitMix64's finaliser, in place. The masks make torch's arithmetic shifts logical."""
+    z ^= (z >> 30) & (2**34 - 1)
+    z *= _MULTIPLIER_1
+    z ^= (z >> 27) & (2**37 - 1)
+    z *= _MULTIPLIER_2
+    z ^= (z >> 31) & (2**33 - 1)
+    return z
+
+
+def _suppress(logits: Float[Tensor, "R V"], suppressed: NDArray[np.int64]) -> Float[Tensor, "R V"]:
+    rows, columns = np.nonzero(suppressed >= 0)
+    if len(rows):
+        logits = logits.clone()
+        logits[torch.from_numpy(rows), torch.from_numpy(suppressed[rows, columns])] = -torch.inf
+    return logits
+
+
+def _truncated(log_p: Float[Tensor, "R V"], batch: SamplingBatch) -> Float[Tensor, "R V"]:
+    """Cuts and renormalises only the rows that ask for it: the others need no sort."""
+    nucleus = (batch.top_p < 1) | (batch.top_k > 0)
+    rows = np.flatnonzero((nucleus | (batch.min_p > 0)) & (batch.temperature > 0))
+    if not len(rows):
+        return log_p
+    index = torch.from_numpy(rows).to(log_p.device)
+    part = log_p[index]
+    kept = part >= part.amax(-1, keepdim=True) + _column(batch.min_p[rows], part).log()
+    if nucleus[rows].any():
+        kept &= _nucleus(part, top_k=_column(batch.top_k[rows], part), top_p=_column(batch.top_p[rows], part))
+    part = part.masked_fill(~kept, -torch.inf)
+    return log_p.index_copy(0, index, part - part.logsumexp(-1, keepdim=True))
+
+
+def _nucleus(log_p: Float[Tensor, "r V"], *, top_k: Int[Tensor, "r 1"], top_p: Float[Tensor, "r 1"]) -> Bool[Tensor, "r V"]:
+    """The `top_k` most likely ids (ties: lower id first), and of these, renormalised, the fewest that hold `top_p`."""
+    sorted_log_p, order = log_p.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(log_p.shape[-1], device=log_p.device)
+    keep = (rank < top_k) | (top_k == 0)
+    p = sorted_log_p.exp() * keep
+    p /= p.sum(-1, keepdim=True)
+    mass_before = p.cumsum(-1) - p
+    keep &= (mass_before < top_p) | (top_p >= 1)
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter_(-1, order, keep)
+
+
+def _vector(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)
+
+
+def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    return _vector(values, like)[:, None]

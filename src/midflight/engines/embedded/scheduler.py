@@ -1,0 +1,261 @@
+"""Which sequences run in a step. A step is three verbs: schedule, run, postprocess. Synchronous: only the decode thread calls it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from midflight.engines.embedded.output import StepOutput
+from midflight.engines.embedded.prompts import SharedPrompts
+from midflight.engines.embedded.runner import Runner, StepBatch
+from midflight.engines.embedded.sampler import sample
+from midflight.engines.embedded.table import SlotTable, Submission
+from midflight.types import Finish, FinishReason, PauseMode, Version
+
+Ints = NDArray[np.int64]
+_ABORT = Finish(FinishReason.ABORT)
+_LENGTH = Finish(FinishReason.LENGTH)
+
+
+class Scheduler:
+    """Continuous batching: first in, first out; a slot per running request; every step mixes decodes and chunks of prefill."""
+
+    def __init__(self, runner: Runner, *, max_running: int, max_batch_tokens: int, max_context: int, version: Version) -> None:
+        self._runner = runner
+        self._table = SlotTable(max_running=max_running, max_context=max_context)
+        self._max_batch_tokens = max(max_batch_tokens, max_running)
+        self._waiting: deque[Submission] = deque()
+        self._prompts = SharedPrompts()
+        self._finishes: list[tuple[int, int, Finish]] = []
+        self._drain_before = 0
+        """While draining, requests with a smaller handle still run."""
+        self._last_handle = 0
+        self.version = version
+        self.paused: PauseMode | None = None
+        self.num_tokens = 0
+
+    # --- What there is to do -----------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return self._table.num_active
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        if self._finishes:
+            return True
+        if self.paused is None:
+            return bool(self._waiting) or self.num_running > 0
+        return not self.is_quiet()
+
+    def is_quiet(self) -> bool:
+        """Whether the engine is paused and will produce no token until `resume`."""
+        if self.paused is PauseMode.DRAIN:
+            return self.num_running == 0 and not self._may_admit()
+        return self.paused is not None
+
+    # --- Verbs from outside, between two steps -----------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> None:
+        """Queues a request, or ends it at once where its tokens so far already do."""
+        self._last_handle = submission.handle
+        finish = self._finished_before(submission)
+        if finish is not None:
+            self._finishes.append((submission.handle, submission.outlet, finish))
+        else:
+            self._waiting.append(submission)
+
+    def abort(self, handles: frozenset[int] | None) -> None:
+        """Ends these requests (all: `None`) with `ABORT`. Their tokens so far stand."""
+        kept: deque[Submission] = deque()
+        for submission in self._waiting:
+            if handles is None or submission.handle in handles:
+                self._finishes.append((submission.handle, submission.outlet, _ABORT))
+            else:
+                kept.append(submission)
+        self._waiting = kept
+        for slot in np.flatnonzero(self._table.active).tolist():
+            if handles is None or int(self._table.handles[slot]) in handles:
+                self._end(slot, _ABORT)
+
+    def pause(self, mode: PauseMode) -> None:
+        """The last mode counts: a paused engine that is paused in another mode acts on the requests it holds by the new one."""
+        if self.paused is mode:
+            return
+        self.paused = mode
+        if mode is PauseMode.ABORT:
+            self.abort(None)
+        if mode is PauseMode.DRAIN:
+            self._drain_before = self._last_handle + 1
+
+    def resume(self) -> None:
+        if self.paused is PauseMode.RECOMPUTE:
+            table = self._table
+            table.cached[table.active & (table.kv_version < self.version)] = 0
+        self.paused = None
+
+    def serve(self, version: Version) -> None:
+        """The weights have changed: tokens from now on are of `version`; keys stored before keep their own."""
+        self.version = version
+        self._prompts.forget_all()
+
+    # --- A step ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> StepOutput:
+        """Runs one step if there is anything to run, and gives out what ended since the last."""
+        started = time.monotonic()
+        batch = None if self.is_quiet() else self._schedule()
+        if batch is None:
+            return self._flush(StepOutput(version=self.version, started=started, ended=time.monotonic()))
+        touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self.num_running
+        logits = self._runner.forward(batch)
+        self._mark_cached(batch)
+        slots = batch.slots[batch.wanted]
+        token_ids, logprobs = sample(logits, self._table.sampling(slots)) if len(slots) else (slots, np.empty(0))
+        kv_versions = self._postprocess(slots, token_ids)
+        return self._flush(
+            StepOutput(
+                version=self.version,
+                handles=self._table.handles[slots],
+                token_ids=token_ids,
+                logprobs=logprobs,
+                kv_versions=kv_versions,
+                outlets=self._table.outlets[slots],
+                touched=touched,
+                started=started,
+                ended=time.monotonic(),
+                num_running=running,
+            )
+        )
+
+    def _schedule(self) -> StepBatch | None:
+        """Admits what fits, then decodes all and prefills in order of arrival, within the token budget."""
+        self._admit()
+        table = self._table
+        ready = np.flatnonzero(table.active & ~table.blocked)
+        if not len(ready):
+            return None
+        missing = (table.length - table.cached)[ready]
+        singles = ready[missing == 1]
+        chunks = ready[missing > 1]
+        chunks = chunks[np.argsort(table.handles[chunks], kind="stable")]
+        wanted = (table.length - table.cached)[chunks]
+        before = np.cumsum(wanted) - wanted
+        counts = np.minimum(wanted, self._max_batch_tokens - len(singles) - before)
+        chunks, counts = chunks[counts > 0], counts[counts > 0]
+        order = np.argsort(counts, kind="stable")
+        # A prefill whose chunk is one token is attended like a decode, so it stands among them, in order of slots.
+        slots = np.concatenate([singles, chunks[order]])
+        counts = np.concatenate([np.ones(len(singles), dtype=np.int64), counts[order]])
+        num_single = int((counts == 1).sum())
+        slots[:num_single].sort()
+        return self._batch(slots, counts)
+
+    def _batch(self, slots: Ints, counts: Ints) -> StepBatch:
+        table = self._table
+        starts = table.cached[slots]
+        sequence = np.repeat(np.arange(len(slots)), counts)
+        positions = np.arange(len(sequence)) - (np.cumsum(counts) - counts - starts)[sequence]
+        return StepBatch(
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            tokens=table.tokens[slots[sequence], positions],
+            wanted=starts + counts == table.length[slots],
+        )
+
+    def _mark_cached(self, batch: StepBatch) -> None:
+        table = self._table
+        fresh = batch.starts == 0
+        table.kv_version[batch.slots] = np.where(fresh, self.version, np.minimum(table.kv_version[batch.slots], self.version))
+        table.cached[batch.slots] += batch.counts
+        for slot in batch.slots[batch.wanted & table.leading[batch.slots]].tolist():
+            table.leading[slot] = False
+            self._prompts.complete(table.prompt(slot), slot)
+
+    def _postprocess(self, slots: Ints, token_ids: Ints) -> Ints:
+        """Appends the tokens and ends what they end; returns the version of the oldest key each token attended to."""
+        table = self._table
+        kv_versions = table.kv_version[slots]
+        table.append(slots, token_ids)
+        self.num_tokens += len(slots)
+        stopped = (table.stop_ids[slots] == token_ids[:, None]).any(1)
+        full = table.length[slots] >= table.limit[slots]
+        for row in np.flatnonzero(stopped | full | table.has_matcher[slots]).tolist():
+            slot, token_id = int(slots[row]), int(token_ids[row])
+            finish = Finish(FinishReason.STOP, token_id) if stopped[row] else self._matched(slot, token_id)
+            if finish is not None or full[row]:
+                self._end(slot, finish or _LENGTH)
+        return kv_versions
+
+    def _matched(self, slot: int, token_id: int) -> Finish | None:
+        submission = self._table.submissions[slot]
+        assert submission is not None
+        match = submission.matcher.feed((token_id,)) if submission.matcher else None
+        return Finish(FinishReason.STOP, match.stop) if match else None
+
+    # --- Admission ---------------------------------------------------------------------------------------------------
+
+    def _may_admit(self) -> bool:
+        if not self._waiting:
+            return False
+        return self.paused is None or self._waiting[0].handle < self._drain_before
+
+    def _admit(self) -> None:
+        copies: list[tuple[int, int, int]] = []
+        for slot in np.flatnonzero(self._table.blocked).tolist():
+            self._place(slot, copies)
+        while self._table.has_room() and self._may_admit():
+            slot = self._table.admit(self._waiting.popleft())
+            self._prompts.overwrite(slot)
+            self._place(slot, copies)
+        if copies:
+            sources, targets, lengths = np.asarray(copies, dtype=np.int64).T
+            self._runner.copy(sources, targets, length=int(lengths.max()))
+            for slot in targets.tolist():
+                self._prompts.hold(self._table.prompt(slot), slot)
+
+    def _place(self, slot: int, copies: list[tuple[int, int, int]]) -> None:
+        """Decides where the keys of a new sequence come from: another slot, now or when it is done, or its own prefill.
+
+        All but the last token is copied: its logits are computed anew, for this request to sample from.
+        """
+        table = self._table
+        prompt = table.prompt(slot)
+        donor = self._prompts.donor(prompt)
+        table.blocked[slot] = donor is None and self._prompts.is_prefilling(prompt)
+        if donor is not None:
+            copies.append((donor, slot, len(prompt) - 1))
+            table.cached[slot], table.kv_version[slot] = len(prompt) - 1, self.version
+        elif not table.blocked[slot] and len(prompt) > 1:
+            self._prompts.begin(prompt, slot)
+            table.leading[slot] = True
+
+    def _finished_before(self, submission: Submission) -> Finish | None:
+        """How a resumed request ends with the tokens it brings, if it does."""
+        request, matcher = submission.request, submission.matcher
+        match = matcher.feed(request.input_ids[request.num_prompt_tokens :]) if matcher else None
+        if match:
+            return Finish(FinishReason.STOP, match.stop)
+        return _LENGTH if request.remaining <= 0 or len(request.input_ids) >= self._table.max_context else None
+
+    def _end(self, slot: int, finish: Finish) -> None:
+        submission = self._table.release(slot)
+        self._prompts.end(submission.request.input_ids, slot)
+        self._finishes.append((submission.handle, submission.outlet, finish))
+
+    def _flush(self, output: StepOutput) -> StepOutput:
+        if not self._finishes:
+            return output
+        finishes, self._finishes = tuple(self._finishes), []
+        return replace(output, finishes=finishes, touched=output.touched | {outlet for _, outlet, _ in finishes})

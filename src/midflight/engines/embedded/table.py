@@ -1,0 +1,120 @@
+"""The running sequences as arrays over slots, so that a step costs no Python per request."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midflight.engines.embedded.sampler import SamplingBatch
+from midflight.text.stop import StopMatcher
+from midflight.types import GenerateRequest
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Submission:
+    """A request inside the engine. `handle` is unique in the engine's life and grows; `outlet` says where its tokens go."""
+
+    handle: int
+    outlet: int
+    request: GenerateRequest
+    stop_ids: tuple[int, ...]
+    matcher: StopMatcher | None
+
+
+class SlotTable:
+    """One row per slot; a row means something while `active`. Invariant: 0 <= cached < length <= limit for active rows.
+
+    `cached` counts tokens whose keys are stored. A sequence is decoding when one token is missing, prefilling when more are.
+    """
+
+    def __init__(self, *, max_running: int, max_context: int) -> None:
+        n = max_running
+        self.max_context = max_context
+        self.active = np.zeros(n, dtype=np.bool_)
+        self.blocked = np.zeros(n, dtype=np.bool_)
+        """Waits for another slot to finish the same prompt."""
+        self.leading = np.zeros(n, dtype=np.bool_)
+        """Computes a prompt that others may copy."""
+        self.handles, self.outlets = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.tokens = np.zeros((n, max_context), dtype=np.int64)
+        self.length, self.cached = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.limit = np.zeros(n, dtype=np.int64)
+        """Length at which the sequence ends: of its token budget or of the context."""
+        self.least = np.zeros(n, dtype=np.int64)
+        """Length before which no stop id may be sampled."""
+        self.kv_version = np.zeros(n, dtype=np.int64)
+        self.seeds = np.zeros(n, dtype=np.int64)
+        self.temperature, self.top_p, self.min_p = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.top_k = np.zeros(n, dtype=np.int64)
+        self.stop_ids = np.full((n, 2), -1, dtype=np.int64)
+        self.has_matcher = np.zeros(n, dtype=np.bool_)
+        self.submissions: list[Submission | None] = [None] * n
+        self._free = list(range(n))
+
+    @property
+    def num_active(self) -> int:
+        return len(self.submissions) - len(self._free)
+
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def admit(self, submission: Submission) -> int:
+        """Takes the lowest free slot, so that running slots stay nearly a range."""
+        slot = heapq.heappop(self._free)
+        request, sampling = submission.request, submission.request.sampling
+        self.submissions[slot] = submission
+        self.handles[slot], self.outlets[slot] = submission.handle, submission.outlet
+        self.active[slot], self.blocked[slot], self.leading[slot] = True, False, False
+        self.tokens[slot, : len(request.input_ids)] = request.input_ids
+        self.length[slot], self.cached[slot] = len(request.input_ids), 0
+        self.limit[slot] = min(request.num_prompt_tokens + sampling.max_tokens, self.max_context)
+        self.least[slot] = request.num_prompt_tokens + sampling.min_tokens
+        self.seeds[slot] = np.uint64(sampling.seed).astype(np.int64)
+        self.temperature[slot], self.top_p[slot], self.min_p[slot] = sampling.temperature, sampling.top_p, sampling.min_p
+        self.top_k[slot] = sampling.top_k or 0
+        self.has_matcher[slot] = submission.matcher is not None
+        self._set_stop_ids(slot, submission.stop_ids)
+        return slot
+
+    def release(self, slot: int) -> Submission:
+        submission = self.submissions[slot]
+        assert submission is not None
+        self.submissions[slot] = None
+        self.active[slot] = self.blocked[slot] = self.leading[slot] = False
+        heapq.heappush(self._free, slot)
+        return submission
+
+    def prompt(self, slot: int) -> tuple[int, ...]:
+        """The tokens that the request in the slot came with."""
+        submission = self.submissions[slot]
+        assert submission is not None
+        return submission.request.input_ids
+
+    def sampling(self, slots: Ints) -> SamplingBatch:
+        """How to sample the next token of each slot."""
+        below = self.length[slots] < self.least[slots]
+        return SamplingBatch(
+            temperature=self.temperature[slots],
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            min_p=self.min_p[slots],
+            seeds=self.seeds[slots],
+            positions=self.length[slots],
+            suppressed=np.where(below[:, None], self.stop_ids[slots], -1),
+        )
+
+    def append(self, slots: Ints, token_ids: Ints) -> None:
+        self.tokens[slots, self.length[slots]] = token_ids
+        self.length[slots] += 1
+
+    def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(ids) > width:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, len(ids) - width)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(ids)] = ids

@@ -1,0 +1,53 @@
+"""What a request must satisfy before it enters the engine: a bad one is refused alone, and the engine goes on."""
+
+from __future__ import annotations
+
+import math
+
+from midflight.errors import ContextExceeded, RequestRejected
+from midflight.types import GenerateRequest, SamplingParams
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
+    """Raises `RequestRejected` or `ContextExceeded`, naming the value and the remedy."""
+    _check_ids("input_ids", request.input_ids, vocab_size)
+    _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+    check_sampling(request.sampling)
+    length, prompt = len(request.input_ids), request.num_prompt_tokens
+    if length == 0:
+        raise RequestRejected("generating: the prompt is empty. Send at least one token.", param="input_ids")
+    if not 1 <= prompt <= length:
+        raise RequestRejected(
+            f"generating: num_prompt_tokens is {prompt} but input_ids has {length} tokens. Send a number from 1 to {length}.",
+            param="num_prompt_tokens",
+        )
+    if length > max_context or prompt >= max_context:
+        raise ContextExceeded(
+            f"generating: {length} input tokens leave no room in a context of {max_context}. Send at most {max_context - 1} tokens.",
+            param="input_ids",
+        )
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Every limit is checked here once, so that the sampler may trust its numbers."""
+    s = sampling
+    _require(math.isfinite(s.temperature) and s.temperature >= 0, "temperature", s.temperature, "a finite number of at least 0")
+    _require(0 < s.top_p <= 1, "top_p", s.top_p, "a number above 0 and at most 1")
+    _require(s.top_k is None or s.top_k >= 1, "top_k", s.top_k, "an integer of at least 1, or none")
+    _require(0 <= s.min_p <= 1, "min_p", s.min_p, "a number from 0 to 1")
+    _require(s.max_tokens >= 1, "max_tokens", s.max_tokens, "an integer of at least 1")
+    _require(0 <= s.min_tokens <= s.max_tokens, "min_tokens", s.min_tokens, f"an integer from 0 to max_tokens ({s.max_tokens})")
+    _require(0 <= s.seed < 2**64, "seed", s.seed, "an integer of 64 unsigned bits")
+
+
+def _require(holds: bool, param: str, value: object, expected: str) -> None:
+    if not holds:
+        raise RequestRejected(f"sampling: {param} is {value!r}. Send {expected}.", param=param)
+
+
+def _check_ids(param: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestRejected(
+            f"generating: token id {bad} in {param} is outside the vocabulary. Send ids from 0 to {vocab_size - 1}.", param=param
+        )

@@ -1,0 +1,115 @@
+"""The second set of weights: brought in while decoding goes on, made live between two steps (I7)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from midflight.errors import EngineError, WeightsCorrupt
+from midflight.models.dtypes import dtype_name
+from midflight.models.fingerprint import fingerprint_views
+from midflight.models.names import as_tensors, assign, named_tensors
+from midflight.ports import WeightReceiver
+from midflight.types import Attestation, TensorSpec, Version, WeightManifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    version: Version
+    fingerprint: str
+    tensors: dict[str, Tensor]
+
+
+class EngineWeights:
+    """The weights served and the ones staged. `stage` runs in any one thread; `commit` on the decode thread only.
+
+    At most one version is staged: a later stage replaces it.
+    """
+
+    def __init__(self, model: PreTrainedModel, receiver: WeightReceiver, *, version: Version) -> None:
+        self._model, self._receiver = model, receiver
+        self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
+        self._shapes = {name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()}
+        self._staged: _Staged | None = None
+        self._staging = threading.Lock()
+
+    @property
+    def served(self) -> Attestation:
+        return self._served
+
+    def stage(self, manifest: WeightManifest) -> None:
+        """Fetches, copies and verifies a version. Blocking. Whatever fails, the weights served stay as they are."""
+        with self._staging:
+            tensors = self._received(manifest)
+            self._check_shapes(manifest, tensors)
+            copied = {name: t.clone() for name, t in tensors.items()}
+            found = tensors_fingerprint(copied)
+            if found != manifest.fingerprint:
+                raise WeightsCorrupt(
+                    f"staging version {manifest.version}: the received weights hash to {found}, the manifest says {manifest.fingerprint}. "
+                    "Publish the version again."
+                )
+            self._staged = _Staged(manifest.version, found, self._converted(copied))
+
+    def commit(self, version: Version) -> Attestation:
+        """Makes the staged version live without copying. Committing the version already served changes nothing."""
+        if version == self._served.version:
+            return self._served
+        staged = self._staged
+        if staged is None or staged.version != version:
+            has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
+            raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
+        assign(self._model, staged.tensors)
+        self._staged = None
+        self._served = Attestation(version=version, fingerprint=staged.fingerprint)
+        return self._served
+
+    def _received(self, manifest: WeightManifest) -> dict[str, Tensor]:
+        views = self._receiver.fetch(manifest)
+        missing = [s.name for s in manifest.tensors if s.name not in views]
+        if missing:
+            raise WeightsCorrupt(f"staging version {manifest.version}: tensor {missing[0]!r} was not received. Publish the version again.")
+        return as_tensors(manifest.tensors, {name: _writable(view) for name, view in views.items()})
+
+    def _check_shapes(self, manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
+        """At staging, so that the commit cannot fail half way."""
+        different = sorted(tensors.keys() ^ self._shapes.keys())
+        if different:
+            raise WeightsCorrupt(
+                f"staging version {manifest.version}: tensor {different[0]!r} is in only one of manifest and model. "
+                "Trainer and engine must load the same model."
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != self._shapes[name][0]:
+                raise WeightsCorrupt(
+                    f"staging version {manifest.version}: tensor {name!r} has shape {tuple(tensor.shape)}, "
+                    f"the model needs {tuple(self._shapes[name][0])}. Trainer and engine must load the same model."
+                )
+
+    def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.to(device=self._shapes[name][2], dtype=self._shapes[name][1]) for name, t in tensors.items()}
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    return tensors_fingerprint(named_tensors(model))
+
+
+def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """The fingerprint of tensors as they are in memory."""
+    specs: list[TensorSpec] = []
+    views: dict[str, memoryview] = {}
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        views[name] = memoryview(flat.numpy())
+        specs.append(TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), offset=0, num_bytes=flat.numel()))
+    return fingerprint_views(specs, views)
+
+
+def _writable(view: memoryview) -> memoryview:
+    """torch reads only writable memory; a receiver may hand out a read-only map."""
+    return memoryview(bytearray(view)) if view.readonly else view

@@ -1,0 +1,88 @@
+"""Tiny models, the byte tokenizer and a receiver in memory, shared by the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.weights import tensors_fingerprint
+from midflight.models.dtypes import dtype_name
+from midflight.models.load import make_model
+from midflight.models.names import named_tensors
+from midflight.text.byte_tokenizer import END, byte_tokenizer
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import GenerateRequest, SamplingParams, TensorSpec, Version, WeightManifest
+
+TOKENIZER = Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END}))
+MAX_CONTEXT = 64
+
+
+def tiny_model(*, seed: int = 0, dtype: str = "float32") -> PreTrainedModel:
+    return make_model(
+        vocab_size=262,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_context=MAX_CONTEXT,
+        seed=seed,
+        dtype=dtype,
+    )
+
+
+class MemoryReceiver:
+    """Versions held in memory; what `fetch` gives is as published unless a test spoils it."""
+
+    def __init__(self) -> None:
+        self.published: dict[Version, dict[str, memoryview]] = {}
+
+    def publish(self, version: Version, model: PreTrainedModel) -> WeightManifest:
+        tensors = {n: t.clone() for n, t in named_tensors(model).items()}
+        self.published[version] = {n: memoryview(t.reshape(-1).view(torch.uint8).numpy()) for n, t in tensors.items()}
+        specs = tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape), 0, t.numel() * t.element_size()) for n, t in tensors.items())
+        return WeightManifest(version, tensors_fingerprint(tensors), "memory", "memory", specs)
+
+    def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
+        return self.published[manifest.version]
+
+
+class StepLog:
+    """An observer that keeps the steps and is deaf to all else."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float, int, int]] = []
+
+    def engine_stepped(self, *, engine: str, started: float, ended: float, num_tokens: int, num_running: int) -> None:
+        self.steps.append((started, ended, num_tokens, num_running))
+
+
+def make_engine(
+    model: PreTrainedModel | None = None,
+    *,
+    receiver: MemoryReceiver | None = None,
+    observer: StepLog | None = None,
+    max_running: int = 8,
+    max_batch_tokens: int = 64,
+    pause_lease_seconds: float = 30.0,
+) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        model or tiny_model(),
+        tokenizer=TOKENIZER,
+        name="tiny",
+        receiver=receiver or MemoryReceiver(),
+        observer=observer or StepLog(),  # type: ignore[arg-type]
+        max_running=max_running,
+        max_batch_tokens=max_batch_tokens,
+        max_context=MAX_CONTEXT,
+        pause_lease_seconds=pause_lease_seconds,
+    )
+
+
+def ask(text: str = "hello", *, request_id: str = "r", **sampling: object) -> GenerateRequest:
+    """A request for the text's bytes; it ends by budget only, unless `ignore_eos=False` is given."""
+    ids = tuple(text.encode())
+    return GenerateRequest(request_id, ids, len(ids), SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling}))  # type: ignore[arg-type]
