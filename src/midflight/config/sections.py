@@ -19,9 +19,12 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are refused by the loader, which knows the nearest one."""
+    """Frozen; unknown keys are refused by the loader, which knows the nearest one.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    The sentence under an option is its documentation; `reference` reads it from this file's source.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunSection(Section):

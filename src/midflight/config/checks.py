@@ -1,0 +1,106 @@
+"""What single bounds cannot say: options that contradict each other are refused, and surprising ones get a note."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from midflight.config.derived import batch_rollouts, engine_slots, in_flight
+from midflight.config.sections import Config
+from midflight.types import StalePolicy
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_ENTRY = re.compile(r"[\w.]+:\w+")
+
+
+def contradictions(config: Config) -> tuple[str, ...]:
+    """One sentence for each pair of options that can't both hold, with the remedy. Empty for a sound configuration."""
+    return (*_rollout(config), *_model(config), *_trainer(config), *_places(config))
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    r = config.rollout
+    if r.buffer_groups is not None and r.buffer_groups < r.groups_per_step:
+        yield (
+            f"rollout.buffer_groups ({r.buffer_groups}) is less than the {r.groups_per_step} groups of one step, so no batch would ever be full; "
+            f"raise it to at least rollout.groups_per_step"
+        )
+    if r.max_in_flight is not None and r.max_in_flight < r.group_size:
+        yield (
+            f"rollout.max_in_flight ({r.max_in_flight}) is less than rollout.group_size ({r.group_size}), so no group could run whole; "
+            f"raise max_in_flight or lower group_size"
+        )
+    if r.min_group_size is not None and r.min_group_size > r.group_size:
+        yield f"rollout.min_group_size ({r.min_group_size}) is more than rollout.group_size ({r.group_size}), so every group would be dropped; lower it"
+
+
+def _model(config: Config) -> Iterator[str]:
+    m, e = config.model, config.environment
+    if m.path is None and m.hidden_size % m.num_heads:
+        yield f"model.num_heads ({m.num_heads}) must divide model.hidden_size ({m.hidden_size})"
+    elif m.path is None and (m.hidden_size // m.num_heads) % 2:
+        yield f"model.hidden_size / model.num_heads ({m.hidden_size // m.num_heads}) must be even, because positions rotate pairs of numbers"
+    if m.path is None and m.num_heads % m.num_kv_heads:
+        yield f"model.num_kv_heads ({m.num_kv_heads}) must divide model.num_heads ({m.num_heads})"
+    if e.max_tokens >= m.max_context:
+        yield (
+            f"environment.max_tokens ({e.max_tokens}) must be less than model.max_context ({m.max_context}), or no token is left for the prompt; "
+            f"lower max_tokens or raise max_context"
+        )
+
+
+def _trainer(config: Config) -> Iterator[str]:
+    t = config.trainer
+    if t.loss == "bypass" and t.tis_cap is not None:
+        yield (
+            f'trainer.loss = "bypass" with trainer.tis_cap = {t.tis_cap:g} would count the ratio to the behaviour policy twice; '
+            f'remove tis_cap, or set trainer.loss = "decoupled"'
+        )
+    if t.loss == "decoupled" and t.tis_cap is None:
+        yield (
+            'trainer.loss = "decoupled" without trainer.tis_cap would correct nothing for stale tokens; '
+            'set tis_cap (2.0 is usual), or set trainer.loss = "bypass"'
+        )
+    if t.overlong_buffer > config.environment.max_tokens:
+        yield f"trainer.overlong_buffer ({t.overlong_buffer}) is more than environment.max_tokens ({config.environment.max_tokens}); lower it"
+
+
+def _places(config: Config) -> Iterator[str]:
+    for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
+        if not _DEVICE.fullmatch(device):
+            yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"
+    if not _ENTRY.fullmatch(config.environment.entry):
+        yield f"environment.entry must be 'module:function', got {config.environment.entry!r}"
+    if not config.environment.sources:
+        yield "environment.sources is empty, so there is nothing to train on; add an [[environment.sources]] with a dataset"
+    if config.gateway.port > 65535:
+        yield f"gateway.port must be <= 65535, got {config.gateway.port}; 0 takes a free port"
+
+
+def notes(config: Config) -> tuple[str, ...]:
+    """What is allowed but may surprise: shown by `--dry-run` and at the start of a run."""
+    return tuple(_notes(config))
+
+
+def _notes(config: Config) -> Iterator[str]:
+    r = config.rollout
+    if r.max_staleness == 0:
+        yield (
+            "rollout.max_staleness = 0 is the synchronous loop: exactly one batch of groups is admitted per version, nothing is prefetched, "
+            "engines wait while the trainer steps, and the pause mode does not matter."
+        )
+    if r.group_size == 1:
+        yield "rollout.group_size = 1 has nothing to compare with: every advantage is 0."
+    if r.stale_policy in (StalePolicy.MASK, StalePolicy.REQUEUE):
+        yield f"rollout.stale_policy = {r.stale_policy.value} is biased: long answers lose credit or are drawn less often."
+    if r.stale_policy is StalePolicy.DROP:
+        yield "rollout.stale_policy = drop shortens what is trained: slow, long answers are dropped most."
+    if in_flight(r) < batch_rollouts(r):
+        yield f"rollout.max_in_flight ({in_flight(r)}) is less than one batch ({batch_rollouts(r)} rollouts): a step waits for several waves."
+    if in_flight(r) > engine_slots(config.engine):
+        yield (
+            f"{in_flight(r)} rollouts in flight share {engine_slots(config.engine)} engine slots: the others wait inside the engine, "
+            "or use their time in tools."
+        )
+    if config.warm_start.target_accuracy is None and config.model.path is None:
+        yield "warm_start.target_accuracy is not set and the model is made with random weights: reward may stay at 0."

@@ -1,0 +1,178 @@
+"""From a TOML file and overrides to a checked `Config`. Every error names the file, the key, the value and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from pydantic import ValidationError
+
+from midflight.config.checks import contradictions
+from midflight.config.options import options, tables
+from midflight.config.overrides import KeyPath, Table, apply_override, key_of, option_at
+from midflight.config.sections import Config
+from midflight.errors import ConfigError, nearest
+from midflight.types import Json
+
+_BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+    """The run described by a TOML file with `section.key=value` overrides laid over it; `None` starts from the defaults.
+
+    Raises `ConfigError` with one line for each thing that is wrong, all of them at once where that is possible.
+    """
+    table: Table = {} if path is None else _read(Path(path))
+    overridden = {apply_override(table, text) for text in overrides}
+    origin = _Origin("" if path is None else str(path), overridden)
+    _refuse(list(_unknown(table, (), origin)))
+    config = _settle(_validate(table, origin))
+    _refuse([f"{origin.file}: {problem}" if origin.file else problem for problem in contradictions(config)])
+    return config
+
+
+def _settle(config: Config) -> Config:
+    """`bypass` takes no weight: the default cap, which nobody asked for, goes; one that was asked for is a contradiction."""
+    trainer = config.trainer
+    if trainer.loss != "bypass" or "tis_cap" in trainer.model_fields_set:
+        return config
+    return config.model_copy(update={"trainer": trainer.model_copy(update={"tis_cap": None})})
+
+
+class _Origin:
+    """Where a key came from, for the start of a message."""
+
+    def __init__(self, file: str, overridden: set[KeyPath]) -> None:
+        self.file = file
+        self._overridden = overridden
+
+    def of(self, path: KeyPath) -> str:
+        if any(path[: len(given)] == given or given[: len(path)] == path for given in self._overridden):
+            return f"--set {key_of(path)}: "
+        return f"{self.file}: " if self.file else ""
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> Table:
+    try:
+        return cast(Table, tomllib.loads(path.read_bytes().decode()))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no config file {path}.{_near_files(path)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8 text; save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read ({error.strerror}); give the path of a readable TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_toml_message(path, str(error))) from None
+
+
+def _near_files(path: Path) -> str:
+    folders = dict.fromkeys([path.parent, Path("configs"), Path()])
+    found = {str(file.name): str(file) for folder in folders if folder.is_dir() for file in sorted(folder.glob("*.toml"))}
+    found.pop("pyproject.toml", None)
+    close = difflib.get_close_matches(path.name, found, n=1)
+    if close:
+        return f" Did you mean {found[close[0]]}?"
+    return f" There is: {', '.join(sorted(found.values()))}." if found else " Give the path of a TOML file."
+
+
+def _toml_message(path: Path, message: str) -> str:
+    where = re.search(r" \(at line (\d+), column (\d+)\)", message)
+    if where is None:
+        return f"{path}: not valid TOML: {message}; something is still open at the end of the file"
+    line, column = int(where[1]), int(where[2])
+    text = path.read_text().splitlines()[line - 1].strip() if line <= len(path.read_text().splitlines()) else ""
+    return f"{path}:{line}:{column}: not valid TOML: {message[: where.start()]}, in the line {text!r}"
+
+
+# --- Unknown keys ----------------------------------------------------------------------------------------------------
+
+
+def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
+    """Problems with the keys of one table, and below; turns "none" into None where an option may be unset."""
+    for name, value in node.items():
+        here = (*path, name)
+        generic = ".".join("*" if isinstance(part, int) else part for part in here)
+        option = options().get(generic)
+        if generic in tables() and option is None:
+            yield from _unknown_below(value, here, origin)
+        elif option is None:
+            yield f"{origin.of(here)}unknown key {key_of(here)!r} (value {value!r}).{_suggestion(here)}"
+        elif option.is_list:
+            yield from _unknown_members(value, here, origin)
+        elif option.optional and value == "none":
+            node[name] = None
+
+
+def _unknown_below(value: Json, path: KeyPath, origin: _Origin) -> Iterable[str]:
+    if isinstance(value, dict):
+        return _unknown(value, path, origin)
+    return [f"{origin.of(path)}{key_of(path)} must be a table of options, got {value!r}; write [{key_of(path)}]"]
+
+
+def _unknown_members(value: Json, path: KeyPath, origin: _Origin) -> Iterator[str]:
+    if not isinstance(value, list):
+        yield f"{origin.of(path)}{key_of(path)} must be a list of tables, got {value!r}; write [[{key_of(path)}]]"
+        return
+    for index, member in enumerate(value):
+        yield from _unknown_below(member, (*path, index), origin)
+
+
+def _suggestion(path: KeyPath) -> str:
+    """The nearest key: first the same word in another section, then a similar word here."""
+    word, prefix = str(path[-1]), ".".join("*" if isinstance(part, int) else part for part in path[:-1])
+    elsewhere = [key for key in options() if key.rpartition(".")[2] == word]
+    if elsewhere:
+        return f" Did you mean {elsewhere[0]!r}?"
+    known = {key for key in (*options(), *tables()) if key.rpartition(".")[0] == prefix and not key.endswith("*")}
+    return nearest(f"{prefix}.{word}" if prefix else word, known)
+
+
+# --- Values ----------------------------------------------------------------------------------------------------------
+
+
+def _validate(table: Table, origin: _Origin) -> Config:
+    """Strict types, as JSON, because there a text is a path or a choice and a list a tuple, but `true` is no number."""
+    try:
+        return Config.model_validate_json(json.dumps(table, default=str), strict=True)
+    except ValidationError as error:
+        problems = {_value_problem(table, e["loc"], e["type"], origin): None for e in error.errors(include_url=False)}
+        raise ConfigError("\n".join(problems)) from None
+
+
+def _value_problem(table: Table, location: tuple[int | str, ...], kind: str, origin: _Origin) -> str:
+    # A union adds its variant to the location ("pause_mode", "enum"): cut back to the option itself.
+    path: KeyPath = location
+    while path and option_at(path) is None:
+        path = path[:-1]
+    option = option_at(path)
+    if option is None:
+        return f"{origin.of(location)}{key_of(location)} is not valid"
+    if kind == "missing":
+        return f"{origin.of(path)}{key_of(path)} is missing; it must be {option.expectation}"
+    value = _value_at(table, path)
+    expected = option.limits if kind in _BOUND_ERRORS else option.expectation
+    hint = nearest(value, option.choices) if option.choices and isinstance(value, str) else ""
+    return f"{origin.of(path)}{key_of(path)} must be {expected}, got {value!r}{'.' + hint if 'mean' in hint else ''}"
+
+
+def _value_at(table: Table, path: KeyPath) -> Json:
+    node: Json = table
+    for part in path:
+        if isinstance(node, dict):
+            node = node.get(str(part))
+        elif isinstance(node, list) and isinstance(part, int):
+            node = node[part]
+    return node

@@ -1,0 +1,79 @@
+"""How much memory a run will take, estimated from the configuration alone: for `--dry-run`, before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midflight.config.derived import buffer_groups, in_flight
+from midflight.config.sections import Config, ModelSection
+from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
+
+MADE_VOCABULARY = 262
+"""Tokens of the tokenizer of made models: 256 bytes and 6 special ones."""
+TORCH_PROCESS_BYTES = 320 * 2**20
+"""A process that has imported torch and transformers and run a model once, measured on Linux with the CPU build."""
+ROLLOUT_PROCESS_BYTES = 160 * 2**20
+LAUNCHER_BYTES = 50 * 2**20
+ROW_BYTES_PER_TOKEN = 4 + 1 + 1 + 4 + 4 + 4
+"""Of a trajectory's row: ids, two masks, log-probabilities, two versions."""
+ACTIVATIONS_PER_LAYER = 14
+"""Vectors of hidden size kept per token and layer for the backward pass, the feed-forward's counted separately."""
+LOGIT_COPIES = 4
+"""Logits, their log-softmax and the gradients of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """One line of the estimate. `num_bytes` is for all processes of that kind together."""
+
+    where: str
+    what: str
+    num_bytes: int
+
+
+def model_sizes(model: ModelSection) -> ModelSizes:
+    """Of the folder at `path` (`ModelNotFound` if there is none), else of the model that will be made."""
+    if model.path is not None:
+        return sizes_of(model.path)
+    return ModelSizes(
+        vocab_size=MADE_VOCABULARY,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.hidden_size // model.num_heads,
+        max_context=model.max_context,
+    )
+
+
+def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]:
+    """Worst case of each part: every slot full to `max_context`, every waiting rollout as long as can be."""
+    m, e, t, r = config.model, config.engine, config.trainer, config.rollout
+    element = element_bytes(m.dtype)
+    weights = sizes.weight_bytes(m.dtype)
+    slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(m.dtype)
+    activations = (
+        sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size) + LOGIT_COPIES * sizes.vocab_size
+    )
+    rollouts = buffer_groups(r) * r.group_size + in_flight(r)
+    shared = 2 if config.weights.transport == "shared_memory" else 0
+    return (
+        MemoryItem("trainer", "weights, gradients and AdamW's two moments", 4 * weights),
+        MemoryItem(
+            "trainer", f"activations of a micro-batch of {t.micro_batch_tokens} tokens", activations * t.micro_batch_tokens * element
+        ),
+        MemoryItem("engines", "weights, live and staged", 2 * weights * e.count),
+        MemoryItem("engines", f"keys and values: {e.count} x {e.max_running} slots of {m.max_context} tokens", slots * e.count),
+        MemoryItem("weights", "published versions in shared memory", shared * weights),
+        MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
+        MemoryItem("processes", "interpreters and libraries", _processes(e.count)),
+    )
+
+
+def total_bytes(items: tuple[MemoryItem, ...]) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+def _processes(engines: int) -> int:
+    return (1 + engines) * TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + LAUNCHER_BYTES
