@@ -1,0 +1,123 @@
+"""A model without weights: the next token is a hash of everything before it, so every answer is known beforehand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from midflight.text import StopMatcher, Tokenizer
+from midflight.text.byte_tokenizer import CHAT_TEMPLATE, END, byte_tokenizer
+from midflight.text.template import ChatTemplate
+from midflight.types import Finish, FinishReason, GenerateRequest, SamplingParams, Version
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _mix(z: int) -> int:
+    """SplitMix64's finaliser."""
+    z ^= z >> 30
+    z = z * 0xBF58476D1CE4E5B9 & _MASK
+    z ^= z >> 27
+    z = z * 0x94D049BB133111EB & _MASK
+    return z ^ z >> 31
+
+
+def scripted_tokenizer() -> Tokenizer:
+    """The byte tokenizer of made models, without a folder."""
+    return Tokenizer(byte_tokenizer(), template=ChatTemplate(CHAT_TEMPLATE, {}), eos_token_ids=frozenset({END}))
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The deterministic "policy". A token depends on the seed and on every id before it, hence also on its position.
+
+    A resumed request that misses, repeats or changes one token therefore gets another answer, and tests see it (I5).
+    """
+
+    alphabet: tuple[int, ...] = tuple(b"abcdefghijklmnopqrstuvwxyz ")
+    end_id: int = END
+    mean_length: int | None = 40
+    """The end comes with chance 1 / `mean_length` at each token; `None` never ends by itself."""
+    by_version: bool = False
+    """Whether other weights (another version) choose other tokens."""
+
+    def begin(self, sampling: SamplingParams, input_ids: Iterable[int]) -> int:
+        """The hash of a seed and the ids so far."""
+        state = _mix(sampling.seed & _MASK)
+        for token_id in input_ids:
+            state = self.extend(state, token_id)
+        return state
+
+    def extend(self, state: int, token_id: int) -> int:
+        return _mix(state ^ (token_id + 1) * _GAMMA & _MASK)
+
+    def choose(self, state: int, version: Version, *, may_end: bool) -> tuple[int, float]:
+        """The token after `state` under `version`, and its log-probability (made up, but always the same)."""
+        bits = _mix(state + (version + 1) * _GAMMA & _MASK) if self.by_version else _mix(state)
+        ends = may_end and self.mean_length is not None and bits % self.mean_length == 0
+        token_id = self.end_id if ends else self.alphabet[(bits >> 20) % len(self.alphabet)]
+        return token_id, math.log(((bits >> 40) + 1) / (1 << 24))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole generation."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+
+
+class ScriptedRun:
+    """One request on its way through the script. Synchronous; `peek` looks ahead, `accept` moves on."""
+
+    def __init__(self, script: Script, request: GenerateRequest, tokenizer: Tokenizer, *, stops_on_strings: bool = True) -> None:
+        sampling = request.sampling
+        self._script = script
+        self._sampling = sampling
+        self._state = script.begin(sampling, request.input_ids)
+        self._matcher = StopMatcher(tokenizer, sampling.stop if stops_on_strings else (), min_tokens=sampling.min_tokens)
+        self._matcher.feed(request.input_ids[request.num_prompt_tokens :])
+        self.num_output = request.num_output_tokens
+        self.finish: Finish | None = None
+
+    def peek(self, max_tokens: int, version: Version) -> list[tuple[int, float]]:
+        """Up to `max_tokens` next tokens under one version: fewer at the limit or at a token that ends the answer."""
+        state, tokens = self._state, list[tuple[int, float]]()
+        for index in range(self.num_output, min(self.num_output + max_tokens, self._sampling.max_tokens)):
+            token_id, logprob = self._script.choose(state, version, may_end=index >= self._sampling.min_tokens)
+            state = self._script.extend(state, token_id)
+            tokens.append((token_id, logprob))
+            if self._ends(token_id, index):
+                break
+        return tokens
+
+    def accept(self, tokens: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        """Moves on by these tokens, up to the one that ends the answer; sets `finish`."""
+        for taken, (token_id, _) in enumerate(tokens, start=1):
+            self._state = self._script.extend(self._state, token_id)
+            self.num_output += 1
+            match = self._matcher.feed((token_id,))
+            if match is not None:
+                self.finish = Finish(FinishReason.STOP, match.stop)
+            elif self._ends(token_id, self.num_output - 1):
+                self.finish = Finish(FinishReason.STOP, token_id)
+            elif self.num_output >= self._sampling.max_tokens:
+                self.finish = Finish(FinishReason.LENGTH)
+            if self.finish is not None:
+                return tokens[:taken]
+        return tokens
+
+    def _ends(self, token_id: int, index: int) -> bool:
+        ends = token_id in self._sampling.stop_token_ids or (token_id == self._script.end_id and not self._sampling.ignore_eos)
+        return ends and index >= self._sampling.min_tokens
+
+
+def play(script: Script, request: GenerateRequest, tokenizer: Tokenizer, *, version: Version = 0) -> Answer:
+    """The uninterrupted answer under one version: the oracle of I5."""
+    run = ScriptedRun(script, request, tokenizer)
+    tokens = run.accept(run.peek(request.remaining, version))
+    assert run.finish is not None
+    return Answer(tuple(t for t, _ in tokens), tuple(p for _, p in tokens), run.finish)

@@ -1,0 +1,370 @@
+"""The scripted engine: every verb of the engine port on a model whose answers are known, with every fault on demand.
+
+It ships with the library: tests of agents, gateways and handovers run on it, on virtual time or on the real clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
+from midflight.testing.script import Answer, Script, ScriptedRun, play, scripted_tokenizer
+from midflight.text import Tokenizer
+from midflight.types import (
+    Attestation,
+    Capabilities,
+    Chunk,
+    EngineHealth,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    LogprobKind,
+    PauseMode,
+    Version,
+    WeightManifest,
+)
+
+Call: TypeAlias = Literal["generate", "abort", "pause", "resume", "stage", "commit", "health"]
+
+CAPABLE = Capabilities(
+    pause_modes=frozenset(PauseMode),
+    logprob_kind=LogprobKind.SAMPLED,
+    honours_seed=True,
+    versions_per_token=True,
+    stops_on_strings=True,
+    aborts_single_requests=True,
+    stages_weights=True,
+    max_context=4096,
+    vocab_size=262,
+    max_running=64,
+)
+"""Everything. Take a capability away with `dataclasses.replace`."""
+
+_MAX_RECORDED = 100_000
+"""Requests and calls remembered for tests; a long simulation must not grow without end."""
+
+
+class _Running:
+    """A request inside the engine: waiting for a slot, or in one."""
+
+    def __init__(self, request: GenerateRequest, run: ScriptedRun, version: Version) -> None:
+        self.request = request
+        self.run = run
+        self.first_version = version
+        self.kv_version = version
+        self.changed = asyncio.Event()
+        self.ending: EngineUnavailable | FinishReason | None = None
+        self.decoding: tuple[float, int] | None = None
+        """Since when the tokens now being decoded are, and how many they are."""
+
+    def end(self, ending: EngineUnavailable | FinishReason) -> None:
+        self.ending = ending
+        self.changed.set()
+
+
+class ScriptedEngine:
+    """Implements `ports.Engine`. Each token takes `step_seconds` of the loop's time; chunks hold up to `chunk_tokens`."""
+
+    def __init__(
+        self,
+        name: str = "scripted",
+        *,
+        script: Script | None = None,
+        capabilities: Capabilities = CAPABLE,
+        step_seconds: float = 0.01,
+        chunk_tokens: int = 1,
+        stage_seconds: float = 0.0,
+        commit_seconds: float = 0.0,
+        version: Version = 0,
+        fingerprint: str = "initial",
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.name = name
+        self.capabilities = capabilities
+        self.script = script or Script()
+        self.step_seconds = step_seconds
+        self.chunk_tokens = chunk_tokens
+        self.stage_seconds = stage_seconds
+        self.commit_seconds = commit_seconds
+        self.ignores_pause = False
+        """Says that it paused, and goes on (P9)."""
+        self.mangle: Callable[[Chunk], Iterable[Chunk]] | None = None
+        """Applied to every chunk before it is sent: makes malformed answers."""
+        self.requests: deque[GenerateRequest] = deque(maxlen=_MAX_RECORDED)
+        """Every request taken, in order of dispatch."""
+        self.calls: deque[Call] = deque(maxlen=_MAX_RECORDED)
+        self.max_concurrent = 0
+        self._tokenizer = tokenizer or scripted_tokenizer()
+        self._initial = Attestation(version, fingerprint)
+        self._served = self._initial
+        self._staged: WeightManifest | None = None
+        self._paused: PauseMode | None = None
+        self._stalled = False
+        self._dead = False
+        self._waiting: list[_Running] = []
+        self._running: list[_Running] = []
+        self._empty = asyncio.Event()
+        self._num_tokens = 0
+        self._num_unseeded = 0
+        self._interruptions: list[tuple[int, Literal["abort", "die"]]] = []
+        self._failures: defaultdict[Call, deque[BaseException]] = defaultdict(deque)
+        self._hangs: Counter[Call] = Counter()
+        self._corrupt_commits = 0
+
+    # --- What tests ask and order ------------------------------------------------------------------------------------
+
+    def answer(self, request: GenerateRequest, *, version: Version = 0) -> tuple[int, ...]:
+        """The output ids of an uninterrupted run under one version."""
+        return self.whole_answer(request, version=version).token_ids
+
+    def whole_answer(self, request: GenerateRequest, *, version: Version = 0) -> Answer:
+        return play(self.script, request, self._tokenizer, version=version)
+
+    @property
+    def served(self) -> Attestation:
+        return self._served
+
+    @property
+    def paused(self) -> PauseMode | None:
+        return self._paused
+
+    def fail_next(self, call: Call, error: BaseException) -> None:
+        """The next such call raises; several failures queue up."""
+        self._failures[call].append(error)
+
+    def hang_next(self, call: Call) -> None:
+        """The next such call never returns: only cancelling it ends it."""
+        self._hangs[call] += 1
+
+    def interrupt(self, at: int, how: Literal["abort", "die"] = "abort") -> None:
+        """When a request has `at` output tokens (0: before its first), it is aborted or the engine dies. Once."""
+        bisect.insort(self._interruptions, (at, how))
+
+    def corrupt_next_commit(self) -> None:
+        """The next commit attests a fingerprint that is not the manifest's."""
+        self._corrupt_commits += 1
+
+    def stall(self) -> None:
+        """Keeps all work and makes no progress, without a word, until `unstall`."""
+        self._stalled = True
+        self._poke()
+
+    def unstall(self) -> None:
+        self._stalled = False
+        self._poke()
+
+    def die(self) -> None:
+        """Requests end with `EngineUnavailable`, and so does every call until `revive`."""
+        self._dead = True
+        for running in (*self._waiting, *self._running):
+            running.end(self._gone())
+
+    def revive(self) -> None:
+        """A new process: initial weights, nothing staged, not paused, no requests."""
+        self._dead = self._stalled = False
+        self._served, self._staged, self._paused = self._initial, None, None
+        self._num_tokens = 0
+
+    # --- The port ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Waits for a slot, for the end of a pause and for the tokens' time; ended by finish, abort, death or its caller."""
+        await self._enter("generate")
+        self._check(request)
+        self.requests.append(request)
+        running = _Running(request, self._begin(request), self._served.version)
+        self._waiting.append(running)
+        self._schedule()
+        try:
+            while running.run.finish is None and not isinstance(running.ending, FinishReason):
+                chunk = await self._advance(running)
+                for sent in (chunk,) if self.mangle is None else self.mangle(chunk):
+                    yield sent
+        finally:
+            self._leave(running)
+
+    async def abort(self, request_id: str | None) -> None:
+        await self._enter("abort")
+        if request_id is not None and not self.capabilities.aborts_single_requests:
+            raise NotSupported(f"aborting {request_id} on {self.name}: it can only abort all requests. Close the stream instead.")
+        for running in (*self._waiting, *self._running):
+            if request_id in (None, running.request.request_id):
+                running.end(FinishReason.ABORT)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """`drain` waits until running requests have finished; ended by them or by their aborts."""
+        await self._enter("pause")
+        if mode not in self.capabilities.pause_modes:
+            raise NotSupported(f"pausing {self.name} by {mode}: it can {', '.join(sorted(self.capabilities.pause_modes))}.")
+        if self._paused is None:
+            self._paused = mode
+        if self._paused is PauseMode.ABORT and not self.ignores_pause:
+            for running in (*self._waiting, *self._running):
+                running.end(FinishReason.ABORT)
+        self._poke()
+        while self._paused is PauseMode.DRAIN and self._running and not self.ignores_pause:
+            self._empty.clear()
+            await self._empty.wait()
+
+    async def resume(self) -> None:
+        await self._enter("resume")
+        if self._paused is PauseMode.RECOMPUTE:
+            for running in self._running:
+                running.kv_version = self._served.version
+        self._paused = None
+        self._empty.set()
+        self._schedule()
+        self._poke()
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        await self._enter("stage")
+        if not self.capabilities.stages_weights:
+            raise NotSupported(f"staging version {manifest.version} on {self.name}: it cannot stage. Load weights while it is paused.")
+        await asyncio.sleep(self.stage_seconds)
+        self._staged = manifest
+
+    async def commit(self, version: Version) -> Attestation:
+        await self._enter("commit")
+        if self._served.version == version:
+            return self._served
+        if self._staged is None or self._staged.version != version:
+            staged = "nothing" if self._staged is None else f"version {self._staged.version}"
+            raise EngineError(f"committing version {version} on {self.name}: {staged} is staged. Stage it first.")
+        await asyncio.sleep(self.commit_seconds)
+        self._poke()
+        self._served = Attestation(version, self._staged.fingerprint)
+        if self._corrupt_commits:
+            self._corrupt_commits -= 1
+            self._served = Attestation(version, "corrupt")
+        return self._served
+
+    async def health(self) -> EngineHealth:
+        await self._enter("health")
+        return EngineHealth(
+            version=self._served.version,
+            paused=self._paused is not None,
+            num_tokens=self._num_tokens + sum(self._decoded(r) for r in self._running),
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+        )
+
+    # --- How it works ------------------------------------------------------------------------------------------------
+
+    def _gone(self) -> EngineUnavailable:
+        return EngineUnavailable(f"calling {self.name}: it is dead. Restart the engine.")
+
+    async def _enter(self, call: Call) -> None:
+        """The faults ordered for a call; a hang waits for ever and is ended by cancelling it."""
+        self.calls.append(call)
+        if self._hangs[call]:
+            self._hangs[call] -= 1
+            await asyncio.get_running_loop().create_future()
+        if self._failures[call]:
+            raise self._failures[call].popleft()
+        if self._dead:
+            raise self._gone()
+
+    def _check(self, request: GenerateRequest) -> None:
+        most, vocab_size = self.capabilities.max_context, self.capabilities.vocab_size
+        if request.num_prompt_tokens + request.sampling.max_tokens > most:
+            raise ContextExceeded(f"generating on {self.name}: prompt and max_tokens exceed its context of {most}. Shorten either.")
+        if request.remaining <= 0:
+            raise RequestRejected("generating: no output token is left of max_tokens. Raise it.", param="max_tokens")
+        if strange := [i for i in request.input_ids if not 0 <= i < vocab_size]:
+            raise RequestRejected(f"generating: token id {strange[0]} is outside the vocabulary of {vocab_size}.", param="input_ids")
+
+    def _begin(self, request: GenerateRequest) -> ScriptedRun:
+        if not self.capabilities.honours_seed:
+            self._num_unseeded += 1
+            request = replace(request, sampling=replace(request.sampling, seed=self._num_unseeded))
+        return ScriptedRun(self.script, request, self._tokenizer, stops_on_strings=self.capabilities.stops_on_strings)
+
+    def _holds_still(self) -> bool:
+        return self._stalled or (self._paused in (PauseMode.KEEP, PauseMode.RECOMPUTE) and not self.ignores_pause)
+
+    def _schedule(self) -> None:
+        """Gives free slots to the longest waiting, unless a pause holds them back."""
+        if self._paused is not None and not self.ignores_pause:
+            return
+        while self._waiting and len(self._running) < self.capabilities.max_running:
+            running = self._waiting.pop(0)
+            running.kv_version = running.first_version = self._served.version
+            self._running.append(running)
+            running.changed.set()
+        self.max_concurrent = max(self.max_concurrent, len(self._running))
+
+    def _leave(self, running: _Running) -> None:
+        for queue in (self._waiting, self._running):
+            if running in queue:
+                queue.remove(running)
+        if not self._running:
+            self._empty.set()
+        self._schedule()
+
+    def _poke(self) -> None:
+        """Something changed: running steps end at the last whole token."""
+        for running in (*self._waiting, *self._running):
+            running.changed.set()
+
+    async def _advance(self, running: _Running) -> Chunk:
+        """The next chunk of a request. Waits for what `generate` waits for."""
+        while True:
+            self._interrupt(running)
+            if isinstance(running.ending, EngineUnavailable):
+                raise running.ending
+            if running.ending is not None:
+                return self._chunk(running, [], Finish(running.ending), self._served.version)
+            running.changed.clear()
+            if running not in self._running or self._holds_still():
+                await running.changed.wait()
+            elif (chunk := await self._decode(running)).token_ids:
+                return chunk
+
+    async def _decode(self, running: _Running) -> Chunk:
+        """Tokens of one version; whatever pokes the engine cuts them at the last token that had its time."""
+        loop, version = asyncio.get_running_loop(), self._served.version
+        tokens = running.run.peek(self._until_interruption(running), version)
+        running.decoding = (loop.time(), len(tokens))
+        try:
+            async with asyncio.timeout(len(tokens) * self.step_seconds):
+                await running.changed.wait()
+            tokens = tokens[: self._decoded(running)]
+        except TimeoutError:
+            pass
+        finally:
+            running.decoding = None
+        kept = running.run.accept(tokens)
+        self._num_tokens += len(kept)
+        return self._chunk(running, kept, running.run.finish, version)
+
+    def _decoded(self, running: _Running) -> int:
+        """Whole tokens done of those being decoded."""
+        if running.decoding is None:
+            return 0
+        since, most = running.decoding
+        elapsed = asyncio.get_running_loop().time() - since
+        return min(most, int(elapsed / self.step_seconds + 1e-9)) if self.step_seconds else 0
+
+    def _until_interruption(self, running: _Running) -> int:
+        after = (at - running.run.num_output for at, _ in self._interruptions if at > running.run.num_output)
+        return min(self.chunk_tokens, next(after, self.chunk_tokens))
+
+    def _interrupt(self, running: _Running) -> None:
+        due = next((i for i in self._interruptions if i[0] == running.run.num_output), None)
+        if due is not None and running in self._running and running.ending is None:
+            self._interruptions.remove(due)
+            if due[1] == "die":
+                self.die()
+            else:
+                running.end(FinishReason.ABORT)
+
+    def _chunk(self, running: _Running, tokens: list[tuple[int, float]], finish: Finish | None, version: Version) -> Chunk:
+        if not self.capabilities.versions_per_token:
+            version = running.first_version
+        ids, logprobs = tuple(t for t, _ in tokens), tuple(p for _, p in tokens)
+        return Chunk(ids, logprobs, version, min(version, running.kv_version), finish)
