@@ -128,7 +128,7 @@ def test_tasks_left_behind_are_cancelled_and_named():
             ended.append("linger")
 
     async def main() -> None:
-        task = asyncio.create_task(linger(), name="stray")  # noqa: RUF006
+        task = asyncio.create_task(linger(), name="stray")
         await asyncio.sleep(1)
         assert not task.done()
 

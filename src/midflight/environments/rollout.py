@@ -1,0 +1,193 @@
+"""The rollout of one agent: a session opened, an environment run under a deadline, a trajectory out of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from midflight.environments.registry import Environment
+from midflight.environments.rewards import checked_reward
+from midflight.errors import Cost, MidflightError, RolloutTimeout
+from midflight.ports import Observer, SessionHandle, Sessions
+from midflight.types import Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+RECHECK_SHARE = 0.01
+"""Part of the deadline between two looks at it while a pause goes on; a deadline is exceeded by at most this part."""
+
+
+class FateSink(Protocol):
+    """Where the fates of tokens go that no trajectory carries on (I3). Synchronous; never raises."""
+
+    def session_closed(self, key: RolloutKey, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -> None:
+        """What the gateway itself masked and dropped in a tracked session. Once for every session that was opened."""
+        ...
+
+    def rows_discarded(self, key: RolloutKey, rows: tuple[Row, ...], *, reason: Reason) -> None:
+        """Rows of a tracked session that end here: of a cancelled rollout, or of one that is tried again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the environment's part of a rollout ended: `reward` is None exactly if `error` says why, or the environment said None."""
+
+    reward: float | None
+    error: str | None = None
+
+
+class RolloutRunner:
+    """Runs rollouts, any number at once; holds no state of them."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        client_for: Callable[[SessionHandle], AsyncOpenAI],
+        environment: Environment,
+        sampling: SamplingParams,
+        rollout_seconds: float,
+        observer: Observer,
+        fates: FateSink,
+        tracked: bool = True,
+        paused_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`paused_seconds` is the time generation has stood paused since some fixed instant, a pause going on now included.
+
+        `client_for` builds the agent's client for a session; who injects it owns and closes its connections.
+        `tracked=False` is evaluation: `fates` hears nothing of it.
+        """
+        self._sessions = sessions
+        self._client_for = client_for
+        self._environment = environment
+        self._sampling = sampling
+        self._rollout_seconds = rollout_seconds
+        self._observer = observer
+        self._fates = fates
+        self._tracked = tracked
+        self._paused_seconds = paused_seconds
+
+    async def run(self, key: RolloutKey, task: Task) -> Trajectory:
+        """One attempt at a task. Waits for the environment; ended by its deadline, or by cancellation, which propagates.
+
+        The session is closed whatever happens. An exception of the environment or the gateway, a bad reward or a missed deadline
+        gives a trajectory without reward and with `error` (I10); only what is priced at the whole run, such as a `ConfigError`, is raised.
+        """
+        started = asyncio.get_running_loop().time()
+        try:
+            session = self._sessions.open(key, sampling=self._sampling, tracked=self._tracked)
+        except MidflightError as error:
+            return self._finish(key, task, _failure(error), record=None, started=started)
+        try:
+            outcome = await self._outcome(task, session)
+        except BaseException:
+            self._close(key, session, discard=True)
+            raise
+        record = self._close(key, session, discard=False)
+        return self._finish(key, task, outcome, record=record, started=started)
+
+    async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
+        clock = DeadlineClock()
+        try:
+            async with deadline(self._rollout_seconds, clock=clock, paused_seconds=self._paused_seconds):
+                reward = await self._environment(task, self._client_for(session))
+            if clock.expired:  # the environment caught the cancellation and answered after all
+                return _failure(self._timeout_error(task))
+            return Outcome(checked_reward(reward, task=task))
+        except TimeoutError as error:
+            return _failure(self._timeout_error(task) if clock.expired else error)
+        except asyncio.CancelledError:
+            if _cancelled_from_outside():
+                raise
+            return Outcome(None, "the environment let a CancelledError of its own escape; catch it where the inner task is awaited")
+        except (Exception, SystemExit) as error:
+            return _failure(error)
+
+    def _timeout_error(self, task: Task) -> RolloutTimeout:
+        return RolloutTimeout(
+            f"task {task.id} of {task.source}: the rollout outlived its deadline of {self._rollout_seconds:g} s (pauses excluded) "
+            "and was ended; raise environment.rollout_seconds, or give the agent a limit of its own."
+        )
+
+    def _close(self, key: RolloutKey, session: SessionHandle, *, discard: bool) -> SessionRecord:
+        record = self._sessions.close(session.session_id)
+        if self._tracked:
+            self._fates.session_closed(key, masked=record.masked, dropped=record.dropped)
+            if discard and record.rows:
+                self._fates.rows_discarded(key, record.rows, reason=Reason.SHUTDOWN)
+        return record
+
+    def _finish(self, key: RolloutKey, task: Task, outcome: Outcome, *, record: SessionRecord | None, started: float) -> Trajectory:
+        trajectory = Trajectory(
+            key=key,
+            task_id=task.id,
+            source=task.source,
+            reward=outcome.reward,
+            rows=record.rows if record else (),
+            truncated=record.truncated if record else False,
+            error=outcome.error,
+            seconds=asyncio.get_running_loop().time() - started,
+        )
+        self._observer.rollout_finished(
+            key=key,
+            source=task.source,
+            reward=outcome.reward,
+            num_tokens=trajectory.num_trainable + (sum(record.masked.values()) if record else 0),
+            num_versions=num_versions(trajectory.rows),
+            seconds=trajectory.seconds,
+            error=outcome.error,
+        )
+        return trajectory
+
+
+@dataclass(slots=True)
+class DeadlineClock:
+    expired: bool = False
+    """Whether this deadline ended its block; a `TimeoutError` from elsewhere leaves it False."""
+
+
+@asynccontextmanager
+async def deadline(seconds: float, *, clock: DeadlineClock, paused_seconds: Callable[[], float]) -> AsyncGenerator[None]:
+    """Ends its block with `TimeoutError` after `seconds`, not counting time in which generation was paused."""
+    loop = asyncio.get_running_loop()
+    started, paused_before = loop.time(), paused_seconds()
+    async with asyncio.timeout(None) as scope:
+
+        def look() -> None:
+            nonlocal timer
+            remaining = seconds - (loop.time() - started) + (paused_seconds() - paused_before)
+            if remaining > 0:
+                timer = loop.call_later(max(remaining, RECHECK_SHARE * seconds), look)
+            else:
+                clock.expired = True
+                scope.reschedule(loop.time())
+
+        timer = loop.call_at(started + seconds, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def num_versions(rows: tuple[Row, ...]) -> int:
+    """How many versions sampled the generated tokens of these rows."""
+    return len(np.unique(np.concatenate([row.versions[row.generated] for row in rows]))) if rows else 0
+
+
+def _cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _failure(error: BaseException) -> Outcome:
+    """The price of an error: the rollout, unless it says it is the run (then it is raised again)."""
+    if isinstance(error, MidflightError) and error.cost is Cost.RUN:
+        raise error
+    return Outcome(None, f"{type(error).__name__}: {error}")

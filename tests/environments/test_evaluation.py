@@ -1,0 +1,60 @@
+"""Evaluation: each task once, by source, with failures counted and never scored."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from midflight.environments.evaluation import EVALUATION_ATTEMPT, Evaluator, SourceScore, evaluation_key
+from midflight.environments.single_turn import answer
+from midflight.testing.virtual_time import run_virtual
+
+from .fakes import FakeClient, Rig, task
+
+TASKS = [
+    task(0),
+    task(1, question="q", answer="other"),
+    task(2, source="sums", question="q", answer="olleh"),
+    task(3, source="sums", question="q"),
+]
+
+
+def evaluate(rig: Rig, tasks=TASKS, *, slots: int = 64):
+    evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(slots), observer=rig.observer)
+    return run_virtual(lambda: evaluator.run(tasks, version=7))
+
+
+def test_i10_scores_are_by_source_and_failures_are_counted_beside_them():
+    scores = evaluate(Rig(answer))
+    assert scores == (SourceScore("spell", 0.5, 2, 0), SourceScore("sums", 1.0, 1, 1))
+    assert scores[1].num_tasks == 2
+
+
+def test_evaluations_are_untracked_and_leave_no_fate():
+    rig = Rig(answer)
+    evaluate(rig)
+    assert not any(session.tracked for session in rig.sessions.opened)
+    assert not rig.fates.masked and not rig.fates.dropped and not rig.fates.discarded
+
+
+def test_two_evaluations_use_the_same_keys_and_training_never_does():
+    first, second = Rig(answer), Rig(answer)
+    evaluate(first)
+    evaluate(second)
+    assert [s.key for s in first.sessions.opened] == [s.key for s in second.sessions.opened] == [evaluation_key(i) for i in range(4)]
+    assert {s.key.group.attempt for s in first.sessions.opened} == {EVALUATION_ATTEMPT}
+
+
+def test_concurrency_is_bounded():
+    rig = Rig(answer)
+    evaluate(rig, [task(i) for i in range(20)], slots=3)
+    assert rig.sessions.most_open == 3
+
+
+def test_results_are_observed_with_their_version_unless_nothing_was_scored():
+    rig = Rig(answer, client=FakeClient("olleh"))
+    scores = evaluate(rig, [task(0), task(1, source="empty", question="q")])
+    assert scores[1] == SourceScore("empty", None, 0, 1)
+    (seen,) = rig.observer.evaluations
+    assert (seen.version, seen.source, seen.num_tasks, seen.mean_reward) == (7, "spell", 1, pytest.approx(1.0))

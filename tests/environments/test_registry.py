@@ -1,0 +1,103 @@
+"""Environments are found by name, and what is none is refused where it is named."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from midflight.environments import single_turn
+from midflight.environments.registry import environment, environment_name, load_environment
+from midflight.errors import ConfigError
+
+from .fakes import FakeClient, task
+
+SOURCE = """
+from midflight.environments.registry import environment
+
+@environment(name="called by class")
+class Judge:
+    async def __call__(self, task, client):
+        return 0.5
+
+class NeedsArguments:
+    def __init__(self, model): ...
+    async def __call__(self, task, client): ...
+
+async def one_argument(task): ...
+def blocking(task, client): ...
+async def plain(task, client): return 0.25
+value = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_environments.py").write_text(SOURCE)
+    (tmp_path / "broken_environments.py").write_text("import json\nimport no_such_package_anywhere\n")
+    (tmp_path / "failing_environments.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("my_environments", "broken_environments", "failing_environments"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_the_default_entry_loads():
+    assert load_environment("midflight.environments.single_turn:answer") is single_turn.answer
+    assert environment_name(single_turn.answer) == "answer"
+
+
+@pytest.mark.usefixtures("here")
+def test_functions_and_classes_of_the_current_folder_load_and_run():
+    plain, judge = load_environment("my_environments:plain"), load_environment("my_environments:Judge")
+    client = FakeClient()
+    assert asyncio.run(plain(task(), client)) == 0.25  # type: ignore[arg-type]
+    assert asyncio.run(judge(task(), client)) == 0.5  # type: ignore[arg-type]
+    assert (environment_name(plain), environment_name(judge)) == ("plain", "called by class")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("my_environments", "expected `module:function`"),
+        ("my_environments:", "expected `module:function`"),
+        (":plain", "expected `module:function`"),
+        ("no_such_environments:plain", "there is no module 'no_such_environments' here"),
+        ("midflight.environments.single_tern:answer", "there is no module 'midflight.environments.single_tern' here"),
+        ("my_environments:plan", "my_environments has no 'plan'. Did you mean 'plain'"),
+        (
+            "broken_environments:x",
+            "importing broken_environments failed with ModuleNotFoundError: No module named 'no_such_package_anywhere'",
+        ),
+        ("failing_environments:x", "importing failing_environments failed with ZeroDivisionError"),
+        ("my_environments:blocking", "not async: an environment is `async def name(task, client) -> reward`"),
+        ("my_environments:value", "is int 3 and not async"),
+        ("my_environments:one_argument", "cannot be called with (task, client): too many positional arguments"),
+        ("my_environments:NeedsArguments", "cannot be called with (task, client): missing a required argument: 'model'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named_with_its_remedy(entry: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        load_environment(entry)
+    assert message in str(caught.value) and entry in str(caught.value)
+
+
+def test_the_decorator_checks_at_once_and_keeps_the_function():
+    @environment
+    async def scored(task, client):
+        return 1.0
+
+    @environment(name="other")
+    async def named(task, client):
+        return 1.0
+
+    assert (environment_name(scored), environment_name(named)) == ("scored", "other")
+    with pytest.raises(ConfigError, match="not async"):
+
+        @environment
+        def blocking(task, client):
+            return 1.0

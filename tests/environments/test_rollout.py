@@ -1,0 +1,200 @@
+"""The rollout of one agent: whatever happens, its session is closed and nothing false becomes a reward (I10)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from midflight.environments.single_turn import answer
+from midflight.errors import BadReward, ConfigError
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import GroupKey, Reason, RolloutKey
+
+from .fakes import FakeClient, FakeSessions, Rig, task
+
+KEY = RolloutKey(GroupKey(0, 5), 2)
+
+
+def run(rig: Rig, *, of=None, **options):
+    return run_virtual(lambda: rig.runner(**options).run(KEY, of or task()))
+
+
+def test_a_rollout_gives_reward_rows_and_time():
+    rig = Rig(answer, client=FakeClient(" olleh ", seconds=2.5))
+    trajectory = run(rig)
+    assert (trajectory.key, trajectory.task_id, trajectory.source) == (KEY, "17", "spell")
+    assert (trajectory.reward, trajectory.error, trajectory.seconds, trajectory.truncated) == (1.0, None, 2.5, True)
+    assert trajectory.num_trainable == 3 and rig.sessions.closed == {"s0": 1}
+    assert rig.client.requests == [{"model": "policy", "messages": [{"role": "user", "content": "Spell hello backward"}]}]
+
+
+def test_a_rollout_is_observed_with_its_tokens_and_versions_and_the_gateways_fates_are_passed_on():
+    rig = Rig(answer)
+    run(rig)
+    (seen,) = rig.observer.rollouts
+    assert (seen.key, seen.reward, seen.num_tokens, seen.num_versions, seen.error) == (KEY, 1.0, 3 + 2, 2, None)
+    assert rig.fates.masked == {Reason.NOT_POLICY_SAMPLED: 2} and rig.fates.dropped == {Reason.OVERSHOOT: 1} and not rig.fates.discarded
+
+
+def test_i10_an_exception_of_the_environment_is_no_reward():
+    async def broken(task, client):
+        raise ZeroDivisionError("the scorer broke")
+
+    rig = Rig(broken)
+    trajectory = run(rig)
+    assert trajectory.reward is None and trajectory.error == "ZeroDivisionError: the scorer broke"
+    assert rig.sessions.closed == {"s0": 1} and rig.observer.rollouts[0].error == trajectory.error
+
+
+@pytest.mark.parametrize("value", [float("nan"), "yes"])
+def test_i10_a_bad_reward_is_counted_as_an_error_and_the_rollout_goes_without(value):
+    async def environment(task, client):
+        return value
+
+    trajectory = run(Rig(environment))
+    assert trajectory.reward is None and trajectory.error is not None
+    assert trajectory.error.startswith(f"{BadReward.__name__}: scoring task 17 of spell: reward was {value!r}")
+
+
+def test_a_task_without_the_needed_field_names_field_task_and_what_it_has():
+    trajectory = run(Rig(answer), of=task(17, prompt="x", answer="y"))
+    assert trajectory.error == (
+        "TaskFieldMissing: task 17 of spell has no field 'question' (it has: answer, prompt); "
+        "add the field to the task or use another environment."
+    )
+
+
+def test_an_answer_that_is_not_text_is_missing_too():
+    trajectory = run(Rig(answer), of=task(17, question="x", answer=None))
+    assert "holds None in field 'answer'" in (trajectory.error or "")
+
+
+def test_i10_a_session_that_cannot_be_opened_is_no_reward():
+    rig = Rig(answer, sessions=FakeSessions(max_open=0))
+    trajectory = run(rig)
+    assert trajectory.reward is None and trajectory.rows == () and "Overloaded" in (trajectory.error or "")
+    assert not rig.sessions.closed and len(rig.observer.rollouts) == 1
+
+
+async def hung(task, client):
+    await asyncio.Event().wait()
+
+
+def test_a_hung_environment_is_ended_at_its_deadline_and_counted():
+    rig = Rig(hung)
+    trajectory = run(rig, rollout_seconds=60.0)
+    assert trajectory.reward is None and trajectory.seconds == 60.0
+    assert "RolloutTimeout: task 17 of spell" in (trajectory.error or "") and "60 s" in (trajectory.error or "")
+    assert rig.sessions.closed == {"s0": 1}
+
+
+class Pauses:
+    """Generation pauses from `start` to `end`."""
+
+    def __init__(self, start: float, end: float) -> None:
+        self._start, self._end = start, end
+
+    def seconds(self) -> float:
+        return min(max(asyncio.get_running_loop().time() - self._start, 0.0), self._end - self._start)
+
+
+@pytest.mark.parametrize(("start", "end"), [(10.0, 40.0), (59.0, 200.0), (59.999, 61.0), (0.0, 500.0)])
+def test_the_deadline_does_not_count_paused_time(start: float, end: float):
+    trajectory = run(Rig(hung), rollout_seconds=60.0, paused_seconds=Pauses(start, end).seconds)
+    due = 60.0 + (end - start)
+    assert due - 1e-6 <= trajectory.seconds <= due + 0.6 + 1e-6
+
+
+def test_pauses_before_the_rollout_do_not_lengthen_it():
+    rig = Rig(hung)
+
+    async def main():
+        await asyncio.sleep(100)
+        return await rig.runner(rollout_seconds=60.0, paused_seconds=Pauses(0.0, 50.0).seconds).run(KEY, task())
+
+    assert run_virtual(main).seconds == 60.0
+
+
+def test_a_long_pause_is_not_polled_in_small_steps():
+    looks = 0
+    pauses = Pauses(60.0 - 1e-6, 120.0)
+
+    def paused_seconds() -> float:
+        nonlocal looks
+        looks += 1
+        return pauses.seconds()
+
+    run(Rig(hung), rollout_seconds=60.0, paused_seconds=paused_seconds)
+    assert looks <= 110
+
+
+def test_an_environment_that_answers_after_its_deadline_gets_no_reward():
+    async def stubborn(task, client):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return 1.0
+
+    trajectory = run(Rig(stubborn))
+    assert trajectory.reward is None and "RolloutTimeout" in (trajectory.error or "")
+
+
+def test_a_timeout_of_the_environments_own_is_told_apart_from_the_deadline():
+    async def impatient(task, client):
+        async with asyncio.timeout(3):
+            await asyncio.Event().wait()
+
+    trajectory = run(Rig(impatient))
+    assert trajectory.seconds == 3.0 and (trajectory.error or "").startswith("TimeoutError")
+
+
+def test_cancellation_propagates_closes_the_session_and_drops_its_tokens():
+    rig = Rig(hung)
+
+    async def main():
+        rollout = asyncio.create_task(rig.runner().run(KEY, task()))
+        await asyncio.sleep(1)
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+
+    run_virtual(main)
+    assert rig.sessions.closed == {"s0": 1} and rig.fates.discarded == {Reason.SHUTDOWN: 3} and not rig.observer.rollouts
+
+
+def test_a_cancellation_that_the_environment_lets_escape_costs_the_rollout_only():
+    async def careless(task, client):
+        inner = asyncio.create_task(asyncio.sleep(100))
+        await asyncio.sleep(1)
+        inner.cancel()
+        await inner
+
+    trajectory = run(Rig(careless))
+    assert trajectory.reward is None and "CancelledError" in (trajectory.error or "")
+
+
+def test_an_environment_that_exits_the_interpreter_costs_the_rollout_only():
+    async def quits(task, client):
+        sys.exit(3)
+
+    assert run(Rig(quits)).error == "SystemExit: 3"
+
+
+def test_an_error_priced_at_the_run_is_raised():
+    async def misconfigured(task, client):
+        raise ConfigError("no judge is configured")
+
+    rig = Rig(misconfigured)
+    with pytest.raises(ConfigError):
+        run(rig)
+    assert rig.sessions.closed == {"s0": 1} and rig.fates.discarded == {Reason.SHUTDOWN: 3}
+
+
+def test_none_from_the_environment_is_no_reward_and_no_error():
+    async def unscored(task, client):
+        return None
+
+    trajectory = run(Rig(unscored))
+    assert trajectory.reward is None and trajectory.error is None
