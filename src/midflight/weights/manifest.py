@@ -1,0 +1,65 @@
+"""How the tensors of a version lie in a packed buffer, and how a manifest travels as JSON. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from midflight.errors import RequestRejected
+from midflight.models.sizes import tensor_bytes
+from midflight.types import TensorSpec, WeightManifest
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector load, so that a tensor may be used where it lies."""
+
+_decoder = msgspec.json.Decoder(WeightManifest)
+
+
+def aligned(offset: int, to: int = ALIGNMENT) -> int:
+    """The next multiple of `to`."""
+    return -(-offset // to) * to
+
+
+def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, start: int = 0) -> tuple[TensorSpec, ...]:
+    """Specs of (name, safetensors dtype, shape) packed one after the other from `start`, each aligned."""
+    specs: list[TensorSpec] = []
+    for name, dtype, shape in tensors:
+        start = aligned(start)
+        specs.append(TensorSpec(name, dtype, shape, start, tensor_bytes(dtype, shape)))
+        start += specs[-1].num_bytes
+    return tuple(specs)
+
+
+def repacked(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The same tensors in a buffer of their own, from offset 0."""
+    return layout((s.name, s.dtype, s.shape) for s in specs)
+
+
+def extent(specs: Iterable[TensorSpec]) -> int:
+    """Bytes a buffer needs to hold the specs."""
+    return max((s.offset + s.num_bytes for s in specs), default=0)
+
+
+def views(specs: Iterable[TensorSpec], buffer: memoryview) -> Mapping[str, memoryview]:
+    return {s.name: buffer[s.offset : s.offset + s.num_bytes] for s in specs}
+
+
+def encode_manifest(manifest: WeightManifest) -> bytes:
+    return msgspec.json.encode(manifest)
+
+
+def decode_manifest(data: bytes) -> WeightManifest:
+    """`RequestRejected` names the field that is missing or wrong, or the tensor whose extent makes no sense."""
+    try:
+        manifest = _decoder.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise RequestRejected(f"reading a weight manifest: {error}; send the JSON that the publisher made.", param="manifest") from error
+    for spec in manifest.tensors:
+        if spec.offset < 0 or any(n < 0 for n in spec.shape) or spec.num_bytes != tensor_bytes(spec.dtype, spec.shape):
+            raise RequestRejected(
+                f"reading a weight manifest: tensor {spec.name!r} claims {spec.num_bytes} bytes at {spec.offset} for {spec.dtype} of shape "
+                f"{spec.shape}; send the JSON that the publisher made.",
+                param="manifest",
+            )
+    return manifest

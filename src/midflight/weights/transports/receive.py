@@ -1,0 +1,62 @@
+"""The engine's end of every transport whose bytes are a file: shared memory and safetensors alike. Needs no torch."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+
+from midflight.errors import NotSupported, WeightsCorrupt, nearest
+from midflight.models.fingerprint import fingerprint_views
+from midflight.types import TensorSpec, WeightManifest
+from midflight.weights.manifest import extent, repacked, views
+
+TRANSPORTS = frozenset({"shared_memory", "file"})
+
+
+class FileReceiver:
+    """Implements `ports.WeightReceiver`: copies a version's bytes into memory of its own, then verifies the copy.
+
+    What the publisher does to its slot afterwards cannot reach the bytes that were verified (I7), and a file that shrinks is an
+    error and not a crash, as it would be through a mapping. The lock of the interpreter is free while bytes are read and hashed.
+    The memory is aligned, writable, and lives as long as the views: an engine may serve from it without copying again.
+    """
+
+    def __init__(self, *, threads: int = 1) -> None:
+        """`threads` hash tensors side by side; more than the free cores slows decoding."""
+        self._threads = threads
+
+    def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
+        """Bytes of each tensor by name. Blocks for about a second per gigabyte, hashing most of it."""
+        if manifest.transport not in TRANSPORTS:
+            raise NotSupported(
+                f"fetching version {manifest.version}: unknown transport {manifest.transport!r}.{nearest(manifest.transport, TRANSPORTS)}"
+            )
+        copies = views(repacked(manifest.tensors), memoryview(mmap.mmap(-1, max(1, extent(repacked(manifest.tensors))))))
+        try:
+            with Path(manifest.location).open("rb", buffering=0) as file:
+                for spec in manifest.tensors:
+                    _read(file, spec, copies[spec.name], manifest)
+        except OSError as error:
+            raise WeightsCorrupt(f"fetching version {manifest.version}: {error}; publish the version again.") from error
+        found = fingerprint_views(manifest.tensors, copies, threads=self._threads)
+        if found != manifest.fingerprint:
+            raise WeightsCorrupt(
+                f"fetching version {manifest.version} from {manifest.location!r}: its bytes hash to {found[:12]}, the manifest says "
+                f"{manifest.fingerprint[:12]}; publish the version again."
+            )
+        return copies
+
+
+def _read(file: FileIO, spec: TensorSpec, into: memoryview, manifest: WeightManifest) -> None:
+    """Fills `into`; one call of the kernel may read less than asked for."""
+    file.seek(spec.offset)
+    done = 0
+    while done < spec.num_bytes:
+        count = file.readinto(into[done:])
+        if not count:
+            raise WeightsCorrupt(
+                f"fetching version {manifest.version}: {manifest.location!r} ends inside tensor {spec.name!r}; publish the version again."
+            )
+        done += count

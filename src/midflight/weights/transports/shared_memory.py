@@ -1,0 +1,155 @@
+"""Publishing through memory shared by the processes of one machine: a file of standing slots under /dev/shm.
+
+Not `multiprocessing.shared_memory`: its resource tracker removes the segment when any process that opened it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from midflight.errors import ConfigError, SlotBusy
+from midflight.models.fingerprint import fingerprint
+from midflight.types import TensorSpec, Version, WeightManifest
+from midflight.weights.manifest import aligned, extent, layout
+from midflight.weights.transports.publish import named_shapes
+
+SHARED = Path("/dev/shm")
+_SUFFIX = ".weights"
+
+
+class SharedMemoryPublisher:
+    """Two standing slots: the version being served, kept for engines that rejoin, and the one being staged.
+
+    A slot is overwritten only after `release` of its version: until then `publish` raises `SlotBusy`. The end of the handover of
+    v + 1 is what releases v, so a trainer that meets `SlotBusy` waits for that; a third slot lets it run one version further ahead.
+    The file is reserved in full at the first publish, and locked while its publisher lives (see `remove_stale`).
+    """
+
+    def __init__(self, name: str, *, folder: Path | None = None, num_slots: int = 2, threads: int = 1) -> None:
+        """`name` begins the file's name. `folder` defaults to /dev/shm, or the temporary folder where that is missing or too small."""
+        if not name or "/" in name:
+            raise ConfigError(f"publishing weights: {name!r} cannot begin a file name; use letters, digits and dashes.")
+        self._name, self._folder, self._threads = name, folder, threads
+        self._versions: list[Version | None] = [None] * num_slots
+        self._slot_bytes = 0
+        self._path: Path | None = None
+        self._file: int | None = None
+        self._map: mmap.mmap | None = None
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        """One copy of each tensor into a free slot, then its fingerprint; 0.6 s per gigabyte, most of it hashing."""
+        slot = self._free_slot(version)
+        shapes = named_shapes(tensors)
+        shared, path = self._open(extent(layout(shapes)), version)
+        specs = layout(shapes, start=slot * self._slot_bytes)
+        _copy(specs, tensors, shared)
+        with memoryview(shared) as view:
+            digest = fingerprint(specs, view, threads=self._threads)
+        self._versions[slot] = version
+        return WeightManifest(version, digest, "shared_memory", str(path), specs)
+
+    def release(self, version: Version) -> None:
+        self._versions = [None if v == version else v for v in self._versions]
+
+    def close(self) -> None:
+        """Removes the file; engines that are reading it finish, for its memory lives until they do."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        if self._map is not None:
+            self._map.close()
+        if self._file is not None:
+            os.close(self._file)
+        self._path = self._map = self._file = None
+        self._versions = [None] * len(self._versions)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _free_slot(self, version: Version) -> int:
+        if version in self._versions:
+            raise SlotBusy(f"publishing version {version}: it is published already; numbers are never reused.")
+        if None not in self._versions:
+            held = ", ".join(map(str, self._versions))
+            raise SlotBusy(f"publishing version {version}: versions {held} hold all slots; wait until a handover ends and releases one.")
+        return self._versions.index(None)
+
+    def _open(self, num_bytes: int, version: Version) -> tuple[mmap.mmap, Path]:
+        """The mapped file; made at the first publish."""
+        if self._map is None or self._path is None:
+            self._slot_bytes = aligned(max(1, num_bytes), mmap.PAGESIZE)
+            total = self._slot_bytes * len(self._versions)
+            self._path, self._file = _reserve(self._folders(), self._name, total)
+            self._map = mmap.mmap(self._file, total)
+        if num_bytes > self._slot_bytes:
+            raise ConfigError(
+                f"publishing version {version}: {num_bytes} bytes do not fit the slot of {self._slot_bytes}; all versions must have the same tensors."
+            )
+        return self._map, self._path
+
+    def _folders(self) -> list[Path]:
+        return [self._folder] if self._folder is not None else [SHARED, Path(tempfile.gettempdir())]
+
+
+def remove_stale(name: str, *, folder: Path | None = None) -> list[Path]:
+    """Removes files that dead publishers left under this name, and returns them. Files of living ones are locked and stay."""
+    removed: list[Path] = []
+    for place in [folder] if folder is not None else [SHARED, Path(tempfile.gettempdir())]:
+        for path in sorted(place.glob(f"{name}-*{_SUFFIX}")):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _reserve(folders: list[Path], name: str, num_bytes: int) -> tuple[Path, int]:
+    """A new locked file with all its memory set aside, in the first folder that has room: path and descriptor.
+
+    Without the reservation a full /dev/shm would kill the process at the first write (SIGBUS).
+    """
+    first: OSError | None = None
+    for folder in folders:
+        try:
+            return _create(folder, name, num_bytes)
+        except OSError as error:
+            first = first or error
+    raise ConfigError(
+        f"publishing weights: no room for {num_bytes} bytes of shared memory ({first}); enlarge /dev/shm (containers: --shm-size) or set "
+        "weights.transport to file."
+    )
+
+
+def _create(folder: Path, name: str, num_bytes: int) -> tuple[Path, int]:
+    file, path = tempfile.mkstemp(prefix=f"{name}-{os.getpid()}-", suffix=_SUFFIX, dir=folder)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(file, 0, num_bytes)
+        if os.fstat(file).st_nlink == 0:
+            raise BlockingIOError(f"{path} was removed as stale before it was locked")
+    except OSError:
+        os.close(file)
+        Path(path).unlink(missing_ok=True)
+        raise
+    return Path(path), file
+
+
+@torch.no_grad()
+def _copy(specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor], shared: mmap.mmap) -> None:
+    for spec in specs:
+        source = tensors[spec.name]
+        if spec.num_bytes:
+            slot = torch.frombuffer(shared, dtype=source.dtype, count=source.numel(), offset=spec.offset)
+            slot.view(source.shape).copy_(source)
