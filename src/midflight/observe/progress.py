@@ -21,6 +21,9 @@ REWARD_ROLLOUTS = 256
 RECENT_BATCHES = 20
 """Window of the staleness histogram and of the time per step that the ETA is taken from."""
 
+EVALUATION_ATTEMPT = 2**20
+"""Rollouts whose group has this attempt number are evaluation: they are no part of reward and totals."""
+
 ENGINE, TRAINER = 0, 1
 
 
@@ -35,9 +38,8 @@ class SourceState:
 
     def status(self, name: str) -> SourceStatus:
         before = self.heldout[0][1] if self.heldout else None
-        return SourceStatus(
-            name, self.reward.value(), self.num_rollouts, self.num_heldout, before, self.heldout[-1][1] if self.heldout else None
-        )
+        last = self.heldout[-1][1] if len(self.heldout) > 1 else None
+        return SourceStatus(name, self.reward.value(), self.num_rollouts, self.num_heldout, before, last)
 
 
 class RunState(Silent):
@@ -54,6 +56,7 @@ class RunState(Silent):
         self.totals = Totals()
         self.sources: dict[str, SourceState] = {}
         self.overlap = Overlap()
+        self._evaluation = (0, 0)
         self._reward = Mean(REWARD_ROLLOUTS)
         self._ages: deque[Mapping[int, int]] = deque(maxlen=RECENT_BATCHES)
         self._step_ends: deque[float] = deque(maxlen=RECENT_BATCHES)
@@ -67,8 +70,9 @@ class RunState(Silent):
 
     # --- What the assembling code tells, because no station knows it -------------------------------------------------
 
-    def begin_phase(self, phase: Phase) -> None:
-        """Overlap and waiting are shares of the time from the first `TRAINING` to the next other phase."""
+    def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
+        """Overlap and waiting are shares of the time from `TRAINING` to the next other phase; `num_tasks` is of an evaluation."""
+        self._evaluation = (0, num_tasks)
         if phase is Phase.TRAINING and self._phase is not Phase.TRAINING:
             self.overlap.begin(self._clock())
             self._waits.clear()
@@ -97,6 +101,9 @@ class RunState(Silent):
     def rollout_finished(
         self, *, key: RolloutKey, source: str, reward: float | None, num_tokens: int, num_versions: int, seconds: float, error: str | None
     ) -> None:
+        if key.group.attempt >= EVALUATION_ATTEMPT:
+            self._evaluation = (self._evaluation[0] + 1, self._evaluation[1])
+            return
         state = self.sources.setdefault(source, SourceState())
         state.num_rollouts += 1
         self._add(rollouts=1, failed_rollouts=int(reward is None), rollouts_spanning_versions=int(num_versions > 1))
@@ -166,6 +173,8 @@ class RunState(Silent):
             seconds=now - self._began,
             eta_seconds=self._eta(now),
             warm_start=self._warm_start,
+            evaluated=self._evaluation[0],
+            to_evaluate=self._evaluation[1],
             reward=self._reward.value(),
             sources=tuple(state.status(name) for name, state in self.sources.items()),
             staleness=self.staleness(),

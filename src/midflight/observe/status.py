@@ -38,7 +38,10 @@ class WarmStartStatus:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """One source of tasks: recent reward of training rollouts, and mean reward on held-out tasks before and last."""
+    """One source of tasks: recent reward of training rollouts, and mean reward on held-out tasks at first and at last.
+
+    After a single evaluation only `heldout_before` is known.
+    """
 
     name: str
     reward: float | None = None
@@ -91,6 +94,9 @@ class Status:
     eta_seconds: float | None = None
     """Until the last step; none before two steps."""
     warm_start: WarmStartStatus | None = None
+    evaluated: int = 0
+    """Tasks of the evaluation going on that are answered, of `to_evaluate`."""
+    to_evaluate: int = 0
     reward: float | None = None
     """Mean of recent training rollouts over all sources."""
     sources: tuple[SourceStatus, ...] = ()

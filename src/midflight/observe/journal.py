@@ -1,0 +1,207 @@
+"""`metrics.jsonl`: one line per step and per evaluation, each complete as soon as it is written.
+
+A key that has no value is left out, so that it is never read as zero; a number that isn't finite is null.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from midflight.errors import ConfigError
+from midflight.observe.observers import Silent
+from midflight.observe.progress import EVALUATION_ATTEMPT, RunState
+from midflight.observe.status import Totals
+from midflight.observe.whole_file import write_whole
+from midflight.types import GroupKey, Reason, RolloutKey, Version
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
+    """One step of the trainer. docs/metrics.md defines every key."""
+
+    step: int
+    version: Version
+    seconds: float
+    step_seconds: float
+    tokens: int
+    groups: int | None = None
+    rollouts: int
+    reward: float | None = None
+    reward_by_source: dict[str, float] | None = None
+    staleness: dict[int, int] | None = None
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    generation_rate: float
+    training_rate: float
+    overlap_share: float | None = None
+    waits: dict[str, float] | None = None
+    dropped: dict[str, int] | None = None
+    stage_seconds: float | None = None
+    pause_seconds: float | None = None
+    trainer: dict[str, float | None] | None = None
+    totals: Totals
+
+
+class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
+    """One source in one evaluation on held-out tasks."""
+
+    version: Version
+    step: int
+    seconds: float
+    source: str
+    num_tasks: int
+    mean_reward: float | None
+
+
+Line = StepLine | EvaluationLine
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Line).decode
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a journal holds, in order."""
+
+    steps: tuple[StepLine, ...] = ()
+    evaluations: tuple[EvaluationLine, ...] = ()
+
+    def restore(self, state: RunState) -> None:
+        """Lets the state go on from here: counts of the last step, and the evaluations made."""
+        if self.steps:
+            last = self.steps[-1]
+            state.restore(step=last.step, version=last.version, totals=last.totals)
+        for line in self.evaluations:
+            if line.mean_reward is not None:
+                state.evaluated(version=line.version, source=line.source, num_tasks=line.num_tasks, mean_reward=line.mean_reward)
+
+
+def read_journal(path: Path, *, until: Version | None = None) -> History:
+    """The lines of a journal, up to a version. A last line that a crash cut short is left out; a missing file is empty."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    found = [_decoded(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()]
+    kept = [line for line in found if until is None or line.version <= until]
+    return History(tuple(x for x in kept if isinstance(x, StepLine)), tuple(x for x in kept if isinstance(x, EvaluationLine)))
+
+
+def _decoded(path: Path, number: int, line: bytes) -> Line:
+    try:
+        return _decode(line)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}:{number}: not a line of this journal ({error}); move the file away or start without --resume") from None
+
+
+class Journal(Silent):
+    """Writes the journal as facts come in. Told after `state`, whose counts it writes."""
+
+    def __init__(self, path: Path, state: RunState, *, resume_at: Version | None = None) -> None:
+        """Starts the file anew, or with `resume_at` keeps its lines up to that version: later steps did not survive."""
+        super().__init__()
+        self._state = state
+        history = read_journal(path, until=resume_at) if resume_at is not None else History()
+        self._steps = {line.version for line in history.steps}
+        self._evaluations = {(line.version, line.source) for line in history.evaluations}
+        self._groups: dict[Version, tuple[int, dict[int, int]]] = {}
+        _rewrite(path, history)
+        self._file = path.open("ab")
+        self._forget()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def rollout_finished(
+        self, *, key: RolloutKey, source: str, reward: float | None, num_tokens: int, num_versions: int, seconds: float, error: str | None
+    ) -> None:
+        if key.group.attempt >= EVALUATION_ATTEMPT:
+            return
+        self._rollouts += 1
+        if reward is not None:
+            self._rewards[source].append(reward)
+
+    def group_dropped(self, *, key: GroupKey, reason: Reason, num_tokens: int) -> None:
+        self._dropped[reason.value] += 1
+
+    def waited(self, *, who: str, for_whom: str, seconds: float) -> None:
+        self._waits[f"{who} for {for_whom}"] += seconds
+
+    def batch_taken(self, *, train_version: Version, num_groups: int, num_tokens: int, staleness: Mapping[int, int]) -> None:
+        """Taken before the step before it ends, where batches are prefetched: kept under the version it will train at."""
+        self._groups = {version: taken for version, taken in self._groups.items() if version >= train_version - 2}
+        self._groups[train_version] = (num_groups, dict(sorted(staleness.items())))
+
+    def weights_committed(self, *, engine: str, version: Version, stage_seconds: float, pause_seconds: float) -> None:
+        self._stage = max(self._stage or 0.0, stage_seconds)
+        self._pause = max(self._pause or 0.0, pause_seconds)
+
+    def step_finished(self, *, version: Version, started: float, ended: float, num_tokens: int, metrics: Mapping[str, float]) -> None:
+        """Writes one line; a step that is in the file already is not written twice."""
+        if version in self._steps:
+            return
+        self._steps.add(version)
+        self._write(self._step_line(version, ended - started, num_tokens, metrics))
+        self._forget()
+
+    def evaluated(self, *, version: Version, source: str, num_tasks: int, mean_reward: float) -> None:
+        if (version, source) in self._evaluations:
+            return
+        self._evaluations.add((version, source))
+        s = self._state
+        self._write(
+            EvaluationLine(version=version, step=s.step, seconds=s.seconds, source=source, num_tasks=num_tasks, mean_reward=mean_reward)
+        )
+
+    def _step_line(self, version: Version, step_seconds: float, num_tokens: int, metrics: Mapping[str, float]) -> StepLine:
+        status = self._state.status()
+        groups, ages = self._groups.pop(version - 1, (None, None))
+        rewards = [reward for of_source in self._rewards.values() for reward in of_source]
+        return StepLine(
+            step=status.step,
+            version=version,
+            seconds=status.seconds,
+            step_seconds=step_seconds,
+            tokens=num_tokens,
+            groups=groups,
+            rollouts=self._rollouts,
+            reward=sum(rewards) / len(rewards) if rewards else None,
+            reward_by_source={name: sum(r) / len(r) for name, r in self._rewards.items()} or None,
+            staleness=ages,
+            staleness_mean=_mean_age(ages) if ages else None,
+            staleness_max=max((age for age, count in ages.items() if count), default=None) if ages else None,
+            generation_rate=status.generation_rate,
+            training_rate=status.training_rate,
+            overlap_share=status.overlap_share,
+            waits=dict(self._waits) or None,
+            dropped=dict(self._dropped) or None,
+            stage_seconds=self._stage,
+            pause_seconds=self._pause,
+            trainer=dict(metrics) or None,
+            totals=status.totals,
+        )
+
+    def _forget(self) -> None:
+        """What a line says of rollouts, waits and commits is what happened since the line before."""
+        self._rollouts = 0
+        self._rewards: defaultdict[str, list[float]] = defaultdict(list)
+        self._waits: defaultdict[str, float] = defaultdict(float)
+        self._dropped: Counter[str] = Counter()
+        self._stage: float | None = None
+        self._pause: float | None = None
+
+    def _write(self, line: Line) -> None:
+        self._file.write(_encode(line) + b"\n")
+        self._file.flush()
+
+
+def _mean_age(ages: Mapping[int, int]) -> float | None:
+    tokens = sum(ages.values())
+    return sum(age * count for age, count in ages.items()) / tokens if tokens else None
+
+
+def _rewrite(path: Path, history: History) -> None:
+    """Replaces the file by the lines kept, in their order of time."""
+    lines: list[Line] = sorted([*history.steps, *history.evaluations], key=lambda line: (line.version, isinstance(line, EvaluationLine)))
+    write_whole(path, b"".join(_encode(line) + b"\n" for line in lines))

@@ -1,0 +1,74 @@
+"""Peak memory of a run: proportional set sizes of a process and all its descendants, so that shared pages count once.
+
+Linux only; where /proc is missing the peak is that of the kernel's own accounting, which counts shared pages in each process.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+class PeakMemory:
+    """Call `sample` every so often; the peak between two samples is missed."""
+
+    def __init__(self, pid: int, *, proc: Path = PROC) -> None:
+        self._pid, self._proc = pid, proc
+        self._peak = 0
+
+    def sample(self) -> float:
+        """Megabytes (2**20 bytes) of the process tree now."""
+        now = tree_bytes(self._pid, proc=self._proc) if self._proc.is_dir() else _accounted_bytes()
+        self._peak = max(self._peak, now)
+        return now / 2**20
+
+    @property
+    def peak_mb(self) -> float:
+        return self._peak / 2**20
+
+
+def tree_bytes(pid: int, *, proc: Path = PROC) -> int:
+    """Bytes of a process and its descendants."""
+    return sum(process_bytes(member, proc=proc) for member in descendants(pid, proc=proc))
+
+
+def descendants(pid: int, *, proc: Path = PROC) -> list[int]:
+    """The process and all below it, as they are at this moment."""
+    children: dict[int, list[int]] = {}
+    for folder in proc.iterdir():
+        parent = _parent(folder) if folder.name.isdigit() else None
+        if parent is not None:
+            children.setdefault(parent, []).append(int(folder.name))
+    found = [pid]
+    for member in found:  # grows while it is walked
+        found.extend(children.get(member, []))
+    return found
+
+
+def process_bytes(pid: int, *, proc: Path = PROC) -> int:
+    """PSS of one process, its RSS where the kernel doesn't give PSS, 0 when it is gone."""
+    for name, field in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
+        try:
+            lines = (proc / str(pid) / name).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _parent(folder: Path) -> int | None:
+    try:
+        text = (folder / "stat").read_text()
+    except OSError:
+        return None
+    # The command's name, in brackets, may itself hold brackets and spaces: the fields start after the last one.
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def _accounted_bytes() -> int:
+    here, below = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (here.ru_maxrss + below.ru_maxrss) * 1024

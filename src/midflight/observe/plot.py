@@ -1,0 +1,99 @@
+"""The reward and staleness of a run as a picture, drawn from its journal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from midflight.errors import ConfigError
+from midflight.observe.journal import EvaluationLine, History, StepLine, read_journal
+from midflight.observe.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOVING_STEPS = 15
+"""Window of the moving average, in steps."""
+COLORS = ("#2563a8", "#c2571a", "#2e8b57", "#8b3a8b", "#7a6a12", "#b03052")
+GREY = "#9aa3ad"
+
+
+def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
+    """Writes a PNG: reward per step with its moving average and held-out marks per source, and the age of trained tokens below.
+
+    `ConfigError` with the remedy where matplotlib is not installed; callers show it and go on. Nothing is drawn without steps.
+    """
+    history = read_journal(journal)
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError(f"no plot was drawn in {picture}: matplotlib is not installed; pip install 'midflight[plot]'") from None
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(9, 6), sharex=True, height_ratios=(2.4, 1), layout="constrained", gridspec_kw={"hspace": 0.06}
+    )
+    try:
+        _draw_reward(top, history)
+        _draw_staleness(bottom, history.steps)
+        top.set_title(title, loc="left", fontweight="bold")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=140, format="png")
+        write_whole(picture, drawn.getvalue())
+    finally:
+        pyplot.close(figure)
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and up to `window - 1` before it."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
+
+
+def _draw_reward(axes: Axes, history: History) -> None:
+    sources = list(dict.fromkeys(name for line in history.steps for name in line.reward_by_source or {}))
+    sources += [line.source for line in history.evaluations if line.source not in sources]
+    for color, source in zip(_cycle(len(sources)), dict.fromkeys(sources), strict=False):
+        steps = [line.step for line in history.steps if source in (line.reward_by_source or {})]
+        rewards = [line.reward_by_source[source] for line in history.steps if line.reward_by_source and source in line.reward_by_source]
+        axes.plot(steps, rewards, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, moving_average(rewards, MOVING_STEPS), color=color, linewidth=2, label=source)
+        _mark_heldout(axes, [line for line in history.evaluations if line.source == source], color)
+    _style(axes, "reward")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(0.0, low), max(1.02, high))
+    if sources:
+        axes.legend(frameon=False, loc="lower right", title="moving mean; ◆ held out", title_fontsize="small")
+
+
+def _mark_heldout(axes: Axes, evaluations: Sequence[EvaluationLine], color: str) -> None:
+    scored = [(line.step, line.mean_reward) for line in evaluations if line.mean_reward is not None]
+    axes.scatter([s for s, _ in scored], [r for _, r in scored], color=color, marker="D", s=46, zorder=3, edgecolors="white", clip_on=False)
+    for step, reward in scored[:1] + scored[1:][-1:]:
+        axes.annotate(f"{reward:.2f}", (step, reward), textcoords="offset points", xytext=(0, 9), ha="center", color=color, fontsize=9)
+
+
+def _draw_staleness(axes: Axes, steps: Sequence[StepLine]) -> None:
+    aged = [line for line in steps if line.staleness_mean is not None and line.staleness_max is not None]
+    x = [line.step for line in aged]
+    axes.fill_between(x, [line.staleness_max or 0 for line in aged], color=GREY, alpha=0.25, step="mid", linewidth=0, label="oldest token")
+    axes.plot(x, [line.staleness_mean or 0.0 for line in aged], color=COLORS[0], linewidth=1.6, label="mean")
+    _style(axes, "staleness (versions)")
+    axes.set_xlabel("step")
+    axes.set_ylim(0, max([1, *(line.staleness_max or 0 for line in aged)]) * 1.15)
+    if aged:
+        axes.legend(frameon=False, loc="upper right", ncols=2, fontsize="small")
+
+
+def _style(axes: Axes, label: str) -> None:
+    axes.set_ylabel(label)
+    axes.grid(axis="y", color="#e3e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    spines: Any = axes.spines
+    spines[["top", "right"]].set_visible(False)
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLORS[i % len(COLORS)] for i in range(count)]

@@ -1,0 +1,109 @@
+"""`summary.json`: how the run went, in the numbers by which it is judged; and the same as the last table of the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from midflight.observe.status import Status
+from midflight.observe.whole_file import write_whole
+from midflight.observe.wording import duration, number, percent
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSummary:
+    """Mean reward on held-out tasks of one source, sampled at the policy's temperature, before and after training."""
+
+    heldout_before: float | None
+    heldout_after: float | None
+    num_heldout: int
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """docs/metrics.md defines every key. Those of the primary source stand alone, all sources under `sources`."""
+
+    name: str
+    primary: str | None
+    heldout_before: float | None
+    heldout_after: float | None
+    seconds: float
+    peak_memory_mb: float
+    steps: int
+    version: int
+    weight_updates: int
+    rollouts: int
+    rollouts_spanning_versions: int
+    failed_rollouts: int
+    failed_requests: int
+    generated_tokens: int
+    trained_tokens: int
+    max_token_staleness: int
+    overlap_share: float | None
+    engine_busy: float | None
+    trainer_busy: float | None
+    bound: str
+    sources: dict[str, SourceSummary] = field(default_factory=dict[str, SourceSummary])
+    waits: dict[str, float] = field(default_factory=dict[str, float])
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+
+
+def summarise(status: Status, *, primary: str | None, seconds: float, peak_memory_mb: float) -> Summary:
+    """From the last status. `primary` is the source whose held-out score counts; `seconds` are those of the whole command."""
+    sources = {s.name: SourceSummary(s.heldout_before, s.heldout_last, s.num_heldout, s.reward) for s in status.sources}
+    first = sources.get(primary) if primary is not None else None
+    t = status.totals
+    return Summary(
+        name=status.name,
+        primary=primary,
+        heldout_before=first.heldout_before if first else None,
+        heldout_after=first.heldout_after if first else None,
+        seconds=round(seconds, 3),
+        peak_memory_mb=round(peak_memory_mb, 1),
+        steps=status.step,
+        version=status.version,
+        weight_updates=t.weight_updates,
+        rollouts=t.rollouts,
+        rollouts_spanning_versions=t.rollouts_spanning_versions,
+        failed_rollouts=t.failed_rollouts,
+        failed_requests=t.failed_requests,
+        generated_tokens=t.generated_tokens,
+        trained_tokens=t.trained_tokens,
+        max_token_staleness=t.max_token_staleness,
+        overlap_share=status.overlap_share,
+        engine_busy=status.engine_busy,
+        trainer_busy=status.trainer_busy,
+        bound=status.bound.value,
+        sources=sources,
+        waits={f"{wait.who} for {wait.for_whom}": round(wait.seconds, 3) for wait in status.waits},
+        dropped=status.dropped,
+    )
+
+
+def write_summary(summary: Summary, path: Path) -> None:
+    """The file is there whole or not at all."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def summary_table(summary: Summary) -> Table:
+    """The end of `midflight train`."""
+    table = Table(title=f"{summary.name}: {summary.steps} steps in {duration(summary.seconds)}", box=box.ROUNDED, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, source in summary.sources.items():
+        table.add_row(f"held-out {name}", f"{number(source.heldout_before)} → {number(source.heldout_after)}  ({source.num_heldout} tasks)")
+    share = f" of {summary.rollouts:,}" if summary.rollouts else ""
+    table.add_row("weights went live", f"{summary.weight_updates} times")
+    table.add_row("rollouts spanning versions", f"{summary.rollouts_spanning_versions:,}{share}")
+    table.add_row("failed requests, rollouts", f"{summary.failed_requests}, {summary.failed_rollouts}")
+    table.add_row("tokens trained", f"{summary.trained_tokens:,} of {summary.generated_tokens:,} generated")
+    table.add_row("oldest trained token", f"{summary.max_token_staleness} versions")
+    table.add_row("engine and trainer busy together", percent(summary.overlap_share))
+    table.add_row("engine busy, trainer busy", f"{percent(summary.engine_busy)}, {percent(summary.trainer_busy)}: {summary.bound}")
+    table.add_row("peak memory", f"{summary.peak_memory_mb:,.0f} MB")
+    return table
