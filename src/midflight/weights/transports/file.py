@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self, cast
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,24 +34,25 @@ class FilePublisher:
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         path = self._folder / f"{version:08d}.safetensors"
-        partial = self._folder / f".{version:08d}.{os.getpid()}.partial"
+        partial = self._folder / ".publishing.partial"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial)
             specs = read_specs(partial)
             digest = _digest(partial, specs, self._threads)
             partial.rename(path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"publishing version {version} to {str(self._folder)!r}: {error}; give a writable folder with room."
             ) from error
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
         self._remove_old()
         return WeightManifest(version, digest, "file", str(path), specs)
 
     def release(self, version: Version) -> None:
-        """Nothing to do: what is kept is decided by number."""
+        """Nothing to do: what is kept is decided by age."""
 
     def close(self) -> None:
         for path in self._published():

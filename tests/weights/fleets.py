@@ -1,0 +1,93 @@
+"""A fleet and an observer that only remember, and engines with the faults that the scripted one lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from midflight.ports import Engine
+from midflight.testing.scripted import CAPABLE, ScriptedEngine
+from midflight.types import Attestation, PauseMode, Version, WeightManifest
+
+
+def manifest(version: Version) -> WeightManifest:
+    return WeightManifest(version, f"print-{version}", "file", "nowhere", ())
+
+
+class RecordingFleet:
+    """Implements `ports.Fleet` without routing anything."""
+
+    def __init__(self, *engines: ScriptedEngine) -> None:
+        self._engines = engines
+        self.versions: dict[str, Version] = {e.name: e.served.version for e in engines}
+        self.in_quarantine: dict[str, BaseException] = {}
+        self.holds: set[tuple[str, str]] = set()
+        self.log: list[str] = []
+
+    def engines(self) -> tuple[Engine, ...]:
+        return self._engines
+
+    def hold(self, engine: str, owner: str) -> None:
+        self.holds.add((engine, owner))
+        self.log.append(f"hold {engine}")
+
+    def release(self, engine: str, owner: str) -> None:
+        self.holds.discard((engine, owner))
+        self.log.append(f"release {engine}")
+
+    def served(self, engine: str, version: Version) -> None:
+        self.versions[engine] = version
+        self.in_quarantine.pop(engine, None)
+        self.log.append(f"served {engine} {version}")
+
+    def quarantine(self, engine: str, error: BaseException) -> None:
+        self.in_quarantine[engine] = error
+        self.log.append(f"quarantine {engine}")
+
+    def served_version(self) -> Version:
+        return min((v for e, v in self.versions.items() if e not in self.in_quarantine), default=0)
+
+    def check_whole(self) -> None:
+        """I7: every engine runs on one whole version, the one the fleet knows of, or is in quarantine; and no hold is left."""
+        assert not self.holds
+        for engine in self._engines:
+            if engine.name in self.in_quarantine:
+                continue
+            assert engine.paused is None, f"{engine.name} is paused for ever"
+            version = engine.served.version
+            assert engine.served == Attestation(version, f"print-{version}" if version else "initial")
+            assert self.versions[engine.name] == version
+
+
+class Commits:
+    """The one method of `ports.Observer` that a handover calls."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Version]] = []
+        self.seconds: list[tuple[float, float]] = []
+
+    def weights_committed(self, *, engine: str, version: Version, stage_seconds: float, pause_seconds: float) -> None:
+        self.seen.append((engine, version))
+        self.seconds.append((stage_seconds, pause_seconds))
+
+
+class WrongVersionEngine(ScriptedEngine):
+    """Goes on serving its old weights and says so."""
+
+    async def commit(self, version: Version) -> Attestation:
+        await super().commit(version)
+        return Attestation(version - 1, "print-0")
+
+
+class PausedLoadingEngine(ScriptedEngine):
+    """Takes weights only while it is paused, as an engine without a second buffer does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, capabilities=replace(CAPABLE, stages_weights=False))
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        assert self.paused is not None, "weights were loaded while requests ran"
+        self._staged = manifest
+
+
+def only(*modes: PauseMode, **changes: object) -> ScriptedEngine:
+    return ScriptedEngine("a", capabilities=replace(CAPABLE, pause_modes=frozenset(modes), **changes))

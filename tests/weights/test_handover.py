@@ -1,0 +1,346 @@
+"""The handover, on virtual time: what it does when all goes well, and that nothing ends but in whole weights or quarantine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import pytest
+
+from midflight.errors import EngineUnavailable, NotSupported, PauseIgnored, RequestRejected, WeightsCorrupt
+from midflight.testing.scripted import CAPABLE, Call, ScriptedEngine
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import Attestation, GenerateRequest, PauseMode, SamplingParams
+from midflight.weights.handover import Handover
+from midflight.weights.modes import mode_for
+
+from .fleets import Commits, PausedLoadingEngine, RecordingFleet, WrongVersionEngine, manifest, only
+
+PAUSING = PauseMode.RECOMPUTE
+
+
+def handover(fleet: RecordingFleet, *, mode: PauseMode | Literal["auto"] = "auto", commits: Commits | None = None) -> Handover:
+    return Handover(fleet, pause_mode=mode, stage_seconds=5.0, commit_seconds=2.0, observer=commits or Commits())  # pyright: ignore
+
+
+def two(**options: float) -> tuple[RecordingFleet, ScriptedEngine, ScriptedEngine]:
+    a, b = ScriptedEngine("a", **options), ScriptedEngine("b", **options)
+    return RecordingFleet(a, b), a, b
+
+
+# --- When all goes well ----------------------------------------------------------------------------------------------
+
+
+def test_a_version_goes_live_on_every_engine_without_a_pause_where_engines_swap():
+    fleet, a, b = two(stage_seconds=3.0, commit_seconds=0.5)
+    commits = Commits()
+    report = run_virtual(handover(fleet, commits=commits).publish(manifest(1)))
+    assert report.served_by == ("a", "b")
+    assert not report.quarantined
+    assert (report.stage_seconds, report.commit_seconds) == (3.0, 1.0)  # Staged side by side, committed one after the other.
+    assert a.served == b.served == Attestation(1, "print-1")
+    assert commits.seen == [("a", 1), ("b", 1)]
+    assert commits.seconds == [(3.0, 0.5), (3.0, 0.5)]
+    assert "pause" not in a.calls
+    fleet.check_whole()
+
+
+def test_a_mode_other_than_keep_holds_pauses_commits_and_resumes():
+    fleet, a, _ = two()
+    run_virtual(handover(fleet, mode=PAUSING).publish(manifest(1)))
+    assert list(a.calls) == ["stage", "pause", "health", "commit", "health", "resume"]
+    assert fleet.log == ["hold a", "served a 1", "release a", "hold b", "served b 1", "release b"]
+    fleet.check_whole()
+
+
+def test_generation_goes_on_while_staging_and_its_tokens_carry_both_versions():
+    async def main() -> set[int]:
+        engine = ScriptedEngine("a", stage_seconds=1.0)
+        fleet = RecordingFleet(engine)
+        request = GenerateRequest("r", (1, 2), 2, SamplingParams(max_tokens=200, ignore_eos=True))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(handover(fleet).publish(manifest(1)))
+            return {chunk.version async for chunk in engine.generate(request)}
+
+    assert run_virtual(main) == {0, 1}
+
+
+def test_an_engine_that_cannot_stage_gets_its_weights_inside_the_pause():
+    engine = PausedLoadingEngine("a")
+    fleet = RecordingFleet(engine)
+    report = run_virtual(handover(fleet, mode=PauseMode.KEEP).publish(manifest(1)))
+    assert report.served_by == ("a",)
+    assert "pause" in engine.calls
+    fleet.check_whole()
+
+
+def test_what_may_be_released_is_what_no_engine_fetches_any_more():
+    async def main() -> list[tuple[int, ...]]:
+        fleet, _, _ = two()
+        h = handover(fleet)
+        return [(await h.publish(manifest(v))).releasable for v in (1, 2, 2, 3)]
+
+    assert run_virtual(main) == [(), (1,), (), (2,)]
+
+
+def test_a_version_published_to_no_engine_is_what_later_engines_rejoin_at():
+    async def main() -> None:
+        h = handover(RecordingFleet())
+        assert (await h.publish(manifest(4))).served_by == ()
+        assert h.current == manifest(4)
+
+    run_virtual(main)
+
+
+# --- Modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_keep_then_recompute_then_abort_then_drain():
+    every = frozenset(PauseMode)
+    cases = [
+        (every, True, "keep"),
+        (every, False, "recompute"),
+        ({PauseMode.ABORT, PauseMode.DRAIN}, True, "abort"),
+        ({PauseMode.DRAIN}, True, "drain"),
+    ]
+    for modes, per_token, expected in cases:
+        assert mode_for("a", only(*modes, versions_per_token=per_token).capabilities, "auto") == expected
+
+
+def test_a_mode_the_engine_lacks_is_refused_before_anything_begins_and_names_what_it_has():
+    engine = only(PauseMode.ABORT, PauseMode.DRAIN)
+    with pytest.raises(NotSupported, match="keep: it can abort, drain"):
+        run_virtual(handover(RecordingFleet(engine), mode=PauseMode.KEEP).publish(manifest(1)))
+    assert not engine.calls
+    with pytest.raises(NotSupported, match="no pause at all"):
+        run_virtual(handover(RecordingFleet(only())).publish(manifest(1)))
+
+
+# --- I7: faults ------------------------------------------------------------------------------------------------------
+
+PHASES: list[tuple[Call, PauseMode | Literal["auto"]]] = [
+    ("stage", "auto"), ("commit", "auto"), ("resume", "auto"),
+    ("stage", PAUSING), ("pause", PAUSING), ("health", PAUSING), ("commit", PAUSING), ("resume", PAUSING),
+    ("pause", PauseMode.ABORT), ("commit", PauseMode.DRAIN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("phase", "mode"), PHASES)
+@pytest.mark.parametrize("how", ["fail", "hang"])
+def test_i7_a_fault_in_any_phase_puts_that_engine_in_quarantine_and_the_other_goes_on(phase: Call, mode: PauseMode, how: str):
+    async def main() -> None:
+        fleet, a, b = two()
+        a.fail_next(phase, EngineUnavailable("gone")) if how == "fail" else a.hang_next(phase)
+        h = handover(fleet, mode=mode)
+        report = await h.publish(manifest(1))
+        assert report.served_by == ("b",)
+        assert list(report.quarantined) == ["a"]
+        assert isinstance(fleet.in_quarantine["a"], EngineUnavailable)
+        assert asyncio.get_running_loop().time() == (0 if how == "fail" else 5.0 if phase == "stage" else 2.0)
+        fleet.check_whole()
+        # The engine has recovered: it comes back at the current version, whatever state it was left in.
+        assert await h.rejoin("a")
+        assert a.served == b.served == Attestation(1, "print-1")
+        assert not fleet.in_quarantine
+        fleet.check_whole()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("phase", "mode"), PHASES)
+def test_i7_a_cancellation_in_any_phase_leaves_no_engine_paused_outside_quarantine(phase: Call, mode: PauseMode):
+    async def main() -> None:
+        fleet, a, b = two()
+        a.hang_next(phase)
+        h = handover(fleet, mode=mode)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await h.publish(manifest(1))
+        fleet.check_whole()
+        assert ("a" in fleet.in_quarantine) == (phase != "stage")  # While staging, engines serve their whole old weights.
+        # A cancelled publication may be repeated, and nobody is locked out.
+        assert (await h.publish(manifest(1))).served_by == ("a", "b")
+        assert a.served == b.served == Attestation(1, "print-1")
+        assert not fleet.in_quarantine
+        fleet.check_whole()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("mode", ["auto", PAUSING])
+def test_i7_a_wrong_fingerprint_or_version_is_never_served(mode: PauseMode):
+    async def main() -> None:
+        a, b, c = ScriptedEngine("a"), WrongVersionEngine("b"), ScriptedEngine("c")
+        fleet = RecordingFleet(a, b, c)
+        a.corrupt_next_commit()
+        report = await handover(fleet, mode=mode).publish(manifest(1))
+        assert report.served_by == ("c",)
+        assert {type(e) for e in fleet.in_quarantine.values()} == {WeightsCorrupt}
+        if mode == PAUSING:
+            assert a.paused is b.paused is PAUSING, "unknown weights must not run"
+        fleet.check_whole()
+
+    run_virtual(main)
+
+
+def test_i7_an_engine_that_goes_on_during_its_pause_is_put_in_quarantine():
+    async def main() -> None:
+        engine = ScriptedEngine("a", commit_seconds=0.5)
+        engine.ignores_pause = True
+        fleet = RecordingFleet(engine)
+        request = GenerateRequest("r", (1, 2), 2, SamplingParams(max_tokens=100, ignore_eos=True))
+
+        async def generate() -> None:
+            async for _ in engine.generate(request):
+                pass
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(generate())
+            await asyncio.sleep(0.1)
+            await handover(fleet, mode=PAUSING).publish(manifest(1))
+        assert isinstance(fleet.in_quarantine["a"], PauseIgnored)
+
+    run_virtual(main)
+
+
+def test_i7_an_engine_that_dies_and_comes_back_with_old_weights_is_brought_up_before_it_is_routable():
+    async def main() -> None:
+        fleet, a, _ = two()
+        h = handover(fleet)
+        await h.publish(manifest(1))
+        a.die()
+        report = await h.publish(manifest(2))
+        assert report.served_by == ("b",)
+        assert not await h.rejoin("a"), "it is still dead"
+        assert "a" in fleet.in_quarantine
+        a.revive()
+        assert a.served.version == 0
+        assert await h.rejoin("a")
+        assert a.served == Attestation(2, "print-2")
+        fleet.check_whole()
+
+    run_virtual(main)
+
+
+def test_the_next_version_fetches_engines_out_of_quarantine():
+    async def main() -> None:
+        fleet, a, _ = two()
+        a.fail_next("commit", EngineUnavailable("gone"))
+        h = handover(fleet, mode=PAUSING)
+        await h.publish(manifest(1))
+        assert "a" in fleet.in_quarantine
+        assert (await h.publish(manifest(2))).served_by == ("a", "b")
+        fleet.check_whole()
+        assert not fleet.in_quarantine
+
+    run_virtual(main)
+
+
+def test_before_the_first_publication_an_engine_rejoins_only_with_the_weights_the_fleet_serves():
+    async def main() -> None:
+        fleet, _, b = two()
+        fleet.quarantine("a", EngineUnavailable("gone"))
+        h = handover(fleet)
+        assert await h.rejoin("a")
+        b._served = Attestation(3, "print-3")
+        fleet.quarantine("b", EngineUnavailable("gone"))
+        assert not await h.rejoin("b")
+        assert "b" in fleet.in_quarantine
+        assert not await h.rejoin("nobody")
+
+    run_virtual(main)
+
+
+# --- Superseding -----------------------------------------------------------------------------------------------------
+
+
+def test_of_the_versions_that_wait_only_the_newest_goes_on_and_the_others_hear_at_once():
+    async def main() -> None:
+        fleet, a, _ = two(stage_seconds=1.0)
+        h, clock = handover(fleet), asyncio.get_running_loop().time
+        told: dict[int, tuple[float, int | None]] = {}
+
+        async def publish(version: int, at: float) -> None:
+            await asyncio.sleep(at)
+            report = await h.publish(manifest(version))
+            told[version] = (clock(), report.superseded_by)
+
+        async with asyncio.TaskGroup() as group:
+            for version, at in ((1, 0.0), (2, 0.2), (3, 0.5)):
+                group.create_task(publish(version, at))
+        assert told == {1: (1.0, None), 2: (0.5, 3), 3: (2.0, None)}
+        assert a.served == Attestation(3, "print-3")
+        fleet.check_whole()
+
+    run_virtual(main)
+
+
+def test_a_cancelled_waiter_passes_its_turn_on():
+    async def main() -> None:
+        fleet, a, _ = two(stage_seconds=1.0)
+        h = handover(fleet)
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(h.publish(manifest(1)))
+            await asyncio.sleep(0.1)
+            second = group.create_task(h.publish(manifest(2)))
+            await asyncio.sleep(0.1)
+            second.cancel()
+            rejoined = group.create_task(h.rejoin("a"))
+            again = group.create_task(h.rejoin("a"))
+        assert first.result().served_by == ("a", "b")
+        assert rejoined.result()
+        assert not again.result(), "one place for each engine"
+        assert a.served.version == 1
+        # The slot of the cancelled version is not lost.
+        assert (await h.publish(manifest(3))).releasable == (1, 2)
+
+    run_virtual(main)
+
+
+def test_version_numbers_only_grow_and_are_never_reused():
+    async def main() -> None:
+        h = handover(two()[0])
+        await h.publish(manifest(2))
+        with pytest.raises(RequestRejected, match="version 2 was published before"):
+            await h.publish(manifest(1))
+        other = manifest(2).__class__(2, "other", "file", "nowhere", ())
+        with pytest.raises(RequestRejected, match="never reused"):
+            await h.publish(other)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_i7_holds_under_random_faults_cancellations_and_interleavings(seed: int):
+    """Ten versions, three engines, a fault every other call; at every quiet moment each engine is whole or in quarantine."""
+    import random
+
+    rng = random.Random(seed)
+    calls: list[Call] = ["stage", "pause", "health", "commit", "resume"]
+
+    async def main() -> None:
+        engines = [ScriptedEngine(n, stage_seconds=rng.random(), commit_seconds=rng.random() / 10, capabilities=CAPABLE) for n in "abc"]
+        fleet = RecordingFleet(*engines)
+        h = handover(fleet, mode=rng.choice(["auto", *PauseMode]))
+
+        async def publish(version: int) -> None:
+            try:
+                async with asyncio.timeout(rng.choice([0.3, 1.0, 20.0])):
+                    await h.publish(manifest(version))
+            except (TimeoutError, RequestRejected):
+                pass
+
+        for version in range(1, 11):
+            engine = rng.choice(engines)
+            rng.choice([engine.hang_next, lambda c, e=engine: e.fail_next(c, EngineUnavailable("gone"))])(rng.choice(calls))
+            if rng.random() < 0.2:
+                engine.corrupt_next_commit()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(publish(version))
+                group.create_task(h.rejoin(rng.choice("abc")))
+                if rng.random() < 0.3:
+                    await asyncio.sleep(rng.random())
+                    group.create_task(publish(version))
+            fleet.check_whole()
+
+    run_virtual(main, seed=seed)

@@ -1,0 +1,229 @@
+"""Transports: what is published in one process arrives in another byte for byte, or an error says why not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from midflight.errors import ConfigError, NotSupported, RequestRejected, SlotBusy, WeightsCorrupt
+from midflight.models.names import as_tensors
+from midflight.types import TensorSpec
+from midflight.weights.manifest import ALIGNMENT, decode_manifest, encode_manifest, layout
+from midflight.weights.transports.file import FilePublisher
+from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.select import publisher, receiver
+from midflight.weights.transports.shared_memory import SHARED, SharedMemoryPublisher, remove_stale
+
+NAME = f"midflight-test-{os.getpid()}"
+
+
+def tensors(version: int) -> dict[str, Tensor]:
+    """Odd sizes, several dtypes, a view that is not contiguous, a scalar, an empty one."""
+    draw = torch.Generator().manual_seed(version)
+    return {
+        "z.weight": torch.randn(7, 5, generator=draw),
+        "a.weight": torch.randn(3, 300, generator=draw).to(torch.bfloat16),
+        "transposed": torch.randn(4, 6, generator=draw).t(),
+        "scalar": torch.tensor(float(version)),
+        "empty": torch.empty(0, 3),
+        "counts": torch.arange(9) * version,
+    }
+
+
+@pytest.fixture(params=["shared_memory", "file"])
+def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Publisher]:
+    with publisher(request.param, name=NAME, folder=tmp_path / "weights") as made:
+        yield made
+
+
+def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return got.keys() == expected.keys() and all(torch.equal(got[n], t) and got[n].dtype == t.dtype for n, t in expected.items())
+
+
+# --- Both transports -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_published_is_fetched_byte_for_byte(sender: Publisher):
+    manifest = decode_manifest(encode_manifest(sender.publish(1, tensors(1))))
+    got = receiver().fetch(manifest)
+    assert equal(as_tensors(manifest.tensors, got), tensors(1))
+
+
+def test_another_process_without_torch_fetches_and_verifies_it(sender: Publisher, tmp_path: Path):
+    manifest = sender.publish(1, tensors(1))
+    (tmp_path / "manifest.json").write_bytes(encode_manifest(manifest))
+    program = """if True:
+        import sys, pathlib
+        from midflight.weights.manifest import decode_manifest
+        from midflight.weights.transports.select import receiver
+        got = receiver().fetch(decode_manifest(pathlib.Path(sys.argv[1]).read_bytes()))
+        assert "torch" not in sys.modules
+        print(bytes(got["counts"]).hex())
+    """
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "manifest.json")], capture_output=True, text=True)
+    assert done.stdout.strip() == (torch.arange(9)).numpy().tobytes().hex(), done.stderr
+    assert Path(manifest.location).exists(), "the end of a reader must not remove what was published"
+
+
+def test_the_fingerprint_does_not_depend_on_the_transport(tmp_path: Path):
+    with publisher("file", name=NAME, folder=tmp_path) as file, publisher("shared_memory", name=NAME, folder=tmp_path) as shared:
+        assert file.publish(1, tensors(1)).fingerprint == shared.publish(1, tensors(1)).fingerprint
+        assert file.publish(2, tensors(2)).fingerprint != file.publish(3, tensors(3)).fingerprint
+
+
+@pytest.mark.parametrize("tensor", range(6))
+def test_i7_a_changed_byte_in_any_tensor_is_found(sender: Publisher, tensor: int):
+    manifest = sender.publish(1, tensors(1))
+    spec = manifest.tensors[tensor]
+    with Path(manifest.location).open("r+b") as file:
+        file.seek(spec.offset + spec.num_bytes // 2)
+        byte = file.read(1)[0]
+        file.seek(spec.offset + spec.num_bytes // 2)
+        file.write(bytes([byte ^ 1]))
+    if spec.num_bytes:
+        with pytest.raises(WeightsCorrupt, match="version 1"):
+            receiver().fetch(manifest)
+
+
+def test_i7_bytes_that_are_missing_or_gone_are_found(sender: Publisher):
+    manifest = sender.publish(1, tensors(1))
+    size = max(s.offset + s.num_bytes for s in manifest.tensors)
+    os.truncate(manifest.location, size - 3)
+    with pytest.raises(WeightsCorrupt, match="ends inside tensor"):
+        receiver().fetch(manifest)
+    Path(manifest.location).unlink()
+    with pytest.raises(WeightsCorrupt, match="No such file"):
+        receiver().fetch(manifest)
+
+
+def test_i7_what_the_publisher_does_afterwards_does_not_reach_the_bytes_fetched(sender: Publisher):
+    manifest = sender.publish(1, tensors(1))
+    got = as_tensors(manifest.tensors, receiver().fetch(manifest))
+    for version in (1, 2, 3):
+        sender.release(version)
+        sender.publish(version + 1, tensors(version + 1))
+    sender.close()
+    assert equal(got, tensors(1))
+
+
+def test_closing_removes_everything_and_may_be_repeated(sender: Publisher):
+    location = Path(sender.publish(1, tensors(1)).location)
+    sender.close()
+    sender.close()
+    assert [p for p in location.parent.iterdir() if p.name.startswith(NAME) or p.suffix == ".safetensors"] == []
+
+
+# --- Shared memory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_not_overwritten_before_its_release():
+    with SharedMemoryPublisher(NAME) as sender:
+        first, second = sender.publish(1, tensors(1)), sender.publish(2, tensors(2))
+        with pytest.raises(SlotBusy, match="versions 1, 2 hold all slots"):
+            sender.publish(3, tensors(3))
+        assert equal(as_tensors(first.tensors, receiver().fetch(first)), tensors(1))
+        sender.release(1)
+        third = sender.publish(3, tensors(3))
+        assert third.location == first.location, "the slots stand"
+        assert third.tensors == first.tensors
+        assert equal(as_tensors(second.tensors, receiver().fetch(second)), tensors(2))
+        with pytest.raises(WeightsCorrupt):
+            receiver().fetch(first)
+        with pytest.raises(SlotBusy, match="never reused"):
+            sender.publish(3, tensors(3))
+        sender.release(77)
+
+
+def test_versions_with_more_tensors_than_the_first_are_refused_by_name():
+    with SharedMemoryPublisher(NAME) as sender:
+        sender.publish(1, tensors(1))
+        with pytest.raises(ConfigError, match="same tensors"):
+            sender.publish(2, tensors(2) | {"more": torch.zeros(10_000)})
+
+
+def test_files_of_killed_publishers_are_removed_and_those_of_living_ones_stay():
+    program = f"""if True:
+        import torch, time
+        from midflight.weights.transports.shared_memory import SharedMemoryPublisher
+        sender = SharedMemoryPublisher("{NAME}")
+        print(sender.publish(1, {{"w": torch.ones(3)}}).location, flush=True)
+        time.sleep(60)
+    """
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    left = Path(child.stdout.readline().strip())
+    with SharedMemoryPublisher(NAME) as living:
+        mine = Path(living.publish(1, tensors(1)).location)
+        assert remove_stale(NAME) == []
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        assert left.exists()
+        assert remove_stale(NAME) == [left]
+        assert mine.exists()
+    assert list(SHARED.glob(f"{NAME}*")) == []
+
+
+def test_without_room_the_next_folder_is_tried_and_then_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from midflight.weights.transports import shared_memory
+
+    monkeypatch.setattr(shared_memory, "SHARED", tmp_path / "absent")
+    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(tmp_path))
+    with SharedMemoryPublisher(NAME) as sender:
+        assert Path(sender.publish(1, tensors(1)).location).parent == tmp_path
+    with SharedMemoryPublisher(NAME, folder=tmp_path / "absent") as sender, pytest.raises(ConfigError, match="--shm-size"):
+        sender.publish(1, tensors(1))
+
+
+# --- Files -----------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_newest_two_files_are_kept_and_other_files_are_left_alone(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"mine")
+    sender = FilePublisher(tmp_path)
+    for version in (1, 2, 10):
+        sender.publish(version, tensors(version))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000002.safetensors", "00000010.safetensors", "model.safetensors"]
+    sender.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "weights").write_text("a file")
+    with pytest.raises(ConfigError, match="writable folder"):
+        FilePublisher(tmp_path / "weights").publish(1, tensors(1))
+
+
+# --- Manifests -------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_packed_in_order_and_aligned():
+    specs = layout([("a", "F32", (3,)), ("b", "BF16", (5, 2)), ("c", "U8", ())], start=10)
+    assert [(s.offset, s.num_bytes) for s in specs] == [(64, 12), (128, 20), (192, 1)]
+    assert all(s.offset % ALIGNMENT == 0 for s in specs)
+
+
+def test_a_manifest_that_makes_no_sense_is_refused_by_name(sender: Publisher):
+    manifest = sender.publish(1, tensors(1))
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    with pytest.raises(RequestRejected, match="fingerprint"):
+        decode_manifest(b'{"version": 1}')
+    wrong = replace(manifest, tensors=(TensorSpec("w", "F32", (2,), 0, 9),))
+    with pytest.raises(RequestRejected, match="'w' claims 9 bytes"):
+        decode_manifest(encode_manifest(wrong))
+
+
+def test_unknown_transports_are_named_with_the_nearest():
+    with pytest.raises(ConfigError, match="'shared_memory'"):
+        publisher("shared-memory", name=NAME, folder=Path())
+    with SharedMemoryPublisher(NAME) as sender, pytest.raises(NotSupported, match="'nccl'"):
+        receiver().fetch(replace(sender.publish(1, tensors(1)), transport="nccl"))
