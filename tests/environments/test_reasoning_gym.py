@@ -9,7 +9,7 @@ import pytest
 import reasoning_gym
 
 from midflight.config.sections import SourceSection
-from midflight.environments.reasoning_gym import draw_tasks, is_held_out
+from midflight.environments.reasoning_gym import draw_tasks
 from midflight.environments.sources import load_sources
 from midflight.errors import ConfigError
 from midflight.types import Task
@@ -55,7 +55,10 @@ def test_what_is_held_out_stays_so_when_the_numbers_change(spelling):
 
 
 def test_letter_case_does_not_separate():
-    assert all(is_held_out(w.upper(), seed=0) == is_held_out(w, seed=0) for w in ("polish", "march", "turkey", "august"))
+    drawn = draw_tasks("spell_backward", size=1000, heldout=140, content="word", options={"min_word_len": 3, "max_word_len": 3}, seed=0)
+    every = words(drawn.training) + words(drawn.heldout)
+    assert len({w.casefold() for w in every}) < len(every), "this list should hold a word in two letter cases"
+    assert not {w.casefold() for w in words(drawn.training)} & {w.casefold() for w in words(drawn.heldout)}
 
 
 def test_four_thousand_tasks_take_less_than_a_second():
@@ -80,15 +83,34 @@ def test_an_arithmetic_dataset_is_split_by_its_expression():
     assert (len(training), len(heldout)) == (300, 40) and not training & heldout
 
 
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
 def test_too_few_distinct_contents_are_reported_with_the_number_there_is():
-    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    with pytest.raises(ConfigError, match=r"heldout = 200, but only (\d+) distinct values of 'question'") as caught:
-        draw_tasks("chain_sum", size=20, heldout=200, options=options)
-    available = int(str(caught.value).split("lower heldout to ")[1].split(",")[0])
-    assert 0 < available < 200
-    assert len(draw_tasks("chain_sum", size=20, heldout=available, options=options).heldout) == available
-    with pytest.raises(ConfigError, match="size = 5000, but only"):
-        draw_tasks("chain_sum", size=5000, heldout=0, options=options)
+    with pytest.raises(ConfigError, match=r"size = 5000 and heldout = 40, but only (\d+) distinct values of 'question'") as caught:
+        draw_tasks("chain_sum", size=5000, heldout=40, options=ONE_DIGIT)
+    available = int(str(caught.value).split("lower size to ")[1].split(",")[0])
+    drawn = draw_tasks("chain_sum", size=available, heldout=40, options=ONE_DIGIT)
+    assert (len(drawn.training), len(drawn.heldout)) == (available, 40) and available > 100
+    assert not drawn.training_contents & drawn.heldout_contents
+    with pytest.raises(ConfigError, match="lower heldout and size"):
+        draw_tasks("chain_sum", size=1, heldout=5000, options=ONE_DIGIT)
+
+
+def test_a_small_dataset_can_be_split_in_any_proportion():
+    drawn = draw_tasks("chain_sum", size=20, heldout=120, options=ONE_DIGIT)
+    assert (len(drawn.training), len(drawn.heldout)) == (20, 120)
+    questions = [{t.data["question"] for t in tasks} for tasks in (drawn.training, drawn.heldout)]
+    assert not questions[0] & questions[1]
+    assert draw_tasks("chain_sum", size=20, heldout=0, options=ONE_DIGIT).heldout == ()
+
+
+def test_two_sources_of_one_small_dataset_that_cannot_be_kept_apart_are_refused():
+    sections = [
+        SourceSection(dataset="chain_sum", size=size, heldout=heldout, options=ONE_DIGIT) for size, heldout in ((20, 120), (120, 20))
+    ]
+    with pytest.raises(ConfigError, match="would train on"):
+        load_sources(sections, seed=0)
 
 
 @pytest.mark.parametrize(

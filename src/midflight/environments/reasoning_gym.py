@@ -1,8 +1,9 @@
 """Tasks from the `reasoning-gym` package, split into training and held-out by content.
 
 Seeds do not split: reasoning-gym makes entry i of a dataset from seed + i, so the entries of seeds 0 and 1 are the same but
-for one, and distinct seeds draw the same words anyway. Here a hash of the content and the seed decides on which side of the
-split an entry falls; size and options do not matter, so a content once held out stays so when the numbers change.
+for one, and distinct seeds draw the same words anyway. Here a hash of the content and the seed decides: contents of low hash are
+held out. Size and options do not matter, so a content once held out stays so when the numbers change. Only where a dataset has
+too few contents for that, the limit between low and high moves until both sides have what was asked for.
 """
 
 from __future__ import annotations
@@ -21,13 +22,30 @@ from midflight.types import Json, Task
 HELDOUT_SHARE = 1 / 8
 """Share of all contents on the held-out side: about what the defaults (256 beside 2000) ask for."""
 MAX_DRAWS_PER_TASK = 32
-"""Entries drawn per task asked for before a dataset counts as exhausted: bounds the search in one that repeats itself."""
+"""Entries drawn per content asked for, at most: bounds the search in a dataset that repeats itself."""
+BARREN_DRAWS = 8
+"""Draws without a new content, per content known, after which a dataset counts as exhausted (one of the last would be missed with e^-8)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTasks:
+    """Both sides of the split, and the contents of each in small letters."""
+
     training: tuple[Task, ...]
     heldout: tuple[Task, ...]
+    training_contents: frozenset[str]
+    heldout_contents: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An entry with a content that no earlier one had."""
+
+    number: int
+    entry: dict[str, Any]
+    content: str
+    rank: int
+    """A hash of seed and content, below 2**64. Letter case does not count, so that `Word` is not held out from `word`."""
 
 
 def draw_tasks(
@@ -47,27 +65,51 @@ def draw_tasks(
     `metadata`. Equal arguments give equal tasks. `ConfigError` if the dataset, an option or a field is unknown, or if there are
     fewer distinct contents than asked for.
     """
-    sides: dict[bool, list[Task]] = {False: [], True: []}
-    wanted = {False: size, True: heldout}
-    seen: set[str] = set()
+    found, limit = _search(dataset, size=size, heldout=heldout, content=content, options=options or {}, seed=seed)
+    low = [item for item in found if item.rank < limit][:heldout]
+    high = [item for item in found if item.rank >= limit][:size]
+    _check_enough(len(high), len(low), size=size, heldout=heldout, dataset=dataset, content=content)
+    training, held = (
+        tuple(_task(item.entry, task_id=str(item.number), source=source or dataset, dataset=dataset, prompt=prompt) for item in side)
+        for side in (high, low)
+    )
+    return DrawnTasks(
+        training=training,
+        heldout=held,
+        training_contents=frozenset(item.content.casefold() for item in high),
+        heldout_contents=frozenset(item.content.casefold() for item in low),
+    )
+
+
+def _search(dataset: str, *, size: int, heldout: int, content: str, options: Mapping[str, Any], seed: int) -> tuple[list[_Found], int]:
+    """Draws until both sides of the usual limit are full, or the dataset is exhausted. Distinct contents in order, and the limit."""
+    usual = round(HELDOUT_SHARE * 2**64)
     max_draws = MAX_DRAWS_PER_TASK * (size + round(heldout / HELDOUT_SHARE))
-    for number, entry in enumerate(_entries(dataset, options or {}, seed=seed, max_draws=max_draws)):
-        identity = _content(entry, content, dataset)
-        side = is_held_out(identity, seed=seed)
-        if identity not in seen and len(sides[side]) < wanted[side]:
-            seen.add(identity)
-            sides[side].append(_task(entry, task_id=str(number), source=source or dataset, dataset=dataset, prompt=prompt))
-        if all(len(sides[s]) == wanted[s] for s in wanted):
+    found: dict[str, _Found] = {}
+    missing = {True: heldout, False: size}
+    newest = 0
+    for number, entry in enumerate(_entries(dataset, options, seed=seed, max_draws=max_draws)):
+        value = _content(entry, content, dataset)
+        if value not in found:
+            found[value] = _Found(number, entry, value, _rank(value, seed=seed))
+            missing[found[value].rank < usual] -= 1
+            newest = number
+        elif number - newest > max(1000, BARREN_DRAWS * len(found)):
             break
-    for side, option in ((True, "heldout"), (False, "size")):
-        _check_enough(len(sides[side]), wanted[side], option=option, dataset=dataset, content=content)
-    return DrawnTasks(training=tuple(sides[False]), heldout=tuple(sides[True]))
+        if max(missing.values()) <= 0:
+            break
+    items = list(found.values())
+    return items, usual if max(missing.values()) <= 0 else _limit(items, heldout)
 
 
-def is_held_out(content: str, *, seed: int) -> bool:
-    """The side of a content: a hash of it and the seed. Letter case does not separate, so that `Word` is not held out from `word`."""
-    digest = hashlib.blake2b(f"{seed}|{content.casefold()}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < HELDOUT_SHARE * 2**64
+def _rank(content: str, *, seed: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}|{content.casefold()}".encode(), digest_size=8).digest(), "little")
+
+
+def _limit(found: Sequence[_Found], heldout: int) -> int:
+    """The limit that holds out the `heldout` contents of lowest rank, for a dataset that was exhausted."""
+    ranks = sorted(item.rank for item in found)
+    return ranks[heldout - 1] + 1 if 0 < heldout <= len(ranks) else 2**64 * (heldout > 0)
 
 
 def _entries(dataset: str, options: Mapping[str, Any], *, seed: int, max_draws: int) -> Iterator[dict[str, Any]]:
@@ -146,11 +188,12 @@ def _format(prompt: str, fields: Mapping[str, Any], dataset: str) -> str:
         ) from error
 
 
-def _check_enough(found: int, wanted: int, *, option: str, dataset: str, content: str) -> None:
-    if found < wanted:
+def _check_enough(training: int, held: int, *, size: int, heldout: int, dataset: str, content: str) -> None:
+    if training < size or held < heldout:
+        remedy = f"lower size to {training}" if training and held == heldout else "lower heldout and size"
         raise ConfigError(
-            f"environment source {dataset!r}: {option} = {wanted}, but only {found} distinct values of {content!r} were found for it; "
-            f"lower {option} to {found}, or widen the dataset's options."
+            f"environment source {dataset!r}: size = {size} and heldout = {heldout}, but only {training + held} distinct values of "
+            f"{content!r} were found; {remedy}, or widen the dataset's options."
         )
 
 
