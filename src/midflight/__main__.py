@@ -1,0 +1,7 @@
+"""`python -m midflight`."""
+
+import sys
+
+from midflight.cli import main
+
+sys.exit(main())

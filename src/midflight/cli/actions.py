@@ -1,0 +1,70 @@
+"""What each command does: makes the configuration it stands for, checks what can be checked here, and hands over to `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from midflight.config import Config, load_config
+from midflight.config.memory import model_sizes
+from midflight.errors import ConfigError
+from midflight.models.sizes import sizes_of
+
+MAX_SERVED_CONTEXT = 4096
+"""Unless asked for more: every engine slot reserves keys and values for the longest context."""
+
+
+def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, folder: Path | None) -> int:
+    config = load_config(path, _with_folder(overrides, folder))
+    model_sizes(config.model)  # a missing model folder is said now, not by a process that started
+    if dry_run:
+        from midflight.cli.dry_run import print_report
+
+        print_report(config)
+        return 0
+    from midflight.run import launch
+
+    return launch.train(config, resume=resume)
+
+
+def serve(model: Path, given: Mapping[str, object], overrides: Sequence[str]) -> int:
+    config = _config_for(model, given, overrides)
+    from midflight.run import launch
+
+    return launch.serve(config)
+
+
+def engine(model: Path, given: Mapping[str, object], overrides: Sequence[str], *, host: str, port: int) -> int:
+    config = _config_for(model, given, overrides)
+    from midflight.run import launch
+
+    return launch.engine(config, host=host, port=port)
+
+
+def evaluate(path: Path, model: Path, overrides: Sequence[str], *, folder: Path | None) -> int:
+    config = load_config(path, _with_folder(overrides, folder))
+    sizes_of(model)
+    from midflight.run import launch
+
+    return launch.evaluate(config, model)
+
+
+def new_model(folder: Path, overrides: Sequence[str]) -> int:
+    config = load_config(None, overrides)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"making a model in {str(folder)!r}: it exists and is not empty; choose another folder")
+    from midflight.run import launch
+
+    return launch.new_model(config, folder)
+
+
+def _with_folder(overrides: Sequence[str], folder: Path | None) -> list[str]:
+    return [*overrides, *([] if folder is None else [f"run.folder={folder}"])]
+
+
+def _config_for(model: Path, given: Mapping[str, object], overrides: Sequence[str]) -> Config:
+    """The defaults, the model's own context up to a bound, then the options given; `--set` has the last word."""
+    context = min(sizes_of(model).max_context, MAX_SERVED_CONTEXT)
+    options: dict[str, object] = {"model.path": model, **({"model.max_context": context} if context else {})}
+    options |= {key: value for key, value in given.items() if value is not None}
+    return load_config(None, [*(f"{key}={value}" for key, value in options.items()), *overrides])

@@ -1,0 +1,97 @@
+"""`--dry-run`: what the configuration means, before anything is started."""
+
+from __future__ import annotations
+
+import os
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from midflight.config import Config
+from midflight.config.checks import notes
+from midflight.config.derived import admission_limit, batch_rollouts, knobs, min_group_size, worst_staleness
+from midflight.config.memory import memory_estimate, model_sizes, total_bytes
+from midflight.config.objective import effective_loss
+from midflight.config.placement import core_note, placement
+from midflight.observe.wording import size
+
+
+def print_report(config: Config, console: Console | None = None) -> None:
+    (console or Console()).print(report(config, cores=os.cpu_count() or 1), highlight=False)
+
+
+def report(config: Config, *, cores: int) -> RenderableType:
+    """Six tables or lists: run, knobs, batch and staleness, loss, placement, memory; then notes."""
+    parts: list[RenderableType] = [_run(config), _knobs(config), _derived(config), _loss(config), _placement(config), _memory(config)]
+    remarks = [*notes(config), *filter(None, [core_note(config, cores)])]
+    if remarks:
+        parts.append(Text("\n".join(f"note: {remark}" for remark in remarks), style="yellow"))
+    return Group(*parts)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
+    for column in columns or ("", ""):
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _run(config: Config) -> Table:
+    sizes = model_sizes(config.model)
+    table = _table(f"run {escape(config.run.name)}")
+    table.add_row("folder", Text(str(config.run.folder)))
+    table.add_row("steps", f"{config.run.steps}" + (f", or reward {config.run.stop_at_reward}" if config.run.stop_at_reward else ""))
+    origin = f"from {config.model.path}" if config.model.path else "made, random weights"
+    table.add_row("model", f"{sizes.num_parameters:,} parameters, {config.model.dtype}, {escape(origin)}")
+    target = config.warm_start.target_accuracy
+    table.add_row("warm start", "none" if target is None else f"until accuracy {target}, at most {config.warm_start.max_steps} steps")
+    for source in config.environment.sources:
+        table.add_row("tasks", f"{escape(source.dataset)}: {source.size} for training, {source.heldout} held out, weight {source.weight:g}")
+    return table
+
+
+def _knobs(config: Config) -> Table:
+    table = _table("six knobs of asynchrony", "knob", "value", "meaning", "binds")
+    for knob in knobs(config):
+        table.add_row(knob.name, knob.value, knob.effect, "yes" if knob.binds else "")
+    return table
+
+
+def _derived(config: Config) -> Table:
+    r = config.rollout
+    stale = worst_staleness(r)
+    table = _table("derived")
+    table.add_row("batch", f"{r.groups_per_step} groups x {r.group_size} = {batch_rollouts(r)} rollouts a step")
+    table.add_row(
+        "admission",
+        f"submitted - released <= (served version + {r.max_staleness + 1}) x {r.groups_per_step}: {admission_limit(r, 0)} groups at first",
+    )
+    table.add_row("worst-case staleness", f"{stale.worst} versions; price: {stale.price}")
+    table.add_row("smallest group", f"{min_group_size(r)} scored rollouts of {r.group_size}")
+    return table
+
+
+def _loss(config: Config) -> Table:
+    table = _table("effective loss")
+    for line in effective_loss(config):
+        table.add_row("", Text(line))  # its brackets are no markup
+    return table
+
+
+def _placement(config: Config) -> Table:
+    table = _table("placement", "process", "count", "threads", "device", "what for")
+    for place in placement(config):
+        table.add_row(place.process, str(place.count), str(place.threads), place.device, place.task)
+    return table
+
+
+def _memory(config: Config) -> Table:
+    items = memory_estimate(config, model_sizes(config.model))
+    table = _table("memory, estimated", "where", "what", "size")
+    for item in items:
+        table.add_row(item.where, item.what, size(item.num_bytes))
+    table.add_row("total", "", size(total_bytes(items)), style="bold")
+    return table
