@@ -59,6 +59,22 @@ def test_i8_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, m
     folder = latest_checkpoint(tmp_path)
     assert folder is not None and load_checkpoint(folder, fresh()).cursor == "a"
     assert save_checkpoint(tmp_path, ours, cursor="b", keep=2).name == "version-00000001"
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+def test_i8_saving_a_version_again_never_removes_the_one_that_latest_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = fresh()
+    save_checkpoint(tmp_path, ours, cursor="a", keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, ours, cursor="b", keep=1)
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None and load_checkpoint(folder, fresh()).cursor == "a"
+    newest = save_checkpoint(tmp_path, ours, cursor="c", keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", newest.name]
+    assert load_checkpoint(newest, fresh()).cursor == "c"
+    assert [load_checkpoint(save_checkpoint(tmp_path, ours, cursor=c, keep=1), fresh()).cursor for c in "defg"] == list("defg")
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])

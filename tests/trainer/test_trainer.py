@@ -111,17 +111,42 @@ def test_a_step_that_is_not_finite_leaves_the_weights_and_moments_and_is_counted
     assert ours.num_skipped == 1
 
 
+def test_one_update_of_several_may_be_skipped_without_the_step() -> None:
+    model = tiny_model()
+    ours = trainer(model, updates_per_step=3)
+    parameter = next(p for name, p in model.named_parameters() if name.endswith("down_proj.weight"))
+    calls: list[int] = []
+
+    def break_the_first(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return gradient * (float("inf") if len(calls) == 1 else 1.0)
+
+    parameter.register_hook(break_the_first)
+    report = ours.step(batch())
+    assert report.skipped is None and report.metrics["step/updates_skipped"] == 1
+    assert np.isfinite([report.loss, report.metrics["grad_norm"]]).all()
+
+
+def test_a_batch_without_rows_is_a_skip_too() -> None:
+    nothing, empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    none = np.zeros(0, np.bool_)
+    report = trainer(tiny_model()).step(
+        PackedBatch(1, 0, nothing, none, empty, nothing, nothing, np.zeros(1, np.int32), nothing, empty, nothing, none)
+    )
+    assert (report.version, report.skipped, dict(report.masked)) == (1, Skip.NO_TOKENS, {})
+
+
 def test_rollouts_of_no_advantage_change_neither_loss_nor_weights() -> None:
-    # They skip the backward pass; a reduction by constant leaves them out of the loss altogether, so dropping them must change nothing.
+    # They skip the backward pass; without them the token mean has a smaller denominator, and that is all.
     data = batch()
     data.rewards[:4] = 1.0
     rows = np.repeat(data.row_rollout, np.diff(data.row_offsets))
     one, other = tiny_model(), tiny_model()
     full = trainer(one).step(data)
     part = trainer(other).step(replace(data, loss_mask=data.loss_mask & (rows >= 4)))
-    # AdamW's first step is the same for any scale of the gradient that the clip leaves; the token mean only rescales it.
     assert full.loss * full.num_tokens == pytest.approx(part.loss * part.num_tokens, rel=1e-12)
     assert full.num_tokens > part.num_tokens
+    # AdamW's first step is the same for any scale of the gradient.
     assert torch.allclose(weights(one), weights(other), atol=1e-6)
 
 

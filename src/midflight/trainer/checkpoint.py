@@ -11,6 +11,7 @@ root/latest                                   name of the newest whole folder, w
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -51,20 +52,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def save_checkpoint(root: Path, trainer: Trainer, *, cursor: str, keep: int) -> Path:
     """Writes the trainer's state and returns its folder; a crash at any instant leaves `latest` on a whole checkpoint (I8)."""
     root.mkdir(parents=True, exist_ok=True)
-    final = root / f"version-{trainer.version:08d}"
+    for leftover in root.glob(".writing-*"):
+        shutil.rmtree(leftover)
+    final = _free_name(root, f"version-{trainer.version:08d}")
     draft = root / f".writing-{final.name}"
-    shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     _write_files(draft, trainer, cursor=cursor)
     _sync(draft)
-    if final.exists():
-        shutil.rmtree(final)
     draft.rename(final)
     _sync(root)
     _write(root / ".latest", final.name.encode())
     (root / ".latest").replace(root / "latest")
     _sync(root)
-    _remove_old(root, keep=keep)
+    _remove_old(root, final, keep=keep)
     return final
 
 
@@ -199,6 +199,14 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _remove_old(root: Path, *, keep: int) -> None:
-    for old in sorted(root.glob("version-*"))[: -max(1, keep)]:
+def _free_name(root: Path, name: str) -> Path:
+    """A version saved a second time goes beside the first: `latest` may still point there, so that one must not vanish before it moves."""
+    names = itertools.chain([name], (f"{name}-{again:03d}" for again in itertools.count(1)))
+    return next(root / free for free in names if not (root / free).exists())
+
+
+def _remove_old(root: Path, newest: Path, *, keep: int) -> None:
+    """Keeps `newest` and the `keep - 1` of the highest versions beside it."""
+    others = sorted((folder for folder in root.glob("version-*") if folder != newest), reverse=True)
+    for old in others[max(0, keep - 1) :]:
         shutil.rmtree(old)

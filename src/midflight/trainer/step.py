@@ -36,7 +36,7 @@ class StepReport:
 
     version: Version
     loss: float
-    """Mean over the updates of the step; NaN if nothing was computed."""
+    """Mean over the updates that were made; of a skipped step what was found, NaN if nothing was."""
     num_tokens: int
     """Tokens in the loss."""
     metrics: Mapping[str, float]

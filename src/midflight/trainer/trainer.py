@@ -186,22 +186,25 @@ class Trainer:
 
     def _report(self, batch: PackedBatch, tokens: StepTokens, record: _Record) -> StepReport:
         metrics = {
-            "reward/mean": float(np.nanmean(batch.rewards)) if np.isfinite(batch.rewards).any() else math.nan,
             "tokens/trained": float(tokens.num_tokens),
-            "tokens/zero_advantage_share": float((tokens.advantage == 0).double().mean()) if tokens.num_tokens else math.nan,
             "rows/oversized": float(num_oversized(tokens.predictions, budget=self._micro_batch_tokens)),
             "step/micro_batches": float(record.num_micro_batches),
             "step/updates_skipped": float(record.num_skipped),
             "step/learning_rate": self.learning_rate,
-            **{f"masked/{reason}": n / max(1, int(batch.loss_mask.sum())) for reason, n in tokens.masked.items()},
+            **{f"masked/{reason}": n / int(batch.loss_mask.sum()) for reason, n in tokens.masked.items()},
         }
+        scored = batch.rewards[np.isfinite(batch.rewards)]
+        if scored.size:
+            metrics["reward/mean"] = float(scored.mean())
         if not tokens.num_tokens:
             return StepReport(self.version + 1, math.nan, 0, metrics, tokens.masked, skipped=Skip.NO_TOKENS)
+        metrics["tokens/zero_advantage_share"] = float((tokens.advantage == 0).double().mean())
         log_rho = log_ratio(record.anchor, tokens.behaviour)
         metrics |= diagnostics.ratio_metrics(log_rho, tokens.rollout, tis_cap=self.objective.tis_cap)
         metrics |= diagnostics.clip_metrics(record.below, record.above) | diagnostics.age_metrics(tokens.age, log_rho)
-        metrics |= {"loss": float(np.mean(record.losses)), "grad_norm": float(np.mean(record.norms))}
         skipped = Skip.NOT_FINITE if record.num_skipped == len(record.losses) else None
+        made = [math.isfinite(norm) or skipped is not None for norm in record.norms]
+        metrics |= {"loss": float(np.mean(np.compress(made, record.losses))), "grad_norm": float(np.mean(np.compress(made, record.norms)))}
         num_trained = 0 if skipped else tokens.num_tokens
         return StepReport(
             self.version + 1, metrics["loss"], num_trained, metrics, tokens.masked, skipped=skipped, alarms=diagnostics.alarms(metrics)
