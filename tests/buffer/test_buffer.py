@@ -235,6 +235,12 @@ def test_an_open_lease_of_a_living_trainer_is_taken_over_by_a_new_buffer() -> No
     assert bench.buffer.ledger.trained == 1
 
 
+def test_i2_an_open_lease_from_the_store_is_trimmed_for_its_step_again() -> None:
+    bench = Bench(limits(1, 1, StalePolicy.DROP, n=2), start_version=5)
+    bench.buffer.restore(leases=[Batch(7, 5, (group(key(0), (3, 5), (4,)),))])
+    assert [len(t.rows) for t in bench.batch(5).groups[0].trajectories] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

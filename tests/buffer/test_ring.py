@@ -15,6 +15,7 @@ import pytest
 
 from midflight.buffer import Closed, GroupBuffer, Limits, Wait
 from midflight.types import GroupKey, Reason, StalePolicy
+
 from .making import group, key, limits
 
 

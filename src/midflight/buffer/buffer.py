@@ -224,19 +224,16 @@ class GroupBuffer:
 
     def _apply_policy(self, train_version: Version) -> None:
         floor = train_version - self._limits.max_staleness
-        stale = [key for key, f in self._finished.items() if f.oldest < floor]
+        stale = [f.group for f in self._finished.values() if f.oldest < floor]
         match self._limits.policy:
             case StalePolicy.WAIT:
                 self._shed(train_version)
             case StalePolicy.REQUEUE:
-                for key in stale:
-                    self._requeue(key, at_most=self._limits.requeues)
-            case StalePolicy.DROP:
-                for key in stale:
-                    self._trim(key, policies.without_stale_trajectories(self._finished[key].group, floor))
-            case StalePolicy.MASK:
-                for key in stale:
-                    self._trim(key, policies.with_stale_tokens_masked(self._finished[key].group, floor))
+                for group in stale:
+                    self._requeue(group.key, at_most=self._limits.requeues)
+            case StalePolicy.DROP | StalePolicy.MASK:
+                for group in stale:
+                    self._trim(group.key, policies.trim(self._limits.policy, group, floor))
 
     def _trim(self, key: GroupKey, trimmed: policies.Trimmed) -> None:
         oldest = trimmed.group.oldest_version
@@ -272,11 +269,16 @@ class GroupBuffer:
         for group in waiting:
             self.ledger.restore(group.key, group.num_trainable)
             self._enter(group)
-        for batch in leases:
+        for batch in map(self._as_given, leases):
             self.ledger.restore_lease(batch.lease, {g.key: g.num_trainable for g in batch.groups})
             self._leases[batch.lease] = batch, tuple(self._entry(g) for g in batch.groups)
             self._next = max(self._next, batch.train_version + 1)
         self._front.extend(unfinished)
+
+    def _as_given(self, batch: Batch) -> Batch:
+        """The store keeps groups as they finished; the policy trims them for this step as it did before."""
+        floor = batch.train_version - self._limits.max_staleness
+        return replace(batch, groups=tuple(policies.trim(self._limits.policy, group, floor).group for group in batch.groups))
 
     def restart(self, version: Version, *, untrained: Iterable[Group] = ()) -> None:
         """A new trainer begins at `version`. Open leases come back, and `untrained`: groups whose step is in no checkpoint."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from midflight.types import Group, Row, Trajectory, Version
+from midflight.types import Group, Row, StalePolicy, Trajectory, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,17 @@ class Trimmed:
     """Trainable tokens that stay in a row as context."""
     num_dropped: int
     """Trainable tokens that left with their row."""
+
+
+def trim(policy: StalePolicy, group: Group, floor: Version) -> Trimmed:
+    """What the policy leaves of a group at the step; `wait` and `requeue` train whole groups or none."""
+    match policy:
+        case StalePolicy.DROP:
+            return without_stale_trajectories(group, floor)
+        case StalePolicy.MASK:
+            return with_stale_tokens_masked(group, floor)
+        case StalePolicy.WAIT | StalePolicy.REQUEUE:
+            return Trimmed(group, num_masked=0, num_dropped=0)
 
 
 def without_stale_trajectories(group: Group, floor: Version) -> Trimmed:

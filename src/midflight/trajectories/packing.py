@@ -1,0 +1,138 @@
+"""A batch of groups as flat arrays, and these as bytes: safetensors with a versioned header, no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from midflight.errors import BatchCorrupt
+from midflight.types import Batch, PackedBatch, Row
+
+FORMAT = "midflight.packed_batch"
+FORMAT_VERSION = "1"
+
+_TOKENS: Mapping[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "kv_versions": np.int32,
+}
+_ROWS: Mapping[str, type[np.generic]] = {"row_offsets": np.int32, "row_rollout": np.int32}
+_ROLLOUTS: Mapping[str, type[np.generic]] = {"rewards": np.float32, "rollout_group": np.int32, "truncated": np.bool_}
+_ARRAYS = {**_TOKENS, **_ROWS, **_ROLLOUTS}
+
+
+def pack(batch: Batch) -> PackedBatch:
+    """Groups, their rollouts and the rollouts' rows, in the order of the batch; see `PackedBatch` for the shapes.
+
+    A rollout without rows keeps its place among the rewards: it counts in its group's baseline.
+    """
+    rollouts = [(number, t) for number, group in enumerate(batch.groups) for t in group.trajectories]
+    rows = [(number, row) for number, (_, t) in enumerate(rollouts) for row in t.rows]
+    return PackedBatch(
+        lease=batch.lease,
+        train_version=batch.train_version,
+        token_ids=_flat(rows, lambda row: row.token_ids, np.int32),
+        loss_mask=_flat(rows, lambda row: row.loss_mask, np.bool_),
+        logprobs=_flat(rows, lambda row: row.logprobs, np.float32),
+        versions=_flat(rows, lambda row: row.versions, np.int32),
+        kv_versions=_flat(rows, lambda row: row.kv_versions, np.int32),
+        row_offsets=np.array(list(accumulate((len(row.token_ids) for _, row in rows), initial=0)), dtype=np.int32),
+        row_rollout=np.array([number for number, _ in rows], dtype=np.int32),
+        rewards=np.array([t.reward for _, t in rollouts], dtype=np.float32),
+        rollout_group=np.array([number for number, _ in rollouts], dtype=np.int32),
+        truncated=np.array([t.truncated for _, t in rollouts], dtype=np.bool_),
+    )
+
+
+def _flat(rows: list[tuple[int, Row]], part: Callable[[Row], NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *(part(row).astype(dtype, copy=False) for _, row in rows)])
+
+
+def to_bytes(packed: PackedBatch) -> bytes:
+    """A safetensors file whose metadata names the format, the lease and the version it trains at."""
+    arrays = {name: np.ascontiguousarray(getattr(packed, name), dtype=dtype) for name, dtype in _ARRAYS.items()}
+    header = {"format": FORMAT, "format_version": FORMAT_VERSION, "lease": str(packed.lease), "train_version": str(packed.train_version)}
+    return save(arrays, metadata=header)
+
+
+def from_bytes(data: bytes) -> PackedBatch:
+    """The inverse of `to_bytes`. Refuses, with `BatchCorrupt`, bytes that are not one batch whose parts agree."""
+    try:
+        arrays = load(data)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise BatchCorrupt(f"Reading a packed batch of {len(data)} bytes: {error}. Send the bytes of `to_bytes` whole.") from error
+    header = _header(data)
+    _check_arrays(arrays)
+    packed = PackedBatch(
+        lease=_number(header, "lease"), train_version=_number(header, "train_version"), **{name: arrays[name] for name in _ARRAYS}
+    )
+    _check_offsets(packed)
+    _check_numbering(packed)
+    _require(not (packed.versions[packed.loss_mask] > packed.train_version).any(), "a token is younger than train_version")
+    return packed
+
+
+def _header(data: bytes) -> Mapping[str, str]:
+    """The metadata of a file that `load` has found well-formed: 8 bytes of length, then JSON."""
+    head = cast(dict[str, dict[str, str]], json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]))
+    header = head.get("__metadata__", {})
+    _require(header.get("format") == FORMAT, f"format is {header.get('format')!r}, expected {FORMAT!r}")
+    found = header.get("format_version")
+    _require(
+        found == FORMAT_VERSION, f"format_version is {found!r}, this Midflight reads {FORMAT_VERSION!r}: use the same version on both sides"
+    )
+    return header
+
+
+def _number(header: Mapping[str, str], name: str) -> int:
+    value = header.get(name, "")
+    _require(value.isdecimal(), f"{name} is {value!r}, expected a whole number")
+    return int(value)
+
+
+def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Every array is there, flat, of its type, and as long as those beside it."""
+    _require(arrays.keys() == _ARRAYS.keys(), f"arrays are {sorted(arrays)}, expected {sorted(_ARRAYS)}")
+    for name, dtype in _ARRAYS.items():
+        found = arrays[name]
+        _require(found.ndim == 1 and found.dtype == dtype, f"{name} is {found.dtype}{list(found.shape)}, expected flat {np.dtype(dtype)}")
+    for beside in (_TOKENS, _ROLLOUTS):
+        lengths = {name: len(arrays[name]) for name in beside}
+        _require(len(set(lengths.values())) == 1, f"lengths disagree: {lengths}")
+
+
+def _check_offsets(packed: PackedBatch) -> None:
+    offsets = packed.row_offsets
+    _require(
+        len(offsets) == len(packed.row_rollout) + 1, f"{len(offsets)} row_offsets for {len(packed.row_rollout)} rows, expected one more"
+    )
+    _require(
+        int(offsets[0]) == 0 and int(offsets[-1]) == len(packed.token_ids), f"row_offsets do not span the {len(packed.token_ids)} tokens"
+    )
+    _require(bool((np.diff(offsets) > 0).all()), "row_offsets do not increase")
+
+
+def _check_numbering(packed: PackedBatch) -> None:
+    rollouts, groups = packed.row_rollout, packed.rollout_group
+    _require(
+        not len(rollouts) or (rollouts.min() >= 0 and rollouts.max() < len(packed.rewards)), f"row_rollout is outside {len(packed.rewards)}"
+    )
+    steps = np.diff(groups, prepend=-1)
+    _require(
+        not len(groups) or (int(steps[0]) == 1 and bool(np.isin(steps, (0, 1)).all())), "rollout_group is not numbered 0, 0, .., 1, .."
+    )
+    _require(bool(np.isfinite(packed.rewards).all()), "a reward is not finite")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise BatchCorrupt(f"Reading a packed batch: {otherwise}.")

@@ -1,0 +1,59 @@
+"""I8: kill -9 at any instant. The process of `killed_run` is killed in the middle of its writes, again and again."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from midflight.trajectories import Store
+
+from .killed_run import checkpoint_of
+
+ENDLESS = 10**9
+
+
+def test_i8_no_finished_group_is_lost_and_none_is_trained_twice(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    said: set[int] = set()
+    drawn = 0
+    for _ in range(5):
+        said |= run_and_kill(tmp_path, after_lines=dice.randint(5, 60))
+        drawn = check(tmp_path, said)
+    assert "complete" in start(tmp_path, drawn).communicate()[0]
+    version, learnt = checkpoint_of(tmp_path)
+    assert version > 0 and Counter(learnt) == Counter(range(drawn))
+
+
+def start(folder: Path, total: int) -> subprocess.Popen[str]:
+    program = Path(__file__).with_name("killed_run.py")
+    return subprocess.Popen([sys.executable, str(program), str(folder), str(total)], stdout=subprocess.PIPE, text=True)
+
+
+def run_and_kill(folder: Path, *, after_lines: int) -> set[int]:
+    """Indices of the groups that the process had said were finished."""
+    finished: set[int] = set()
+    with start(folder, ENDLESS) as process:
+        assert process.stdout is not None
+        for number, line in enumerate(process.stdout):
+            if line.startswith("finished"):
+                finished.add(int(line.split()[1]))
+            if number == after_lines:
+                process.kill()
+    assert process.returncode == -9, "it was killed at work"
+    return finished
+
+
+def check(folder: Path, said: set[int]) -> int:
+    """Returns how many prompts were drawn."""
+    version, learnt = checkpoint_of(folder)
+    store = Store(folder / "store.sqlite", run="killed")
+    recovered = store.recover(version)
+    store.close()
+    waiting = [g.key.index for g in recovered.waiting]
+    unfinished = [u.key.index for u in recovered.unfinished]
+    assert said <= {*learnt, *waiting}, "a finished group was lost"
+    assert sorted([*learnt, *waiting, *unfinished]) == list(range(recovered.next_position[1])), "a prompt was lost, or is there twice"
+    return recovered.next_position[1]

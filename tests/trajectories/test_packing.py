@@ -1,0 +1,126 @@
+"""A batch packed, sent and read again; and what is refused on the way."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from midflight.errors import BatchCorrupt
+from midflight.trajectories import from_bytes, pack, to_bytes
+from midflight.types import Batch, Group, PackedBatch, RolloutKey, Trajectory
+
+from .making import group, key, row
+
+
+def batch() -> Batch:
+    """Two groups; the first has a rollout of two rows and one without any."""
+    two_rows = (row((5, 6, 7), (False, True, True), version=3), row((8, 9), (False, True), version=2))
+    rollouts = (
+        Trajectory(RolloutKey(key(0), 0), "a", "letters", 0.5, two_rows, truncated=True),
+        Trajectory(RolloutKey(key(0), 1), "a", "letters", -1.0, ()),
+    )
+    last = Trajectory(RolloutKey(key(1), 0), "b", "letters", 1.0, (row((1, 2), (False, True), version=4),))
+    return Batch(12, 4, (Group(key(0), "a", "letters", rollouts), Group(key(1), "b", "letters", (last,))))
+
+
+def assert_same(one: PackedBatch, other: PackedBatch) -> None:
+    for part in fields(PackedBatch):
+        a, b = getattr(one, part.name), getattr(other, part.name)
+        np.testing.assert_array_equal(a, b, err_msg=part.name)
+        assert getattr(a, "dtype", type(a)) == getattr(b, "dtype", type(b)), part.name
+
+
+def test_rows_lie_end_to_end_and_a_rollout_without_rows_keeps_its_reward() -> None:
+    packed = pack(batch())
+    assert packed.token_ids.tolist() == [5, 6, 7, 8, 9, 1, 2]
+    assert packed.loss_mask.tolist() == [False, True, True, False, True, False, True]
+    assert packed.versions.tolist() == [3, 3, 3, 2, 2, 4, 4]
+    assert packed.row_offsets.tolist() == [0, 3, 5, 7]
+    assert packed.row_rollout.tolist() == [0, 0, 2]
+    assert packed.rewards.tolist() == [0.5, -1.0, 1.0]
+    assert packed.rollout_group.tolist() == [0, 0, 1]
+    assert packed.truncated.tolist() == [True, False, False]
+    assert (packed.lease, packed.train_version) == (12, 4)
+
+
+@given(st.lists(st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=3), max_size=4), st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_a_packed_batch_survives_the_wire(shape: list[list[list[int]]], version: int) -> None:
+    groups = tuple(
+        Group(
+            key(i),
+            "t",
+            "s",
+            tuple(
+                Trajectory(RolloutKey(key(i), j), "t", "s", j / 3, tuple(row(tuple(range(n)), (True,) * n, version) for n in rows))
+                for j, rows in enumerate(rollouts)
+            ),
+        )
+        for i, rollouts in enumerate(shape)
+    )
+    packed = pack(Batch(3, version, groups))
+    assert_same(from_bytes(to_bytes(packed)), packed)
+
+
+def corrupted(**parts: object) -> bytes:
+    return to_bytes(replace(pack(batch()), **parts))  # pyright: ignore[reportArgumentType]
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (corrupted(logprobs=np.zeros(3, np.float32)), "lengths disagree"),
+        (corrupted(rewards=np.zeros(2, np.float32)), "lengths disagree"),
+        (corrupted(token_ids=np.zeros((7, 1), np.int32)), "token_ids"),
+        (corrupted(row_offsets=int32(0, 5, 7)), "row_offsets"),
+        (corrupted(row_offsets=int32(0, 3, 5, 9)), "row_offsets do not span"),
+        (corrupted(row_offsets=int32(0, 5, 3, 7)), "row_offsets do not increase"),
+        (corrupted(row_rollout=int32(0, 0, 3)), "row_rollout"),
+        (corrupted(row_rollout=int32(-1, 0, 2)), "row_rollout"),
+        (corrupted(rollout_group=int32(0, 0, 2)), "rollout_group"),
+        (corrupted(rollout_group=int32(1, 1, 2)), "rollout_group"),
+        (corrupted(rewards=np.array([0.5, np.nan, 1], np.float32)), "reward"),
+        (corrupted(versions=int32(3, 3, 9, 2, 2, 4, 4)), "younger than train_version"),
+        (corrupted(lease=-1), "lease is '-1'"),
+        (save(load(to_bytes(pack(batch())))), "format is None"),
+        (to_bytes(pack(batch())).replace(b'"format_version":"1"', b'"format_version":"2"'), "format_version is '2'"),
+        (to_bytes(pack(batch())).replace(b'"rewards"', b'"rewords"'), "arrays are"),
+        (
+            save(
+                {"token_ids": np.zeros(3, np.int32)},
+                {"format": "midflight.packed_batch", "format_version": "1", "lease": "1", "train_version": "0"},
+            ),
+            "arrays are",
+        ),
+        (b"", "0 bytes"),
+        (b"not a batch at all", "18 bytes"),
+    ],
+)
+def test_bytes_that_are_no_batch_are_refused_by_what_is_wrong(data: bytes, named: str) -> None:
+    with pytest.raises(BatchCorrupt, match=named):
+        from_bytes(data)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_damage_is_refused_or_leaves_a_batch_whose_parts_agree(data: st.DataObject) -> None:
+    """Cut or changed bytes never surface as another exception."""
+    whole = to_bytes(pack(Batch(1, 2, (group(key(0)),))))
+    damaged = bytearray(whole)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    damaged[at] ^= data.draw(st.integers(1, 255))
+    for attempt in (bytes(damaged), whole[:at]):
+        try:
+            packed = from_bytes(attempt)
+        except BatchCorrupt:
+            continue
+        assert len(packed.token_ids) == packed.row_offsets[-1]
