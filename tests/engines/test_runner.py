@@ -1,10 +1,10 @@
 import pytest
 import torch
+from tests.engines.models import ask, make_engine, tiny_model
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import Generation
 from midflight.types import GenerateRequest
-from tests.engines.models import ask, make_engine, tiny_model
 
 
 def reference_logprobs(model: PreTrainedModel, request: GenerateRequest, generation: Generation) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -36,8 +35,8 @@ class Bucket:
         self.start, self.end, self.num_keys = start, end, num_keys
         self._masks: dict[int | None, Tensor] = {}
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "b 1 Q K"]:
-        """0 where a query may look (keys up to its own position, at most `window` of them), -inf elsewhere; made once per step."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[b, 1, Q, K]: 0 where a query may look (keys up to its own position, at most `window` of them), -inf elsewhere; made once per step."""
         if window not in self._masks:
             keys = torch.arange(self.num_keys, device=self.positions.device)
             hidden = keys > self.positions[..., None]
@@ -88,9 +87,7 @@ def slot_attention(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
-def _attend(
-    queries: Float[Tensor, "n H D"], layer: int, step: StepTokens, bucket: Bucket, *, scaling: float | None, window: int | None
-) -> Float[Tensor, "n H E"]:
+def _attend(queries: Tensor, layer: int, step: StepTokens, bucket: Bucket, *, scaling: float | None, window: int | None) -> Tensor:
     if bucket.rows is not None:
         queries = queries[bucket.rows]
     keys, values = step.cache.read(layer, bucket.slots, length=bucket.num_keys)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from midflight.engines.embedded.output import StepOutput
 from midflight.engines.embedded.scheduler import Scheduler
+from midflight.engines.output import StepOutput
 from midflight.errors import EngineUnavailable
 
 R = TypeVar("R")
@@ -61,6 +61,11 @@ class DecodeThread:
         with self._changed:
             self._ended = self._ended or EngineUnavailable("the engine was stopped. Send the request to another engine.")
             self._changed.notify()
+
+    def check(self) -> None:
+        """Raises `EngineUnavailable` after the end."""
+        if self._ended is not None:
+            raise self._ended
 
     def _append(self, command: Callable[[], Any], future: Future[Any] | None) -> None:
         with self._changed:

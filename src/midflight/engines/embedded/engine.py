@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.decode_thread import DecodeThread
-from midflight.engines.embedded.output import Outlet, StepOutput
 from midflight.engines.embedded.runner import Runner
 from midflight.engines.embedded.scheduler import Scheduler
-from midflight.engines.embedded.streams import ChunkStreams, step_chunks
 from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.validation import check_request
 from midflight.engines.embedded.weights import EngineWeights
+from midflight.engines.output import Outlet, StepOutput
+from midflight.engines.streams import ChunkStreams, step_chunks
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import Observer, WeightReceiver
 from midflight.text.stop import StopMatcher
@@ -119,7 +119,7 @@ class EmbeddedEngine:
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end."""
         submission = self._submission(request, _LOCAL)
         stream = self._local.open(submission.handle)
@@ -204,6 +204,12 @@ class EmbeddedEngine:
         return await asyncio.wrap_future(self._thread.call(lambda: self._commit(version)))
 
     async def health(self) -> EngineHealth:
+        """Raises `EngineUnavailable` after the decode loop has ended."""
+        self._thread.check()
+        return self.reading()
+
+    def reading(self) -> EngineHealth:
+        """The present numbers, also of an engine that has ended."""
         s = self._scheduler
         return EngineHealth(
             version=s.version, paused=s.paused is not None, num_tokens=s.num_tokens, num_running=s.num_running, num_waiting=s.num_waiting

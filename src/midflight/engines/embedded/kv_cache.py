@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 
@@ -35,8 +34,8 @@ class KvCache:
             for layer, old in tensors.items():
                 tensors[layer] = self._grown(old)
 
-    def write(self, layer: int, keys: Float[Tensor, "H N D"], values: Float[Tensor, "H N E"], *, rows: Tensor) -> None:
-        """Stores N tokens. `rows` [H * N] numbers the rows of the cache seen as [slots * kv_heads * context, head_dim]."""
+    def write(self, layer: int, keys: Tensor, values: Tensor, *, rows: Tensor) -> None:
+        """Stores N tokens: keys [kv_heads, N, D], values [kv_heads, N, E]. `rows` [kv_heads * N] numbers the rows of the cache seen as [slots * kv_heads * context, head_dim]."""
         if layer not in self._keys:
             self._keys[layer], self._values[layer] = self._empty(keys), self._empty(values)
         for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):

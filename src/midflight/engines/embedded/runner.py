@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -43,8 +43,8 @@ class Runner:
         self._probe()
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> Float[Tensor, "R V"]:
-        """Logits of the wanted sequences' last tokens; keys and values of all tokens are stored."""
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Logits [R, V] of the wanted sequences' last tokens; keys and values of all tokens are stored."""
         offsets = np.cumsum(batch.counts) - batch.counts
         sequence = np.repeat(np.arange(len(batch.slots)), batch.counts)
         positions = np.arange(len(batch.tokens)) - (offsets - batch.starts)[sequence]
@@ -80,7 +80,7 @@ class Runner:
         buckets: list[Bucket] = []
         classes = np.ceil(np.log2(batch.counts)).astype(np.int64)
         edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
-        for first, last in zip(edges, edges[1:], strict=False):
+        for first, last in itertools.pairwise(edges):
             start, end = int(offsets[first]), int(offsets[last - 1] + batch.counts[last - 1])
             part = slice(first, last)
             make = self._single_bucket if batch.counts[first] == 1 else self._chunk_bucket

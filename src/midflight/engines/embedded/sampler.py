@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,8 +42,8 @@ class SamplingBatch:
     """[R, W] ids that may not be sampled, padded with -1."""
 
 
-def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Token ids [R], and the log-probability [R] of each under the distribution sampled: after temperature and truncation, renormalised.
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """From logits [R, V] to token ids [R], and the log-probability [R] of each under the distribution sampled: after temperature and truncation, renormalised.
 
     Temperature 0 is greedy, with all mass (log-probability 0) on the chosen token.
     """
@@ -63,8 +62,8 @@ def sample(logits: Float[Tensor, "R V"], batch: SamplingBatch) -> tuple[NDArray[
     return token_ids.cpu().numpy(), np.where(greedy, 0.0, logprobs)
 
 
-def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Float[Tensor, "R V"]:
-    """g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) + 1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA)."""
+def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
+    """Noise [R, V] in float64: g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) + 1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA)."""
     key = torch.from_numpy(positions + 1).to(device) * _GAMMA + _mix(torch.from_numpy(seeds.copy()).to(device))
     ids = torch.arange(1, vocab_size + 1, device=device) * _GAMMA
     bits = _mix(_mix(key)[:, None] + ids)
@@ -72,7 +71,7 @@ def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, voca
     return u.log_().neg_().log_().neg_()
 
 
-def _mix(z: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser, in place. The masks make torch's arithmetic shifts logical."""
     z ^= (z >> 30) & (2**34 - 1)
     z *= _MULTIPLIER_1
@@ -82,7 +81,7 @@ def _mix(z: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     return z
 
 
-def _suppress(logits: Float[Tensor, "R V"], suppressed: NDArray[np.int64]) -> Float[Tensor, "R V"]:
+def _suppress(logits: Tensor, suppressed: NDArray[np.int64]) -> Tensor:
     rows, columns = np.nonzero(suppressed >= 0)
     if len(rows):
         logits = logits.clone()
@@ -90,8 +89,8 @@ def _suppress(logits: Float[Tensor, "R V"], suppressed: NDArray[np.int64]) -> Fl
     return logits
 
 
-def _truncated(log_p: Float[Tensor, "R V"], batch: SamplingBatch) -> Float[Tensor, "R V"]:
-    """Cuts and renormalises only the rows that ask for it: the others need no sort."""
+def _truncated(log_p: Tensor, batch: SamplingBatch) -> Tensor:
+    """log p [R, V], truncated: cuts and renormalises only the rows that ask for it: the others need no sort."""
     nucleus = (batch.top_p < 1) | (batch.top_k > 0)
     rows = np.flatnonzero((nucleus | (batch.min_p > 0)) & (batch.temperature > 0))
     if not len(rows):
@@ -105,8 +104,8 @@ def _truncated(log_p: Float[Tensor, "R V"], batch: SamplingBatch) -> Float[Tenso
     return log_p.index_copy(0, index, part - part.logsumexp(-1, keepdim=True))
 
 
-def _nucleus(log_p: Float[Tensor, "r V"], *, top_k: Int[Tensor, "r 1"], top_p: Float[Tensor, "r 1"]) -> Bool[Tensor, "r V"]:
-    """The `top_k` most likely ids (ties: lower id first), and of these, renormalised, the fewest that hold `top_p`."""
+def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which of [r, V] are kept: the `top_k` most likely ids (ties: lower id first), and of these, renormalised, the fewest that hold `top_p`."""
     sorted_log_p, order = log_p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(log_p.shape[-1], device=log_p.device)
     keep = (rank < top_k) | (top_k == 0)

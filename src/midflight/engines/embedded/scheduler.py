@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from midflight.engines.embedded.output import StepOutput
 from midflight.engines.embedded.prompts import SharedPrompts
 from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.sampler import sample
 from midflight.engines.embedded.table import SlotTable, Submission
+from midflight.engines.output import StepOutput
 from midflight.types import Finish, FinishReason, PauseMode, Version
 
 Ints = NDArray[np.int64]

@@ -105,7 +105,7 @@ def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
     views: dict[str, memoryview] = {}
     for name, tensor in tensors.items():
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        views[name] = memoryview(flat.numpy())
+        views[name] = flat.numpy().data
         specs.append(TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), offset=0, num_bytes=flat.numel()))
     return fingerprint_views(specs, views)
 

@@ -44,7 +44,7 @@ class StepOutput:
 
     def for_outlet(self, outlet: int) -> StepOutput:
         """The part of one outlet."""
-        if self.touched == {outlet}:
+        if len(self.touched) == 1:
             return self
         rows = np.flatnonzero(self.outlets == outlet)
         return StepOutput(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from midflight.engines.embedded.output import StepOutput
+from midflight.engines.output import StepOutput
 from midflight.types import Chunk, Finish, Version
 
 
@@ -55,6 +55,12 @@ class ChunkStreams:
             stream = self._streams.get(handle) if chunk.finish is None else self._streams.pop(handle, None)
             if stream is not None:
                 stream.put(chunk)
+
+    def reject(self, handle: int, error: Exception) -> None:
+        """Ends one request with an error; an unknown one has been closed meanwhile."""
+        stream = self._streams.pop(handle, None)
+        if stream is not None:
+            stream.fail(error)
 
     def fail(self, error: Exception) -> None:
         streams, self._streams = self._streams, {}

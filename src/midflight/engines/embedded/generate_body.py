@@ -1,0 +1,156 @@
+"""The JSON of `POST /generate`, in SGLang's shape: reading requests, writing answers."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterable
+
+import msgspec
+
+from midflight.errors import RequestRejected
+from midflight.text.stop import StopMatcher
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, SamplingParams
+
+
+class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Unknown keys are refused: to ignore one would sample another distribution than was asked for."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    n: int = 1
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+
+class GenerateBody(msgspec.Struct, frozen=True):
+    input_ids: list[int] | None = None
+    text: str | None = None
+    rid: str | None = None
+    sampling_params: SamplingBody = SamplingBody()
+    return_logprob: bool = False
+    stream: bool = False
+
+
+def read_request(body: GenerateBody, tokenizer: Tokenizer) -> GenerateRequest:
+    """The request meant by a body. Without `sampling_seed` one is drawn."""
+    if (body.input_ids is None) == (body.text is None):
+        raise RequestRejected("generating: the body needs one of input_ids and text. Send exactly one.", param="input_ids")
+    ids = tuple(body.input_ids) if body.input_ids is not None else tokenizer.encode(body.text or "")
+    return GenerateRequest(
+        request_id=body.rid or uuid.uuid4().hex, input_ids=ids, num_prompt_tokens=len(ids), sampling=_sampling(body.sampling_params)
+    )
+
+
+def _sampling(body: SamplingBody) -> SamplingParams:
+    for name, neutral in (("n", 1), ("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
+        if getattr(body, name) != neutral:
+            raise RequestRejected(f"sampling: {name} {getattr(body, name)} is not supported here. Send {neutral} or nothing.", param=name)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return SamplingParams(
+        max_tokens=body.max_new_tokens,
+        min_tokens=body.min_new_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k == -1 else body.top_k,
+        min_p=body.min_p,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        seed=random.getrandbits(63) if body.sampling_seed is None else body.sampling_seed,
+    )
+
+
+class FinishBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    matched: str | int | None = None
+    length: int | None = None
+
+
+class SpanBody(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) were sampled under `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class MetaBody(msgspec.Struct, frozen=True):
+    id: str
+    finish_reason: FinishBody | None
+    prompt_tokens: int
+    completion_tokens: int
+    weight_version: str | None
+    weight_versions: tuple[SpanBody, ...]
+    output_token_logprobs: tuple[tuple[float, int, None], ...] | None = None
+
+
+class AnswerBody(msgspec.Struct, frozen=True):
+    text: str
+    output_ids: tuple[int, ...]
+    meta_info: MetaBody
+
+
+class Answer:
+    """The answer so far: grows by chunks, and reads cumulatively, as SGLang's does."""
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+        self._request, self._wants_logprobs = request, logprobs
+        self._matcher = StopMatcher(tokenizer, request.sampling.stop, min_tokens=request.sampling.min_tokens)
+        self._text = ""
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._finish: Finish | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self._ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._versions += [chunk.version] * len(chunk.token_ids)
+        self._finish = chunk.finish
+        self._matcher.feed(chunk.token_ids)
+        self._text += self._matcher.take()
+        if chunk.finish is not None:
+            self._text += self._matcher.finish()
+
+    def body(self) -> AnswerBody:
+        spans = tuple(version_spans(self._versions))
+        pairs = tuple((p, i, None) for p, i in zip(self._logprobs, self._ids, strict=True))
+        meta = MetaBody(
+            id=self._request.request_id,
+            finish_reason=None if self._finish is None else _finish_body(self._finish, len(self._ids)),
+            prompt_tokens=self._request.num_prompt_tokens,
+            completion_tokens=len(self._ids),
+            weight_version=spans[-1].version if spans else None,
+            weight_versions=spans,
+            output_token_logprobs=pairs if self._wants_logprobs else None,
+        )
+        return AnswerBody(text=self._text, output_ids=tuple(self._ids), meta_info=meta)
+
+
+def version_spans(versions: Iterable[int]) -> list[SpanBody]:
+    """Runs of equal versions."""
+    spans: list[SpanBody] = []
+    for at, version in enumerate(versions):
+        if spans and spans[-1].version == str(version):
+            spans[-1] = SpanBody(str(version), spans[-1].start, at + 1)
+        else:
+            spans.append(SpanBody(str(version), at, at + 1))
+    return spans
+
+
+def _finish_body(finish: Finish, length: int) -> FinishBody:
+    return FinishBody(type=finish.reason.value, matched=finish.matched, length=length if finish.reason is FinishReason.LENGTH else None)

@@ -1,0 +1,225 @@
+"""An engine in another process, reached over HTTP and one WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+from collections.abc import AsyncGenerator
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from midflight.engines.streams import ChunkStreams
+from midflight.engines.wire import (
+    STREAM_PATH,
+    Abort,
+    ClientFrame,
+    Hello,
+    Rejected,
+    Step,
+    Submit,
+    decode_engine_frame,
+    encode,
+    error_from,
+    unpack_step,
+)
+from midflight.errors import EngineError, EngineUnavailable
+from midflight.ports import Observer
+from midflight.types import Attestation, Capabilities, Chunk, EngineHealth, GenerateRequest, PauseMode, Version, WeightManifest
+
+_log = logging.getLogger(__name__)
+R = TypeVar("R")
+_FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0
+"""Seconds between attempts to attach: short enough not to be noticed after a restart, long enough to cost nothing meanwhile."""
+_HEARTBEAT_SECONDS = 15.0
+"""A peer that answers no ping for this long is gone."""
+_MAX_OUTBOX = 65_536
+"""Frames not yet sent: more than any gateway has requests; beyond it the connection is as good as lost."""
+
+
+class RemoteEngine:
+    """Implements the engine port over the wire. `run` holds the connection; while there is none, requests raise `EngineUnavailable`."""
+
+    def __init__(self, name: str, url: str, *, token: str | None, observer: Observer) -> None:
+        self._name, self._url, self._observer = name, url, observer
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._capabilities: Capabilities | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._outbox: asyncio.Queue[ClientFrame] | None = None
+        self._attached = asyncio.Event()
+        self._streams = ChunkStreams()
+        self._counter = itertools.count(1)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As the engine stated them when it was last attached."""
+        if self._capabilities is None:
+            raise self._unavailable("has not been attached yet")
+        return self._capabilities
+
+    async def run(self) -> None:
+        """Attaches, and attaches again whenever the connection is lost, until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+        async with aiohttp.ClientSession(self._url, headers=self._headers, timeout=timeout) as session:
+            self._session = session
+            try:
+                await self._stay_attached(session)
+            finally:
+                self._session = None
+
+    async def connect(self, *, seconds: float) -> None:
+        """Waits until `run` has attached; `EngineUnavailable` after `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._attached.wait()
+        except TimeoutError as error:
+            raise self._unavailable(f"did not answer within {seconds:g} s") from error
+
+    # --- Requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Each wait is for a step of the engine, or for the loss of the connection, which raises `EngineUnavailable`."""
+        handle = next(self._counter)
+        stream = self._streams.open(handle)
+        try:
+            self._send(Submit(handle, request))
+            while True:
+                chunk = await stream.next()
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            if self._streams.close(handle):
+                with contextlib.suppress(EngineUnavailable):
+                    self._send(Abort(handle))
+
+    async def abort(self, request_id: str | None) -> None:
+        await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
+
+    # --- Pauses and weights ------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._post("/pause_generation", {"mode": mode.value})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        await self._post("/stage_weights", manifest)
+
+    async def commit(self, version: Version) -> Attestation:
+        return _decoded(await self._post("/commit_weights", {"version": version}), Attestation)
+
+    async def health(self) -> EngineHealth:
+        return _decoded(await self._request("GET", "/health"), EngineHealth)
+
+    async def _post(self, path: str, body: object) -> bytes:
+        return await self._request("POST", path, msgspec.json.encode(body))
+
+    async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Waits for the answer; a lost connection raises `EngineUnavailable`, an error answer the error it names."""
+        if self._session is None:
+            raise self._unavailable("is not attached")
+        try:
+            async with self._session.request(method, path, data=body) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unavailable(f"did not answer {path}: {error!r}") from error
+        if answer.status >= 400:
+            raise _refusal(self._name, path, answer.status, content)
+        return content
+
+    # --- The connection ----------------------------------------------------------------------------------------------
+
+    async def _stay_attached(self, session: aiohttp.ClientSession) -> None:
+        delay = _FIRST_DELAY
+        while True:
+            try:
+                async with session.ws_connect(STREAM_PATH, heartbeat=_HEARTBEAT_SECONDS, max_msg_size=0) as socket:
+                    delay = _FIRST_DELAY
+                    await self._talk(socket)
+            except (aiohttp.ClientError, OSError, msgspec.DecodeError, EngineUnavailable) as error:
+                _log.debug("engine %s at %s: %r; attaching again in %g s", self._name, self._url, error, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_DELAY)
+
+    async def _talk(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Until the connection ends, which ends every open request at once."""
+        outbox = self._outbox = asyncio.Queue[ClientFrame](maxsize=_MAX_OUTBOX)
+        error = self._unavailable("was cut off")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_send_all(outbox, socket))
+                await self._receive_all(socket)
+                raise error
+        except* (aiohttp.ClientError, OSError, msgspec.DecodeError, EngineUnavailable) as group:
+            raise error from group
+        finally:
+            self._outbox = None
+            self._attached.clear()
+            self._streams.fail(error)
+
+    async def _receive_all(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Waits for frames of the engine; ended by the end of the connection."""
+        async for message in socket:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                continue
+            match decode_engine_frame(message.data):
+                case Hello() as hello:
+                    self._capabilities = hello.capabilities
+                    self._attached.set()
+                case Step() as frame:
+                    self._take_step(frame)
+                case Rejected() as rejected:
+                    self._streams.reject(rejected.handle, error_from(rejected.code, rejected.message, rejected.param))
+
+    def _take_step(self, frame: Step) -> None:
+        step = unpack_step(frame)
+        self._streams.put(step)
+        if step.num_running:
+            self._observer.engine_stepped(
+                engine=self._name, started=step.started, ended=step.ended, num_tokens=len(step.token_ids), num_running=step.num_running
+            )
+
+    def _send(self, frame: ClientFrame) -> None:
+        if self._outbox is None or not self._attached.is_set():
+            raise self._unavailable("is not attached")
+        try:
+            self._outbox.put_nowait(frame)
+        except asyncio.QueueFull:
+            raise self._unavailable("takes no more requests") from None
+
+    def _unavailable(self, what: str) -> EngineUnavailable:
+        return EngineUnavailable(f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or wait for this one.")
+
+
+async def _send_all(outbox: asyncio.Queue[ClientFrame], socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Waits for frames to send; ended by its task group."""
+    while True:
+        await socket.send_bytes(encode(await outbox.get()))
+
+
+def _decoded(content: bytes, kind: type[R]) -> R:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineUnavailable(
+            f"reading an engine's answer: {content[:80]!r} is not a {kind.__name__} ({error}). Check its URL."
+        ) from error
+
+
+def _refusal(name: str, path: str, status: int, content: bytes) -> Exception:
+    """The error of an answer in OpenAI's shape."""
+    try:
+        body = json.loads(content)["error"]
+        return error_from(str(body["code"]), str(body["message"]), body.get("param"))
+    except (ValueError, KeyError, TypeError):
+        return EngineError(f"engine {name!r}: {path} answered {status} {content[:200]!r}. Check that the URL is an engine's.")

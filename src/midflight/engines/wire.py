@@ -1,0 +1,127 @@
+"""The multiplexed wire between a gateway and an engine: one WebSocket per client, one message per decode step.
+
+Frames are msgpack. What is per token travels as raw little-endian arrays of one entry per request of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from midflight.engines.output import StepOutput
+from midflight.errors import EngineError, MidflightError, RequestRejected
+from midflight.types import Capabilities, Finish, GenerateRequest, Version
+
+STREAM_PATH: Final = "/engine/v1/stream"
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    """From the client, which numbers its requests."""
+
+    handle: int
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """From the client: it wants no more of this request."""
+
+    handle: int
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """The engine's first message."""
+
+    name: str
+    capabilities: Capabilities
+
+
+class Step(msgspec.Struct, tag="step", frozen=True):
+    """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine."""
+
+    version: Version
+    handles: bytes
+    """int32"""
+    token_ids: bytes
+    """int32"""
+    logprobs: bytes
+    """float32"""
+    kv_versions: bytes
+    """int32"""
+    finishes: tuple[tuple[int, Finish], ...]
+    started: float
+    ended: float
+    num_running: int
+
+
+class Rejected(msgspec.Struct, tag="rejected", frozen=True):
+    """The engine refused a request; others go on."""
+
+    handle: int
+    code: str
+    message: str
+    param: str | None
+
+
+ClientFrame = Submit | Abort
+EngineFrame = Hello | Step | Rejected
+
+encode = msgspec.msgpack.Encoder().encode
+_client_decoder = msgspec.msgpack.Decoder(ClientFrame)
+_engine_decoder = msgspec.msgpack.Decoder(EngineFrame)
+
+
+def decode_client_frame(data: bytes) -> ClientFrame:
+    return _client_decoder.decode(data)
+
+
+def decode_engine_frame(data: bytes) -> EngineFrame:
+    return _engine_decoder.decode(data)
+
+
+def pack_step(step: StepOutput, numbers: dict[int, int]) -> Step:
+    """`numbers` gives the client's number of each of the engine's handles."""
+    return Step(
+        version=step.version,
+        handles=np.array([numbers[h] for h in step.handles.tolist()], dtype="<i4").tobytes(),
+        token_ids=step.token_ids.astype("<i4").tobytes(),
+        logprobs=step.logprobs.astype("<f4").tobytes(),
+        kv_versions=step.kv_versions.astype("<i4").tobytes(),
+        finishes=tuple((numbers[h], finish) for h, _, finish in step.finishes),
+        started=step.started,
+        ended=step.ended,
+        num_running=step.num_running,
+    )
+
+
+def unpack_step(frame: Step) -> StepOutput:
+    handles = np.frombuffer(frame.handles, dtype="<i4").astype(np.int64)
+    return StepOutput(
+        version=frame.version,
+        handles=handles,
+        token_ids=np.frombuffer(frame.token_ids, dtype="<i4").astype(np.int64),
+        logprobs=np.frombuffer(frame.logprobs, dtype="<f4").astype(np.float64),
+        kv_versions=np.frombuffer(frame.kv_versions, dtype="<i4").astype(np.int64),
+        outlets=np.zeros_like(handles),
+        finishes=tuple((handle, 0, finish) for handle, finish in frame.finishes),
+        touched=frozenset({0}),
+        started=frame.started,
+        ended=frame.ended,
+        num_running=frame.num_running,
+    )
+
+
+def error_from(code: str, message: str, param: str | None) -> MidflightError:
+    """The error that the other side raised, by its code."""
+    kind = next((k for k in _kinds(MidflightError) if k.code == code), EngineError)
+    return kind(message, param=param) if issubclass(kind, RequestRejected) else kind(message)
+
+
+def _kinds(kind: type[MidflightError]) -> Iterator[type[MidflightError]]:
+    """Breadth first: where subclasses inherit a code, the class that defines it comes first."""
+    level = [kind]
+    while level:
+        yield from level
+        level = [below for above in level for below in above.__subclasses__()]
