@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer.fixtures import batch, tiny_model, trainer, weights
 
 from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import FILES, latest_checkpoint, load_checkpoint, save_checkpoint
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.trainer import Fork, Trainer
+
+from .fixtures import batch, tiny_model, trainer, weights
 
 
 def fresh(seed: int = 0) -> Trainer:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.trainer import oracles
-from tests.trainer.oracles import ABSOLUTE, Known
 
 from midflight.trainer.advantages import dr_grpo_advantages, grpo_advantages
 from midflight.trainer.corrections import log_ratio, truncated_weight
 from midflight.trainer.objective import Objective, count_tokens
+
+from . import oracles
+from .oracles import ABSOLUTE, Known
 
 # On `old` as the behaviour policy, bypass clips the ratio to `old`: PPO as the packages compute it.
 PPO = {"loss": "bypass", "tis_cap": None}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.trainer.fixtures import batch, tiny_model, trainer, weights, with_rows_in_order
 
 from midflight.errors import ConfigError
 from midflight.trainer.attention import attend_raggedly
 from midflight.trainer.microbatch import Predictions, predictions_of, split
 from midflight.trainer.objective import Objective
 from midflight.trainer.policy import token_logprobs
+
+from .fixtures import batch, tiny_model, trainer, weights, with_rows_in_order
 
 CPU = torch.device("cpu")
 

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.trainer.fixtures import tiny_model
 
 from midflight.errors import ConfigError
 from midflight.trainer.sft import SupervisedTrainer
+
+from .fixtures import tiny_model
 
 EXAMPLES = [([257, *b"abc", 256, 258], [*b"cba", 256]), ([257, *b"no", 256, 258], [*b"on", 256])]
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.trainer.fixtures import batch, tiny_model, trainer, weights
 
 from midflight.config.sections import TrainerSection
 from midflight.errors import ConfigError, RunFailed
@@ -14,6 +13,8 @@ from midflight.trainer.objective import Objective
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Skip
 from midflight.types import PackedBatch, Reason
+
+from .fixtures import batch, tiny_model, trainer, weights
 
 
 def trained_positions(data: PackedBatch) -> np.ndarray:

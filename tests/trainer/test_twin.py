@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.trainer.fixtures import tiny_model, trainer, weights
 
 from midflight.trainer.schedule import Schedule
 from midflight.types import PackedBatch
+
+from .fixtures import tiny_model, trainer, weights
 
 TASKS = [("a", "b"), ("b", "c"), ("cd", "dc"), ("d", "a")]
 
