@@ -1,0 +1,98 @@
+"""A request of an agent, free of any wire format, and the events that answer it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from midflight.gateway.tree import Prompt
+from midflight.text import Message
+from midflight.types import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """A prompt to be written by the chat template."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    ids: tuple[int, ...]
+
+
+Source: TypeAlias = Messages | Text | TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Sampling as far as the client asked for it; `None` leaves the session's default."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    """`n` answers to each of `sources`. Choices are numbered source by source."""
+
+    sources: tuple[Source, ...]
+    asked: Asked = Asked()
+    n: int = 1
+    stream: bool = False
+    """Whether `Delta`s are wanted before the answers."""
+    default_max_tokens: int | None = None
+    """Of the dialect, where neither client nor session names one; `None` is all the room there is."""
+    model: str | None = None
+    request_id: str | None = None
+    """The client's own name for the request, by which it may abort it."""
+    may_abort: bool = False
+    """Whether an abort of the operator ends the request with what there is; otherwise it is resumed."""
+    prompt_param: str = "prompt"
+    """What the client calls the prompt."""
+    max_tokens_param: str = "max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of a choice, and the text that became certain with them (it may lag behind the tokens)."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished choice. `text` is what the agent sees, without the stop string; `tail` what no `Delta` has carried yet."""
+
+    choice: int
+    request_id: str
+    prompt: Prompt
+    turn: Turn
+    text: str
+    tail: str
+
+
+Event: TypeAlias = Delta | Answer
+
+
+class Sink(Protocol):
+    """Where a running call puts its events. Never waits."""
+
+    def __call__(self, event: Event) -> None: ...

@@ -1,0 +1,46 @@
+"""What every dialect offers the HTTP shell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from midflight.gateway.call import Answer, CompletionCall, Event
+from midflight.gateway.gateway import Job
+from midflight.text import Tokenizer
+from midflight.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What answers of a request are written with."""
+
+    job: Job
+    model: str
+    created: int
+    """Unix seconds."""
+    tokenizer: Tokenizer
+
+
+class Exchange(Protocol):
+    """One request, parsed: the call it means, and how its answer is written."""
+
+    @property
+    def call(self) -> CompletionCall: ...
+
+    def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
+        """The body of an answer that does not stream."""
+        ...
+
+    def opening(self, reply: Reply) -> Iterable[Json]:
+        """Frames of a stream before the first event."""
+        ...
+
+    def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
+        """Frames for one event of a stream."""
+        ...
+
+    def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
+        """Frames after the last answer, before `[DONE]`."""
+        ...

@@ -1,0 +1,97 @@
+"""All sessions by id, and who may use them. Synchronous; it never waits.
+
+A session's token is `<id>.<secret>`: the address or API key of its agent. Only the id is ever printed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
+from midflight.gateway.session import Session
+from midflight.text import Tokenizer
+from midflight.types import RolloutKey, SamplingParams, SessionRecord
+
+PREFIX = "mf-"
+"""Begins every session id, so that a session's token is told from any other API key."""
+
+_REMEMBERED = 10_000
+"""Ended sessions that still answer 410; older ones are unknown. A record without rows is some hundred bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """What an environment's runner gets (`SessionHandle`). The secret stays out of its repr."""
+
+    session_id: str
+    base_url: str = field(repr=False)
+    api_key: str = field(repr=False)
+
+
+class SessionRegistry:
+    def __init__(self, tokenizer: Tokenizer, *, max_sessions: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_sessions = max_sessions
+        self._live: dict[str, Session] = {}
+        self._secrets: dict[str, str] = {}
+        self._ended: OrderedDict[str, SessionRecord] = OrderedDict()
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, address: str) -> OpenSession:
+        if len(self._live) >= self._max_sessions:
+            raise Overloaded(f"opening a session: {len(self._live)} are open, the most allowed. Close some, or raise gateway.max_sessions.")
+        self._serial += 1
+        session_id = f"{PREFIX}{key}-{self._serial}"
+        secret = secrets.token_urlsafe(18)
+        self._live[session_id] = Session(session_id, self._tokenizer, key=key, sampling=sampling, tracked=tracked)
+        self._secrets[session_id] = secret
+        token = f"{session_id}.{secret}"
+        return OpenSession(session_id, f"{address}/s/{token}/v1", token)
+
+    def close(self, session_id: str) -> SessionRecord:
+        """The session's record. Its tokens are handed over once (I3): closing again gives the record without rows."""
+        session = self._live.pop(session_id, None)
+        if session is None:
+            return self._ended_record(session_id)
+        record = session.close()
+        self._ended[session_id] = SessionRecord(session_id, (), record.num_turns, record.num_branches, record.truncated)
+        if len(self._ended) > _REMEMBERED:
+            forgotten, _ = self._ended.popitem(last=False)
+            self._secrets.pop(forgotten, None)
+        return record
+
+    def get(self, session_id: str) -> Session:
+        """A live session by id, for its owner in this process."""
+        session = self._live.get(session_id)
+        if session is None:
+            self._ended_record(session_id)
+            raise SessionClosed(f"session {session_id} has ended: open a new one.")
+        return session
+
+    def authorised(self, token: str) -> Session:
+        """The live session that a client's token names."""
+        session_id, _, secret = token.partition(".")
+        known = self._secrets.get(session_id)
+        if known is None:
+            raise UnknownSession(f"there is no session {session_id[:80]!r}: use the address that was given for the session.")
+        if not hmac.compare_digest(known.encode(), secret.encode("utf-8", "replace")):
+            raise Unauthorized(f"wrong secret for session {session_id}: use the address or key that was given for it.")
+        return self.get(session_id)
+
+    def is_session_token(self, api_key: str) -> bool:
+        return api_key.startswith(PREFIX) and "." in api_key
+
+    def _ended_record(self, session_id: str) -> SessionRecord:
+        record = self._ended.get(session_id)
+        if record is None:
+            raise UnknownSession(f"there is no session {session_id[:80]!r}: use one that `open` returned.")
+        return record
+
+    def __repr__(self) -> str:
+        return f"<SessionRegistry of {len(self._live)}>"

@@ -1,0 +1,89 @@
+"""What a request samples with: the client's wishes over the session's defaults, checked; and the seed of its noise. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from midflight.errors import ContextExceeded, RequestRejected
+from midflight.gateway.call import Asked, CompletionCall
+from midflight.gateway.tree import packed
+from midflight.types import RolloutKey, SamplingParams
+
+SEED_SPACE = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engines can take."""
+
+    max_context: int
+    """Prompt plus answer, in tokens."""
+    vocab_size: int
+
+
+def check_prompt(ids: tuple[int, ...], limits: Limits, *, param: str) -> None:
+    """Refuses a prompt that no engine could take: empty, with unknown ids, or without room for one token of answer."""
+    if not ids:
+        raise RequestRejected(f"{param} is empty: send at least one token.", param=param)
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        raise RequestRejected(f"{param} holds token id {bad}: send ids from 0 to {limits.vocab_size - 1}.", param=param)
+    if len(ids) + 1 > limits.max_context:
+        raise ContextExceeded(
+            f"This model's maximum context length is {limits.max_context} tokens, but the {param} has {len(ids)} tokens and leaves"
+            f" no room for an answer. Shorten the {param}.",
+            param=param,
+        )
+
+
+def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: Limits) -> SamplingParams:
+    """Client over session over dialect. A default of `max_tokens` shrinks to the room there is, an explicit one must fit."""
+    asked, own = call.asked, defaults or SamplingParams()
+    room = limits.max_context - num_prompt_tokens
+    default = own.max_tokens if defaults is not None else (call.default_max_tokens or room)
+    max_tokens = min(default, room) if asked.max_tokens is None else asked.max_tokens
+    if max_tokens > room:
+        raise ContextExceeded(
+            f"This model's maximum context length is {limits.max_context} tokens, but you asked for {num_prompt_tokens + max_tokens}"
+            f" tokens ({num_prompt_tokens} in the {call.prompt_param}, {max_tokens} in the answer). Shorten one of them.",
+            param=call.max_tokens_param,
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(asked, own, max_tokens),
+        temperature=own.temperature if asked.temperature is None else asked.temperature,
+        top_p=own.top_p if asked.top_p is None else asked.top_p,
+        top_k=own.top_k if asked.top_k is None else asked.top_k,
+        min_p=own.min_p if asked.min_p is None else asked.min_p,
+        stop=own.stop if asked.stop is None else asked.stop,
+        stop_token_ids=_stop_token_ids(asked, own, limits),
+        ignore_eos=own.ignore_eos if asked.ignore_eos is None else asked.ignore_eos,
+    )
+
+
+def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None) -> bool:
+    """Whether the trainer's distribution is the one sampled: not truncated, and at the session's temperature (DECISIONS 11)."""
+    return params.samples_the_policy and (defaults is None or params.temperature == defaults.temperature)
+
+
+def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: int, prompt_ids: tuple[int, ...]) -> int:
+    """Seed of a rollout's request: who asks for what and how often before, never the order of arrival (DECISIONS 7)."""
+    group = key.group
+    label = f"{run_name}|{run_seed}|{group.epoch}|{group.index}|{group.attempt}|{key.sample}|{occurrence}|"
+    digest = hashlib.blake2b(label.encode("ascii", "backslashreplace") + packed(prompt_ids), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _min_tokens(asked: Asked, own: SamplingParams, max_tokens: int) -> int:
+    if asked.min_tokens is not None and asked.min_tokens > max_tokens:
+        raise RequestRejected(f"min_tokens is {asked.min_tokens}, above max_tokens = {max_tokens}: lower it.", param="min_tokens")
+    return min(own.min_tokens if asked.min_tokens is None else asked.min_tokens, max_tokens)
+
+
+def _stop_token_ids(asked: Asked, own: SamplingParams, limits: Limits) -> tuple[int, ...]:
+    ids = own.stop_token_ids if asked.stop_token_ids is None else asked.stop_token_ids
+    bad = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
+    if bad is not None:
+        raise RequestRejected(f"stop_token_ids holds {bad}: send ids from 0 to {limits.vocab_size - 1}.", param="stop_token_ids")
+    return ids

@@ -1,0 +1,146 @@
+"""A session: one rollout's address, its token tree and its turns. Synchronous; it never waits."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field
+
+from midflight.gateway.call import Messages, Source, Text
+from midflight.gateway.rows import harvest
+from midflight.gateway.sampling import SEED_SPACE, request_seed
+from midflight.gateway.tree import Prompt, TokenTree, packed
+from midflight.text import Tokenizer
+from midflight.types import Chunk, Finish, FinishReason, Reason, RolloutKey, SamplingParams, Segment, SessionRecord, Turn, Version
+
+
+@dataclass(slots=True, eq=False)
+class OpenTurn:
+    """A choice while it is generated: what the gateway has received of it."""
+
+    prompt: Prompt
+    policy_sampled: bool
+    request: int
+    """Number of the request in its session; its choices share it."""
+    output_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    segments: list[Segment] = field(default_factory=list[Segment])
+    num_overshoot: int = 0
+    """Tokens received and cut so far."""
+    finish: Finish | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """I6: every token comes with a log-probability and the version that the engine attests."""
+        assert len(chunk.token_ids) == len(chunk.logprobs), "I6: a chunk's arrays agree in length"
+        start = len(self.output_ids)
+        self.output_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.finish = chunk.finish
+        last = self.segments[-1] if self.segments else None
+        if last is not None and (last.version, last.kv_version) == (chunk.version, chunk.kv_version):
+            start = self.segments.pop().start
+        if chunk.token_ids or start < len(self.output_ids):
+            self.segments.append(Segment(chunk.version, chunk.kv_version, start, len(self.output_ids)))
+
+    def closed(self, *, num_resumes: int) -> Turn:
+        assert self.finish is not None, "I5: a generation ends with a finish"
+        return Turn(
+            prompt_ids=self.prompt.ids,
+            output_ids=tuple(self.output_ids),
+            logprobs=tuple(self.logprobs),
+            segments=tuple(self.segments),
+            finish=self.finish,
+            policy_sampled=self.policy_sampled,
+            num_overshoot=self.num_overshoot,
+            num_resumes=num_resumes,
+        )
+
+
+class Session:
+    """State of one session. `key` and `sampling` are `None` for anonymous, untracked use, which keeps no tree."""
+
+    def __init__(self, session_id: str, tokenizer: Tokenizer, *, key: RolloutKey | None, sampling: SamplingParams | None, tracked: bool):
+        self.session_id = session_id
+        self.key = key
+        self.sampling = sampling
+        self.tracked = tracked
+        self.tree = TokenTree(tokenizer)
+        self.closed = False
+        self.failed_requests = 0
+        self.oldest_version: Version | None = None
+        self._open: set[OpenTurn] = set()
+        self._asked: Counter[bytes] = Counter()
+        self._dropped: Counter[Reason] = Counter()
+        self._num_requests = 0
+
+    def plan(self, source: Source) -> Prompt:
+        match source:
+            case Messages(messages):
+                return self.tree.plan_chat(messages)
+            case Text(text):
+                return self.tree.plan_text(text)
+            case _:
+                return self.tree.plan_ids(source.ids)
+
+    def next_request(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def seed(self, run_name: str, run_seed: int, prompt_ids: tuple[int, ...], *, asked: int | None, choice: int) -> int:
+        """An explicit seed, offset by the choice; else the next of the session's own for these prompt ids (anonymous: any)."""
+        digest = packed(prompt_ids)
+        occurrence = self._asked[digest]
+        self._asked[digest] += 1
+        if asked is not None:
+            return (asked + choice) % SEED_SPACE
+        if self.key is None:
+            return secrets.randbits(64)
+        return request_seed(run_name, run_seed, self.key, occurrence=occurrence, prompt_ids=prompt_ids)
+
+    def begin(self, prompt: Prompt, *, policy_sampled: bool, request: int) -> OpenTurn:
+        turn = OpenTurn(prompt, policy_sampled, request)
+        self._open.add(turn)
+        return turn
+
+    def received(self, turn: OpenTurn, chunk: Chunk, *, num_overshoot: int) -> None:
+        turn.add(chunk)
+        turn.num_overshoot = num_overshoot
+        if chunk.token_ids:
+            self.oldest_version = chunk.version if self.oldest_version is None else min(self.oldest_version, chunk.version)
+
+    def finished(self, open_turn: OpenTurn, turn: Turn, *, reply: str) -> None:
+        self._open.discard(open_turn)
+        if self.key is not None:
+            self.tree.record(open_turn.prompt, turn, reply=reply, request=open_turn.request)
+
+    def abandoned(self, turn: OpenTurn) -> None:
+        """The request was cancelled or failed: its tokens are dropped(abandoned), once (I3). After `finished` it does nothing."""
+        if turn in self._open:
+            self._open.discard(turn)
+            self._dropped[Reason.ABANDONED] += len(turn.output_ids)
+            self._dropped[Reason.OVERSHOOT] += turn.num_overshoot
+
+    @property
+    def num_running(self) -> int:
+        return len(self._open)
+
+    def close(self) -> SessionRecord:
+        """Ends the session and hands its tokens over (I3): what is still running is abandoned."""
+        for turn in list(self._open):
+            self.abandoned(turn)
+        self.closed = True
+        nodes = self.tree.nodes
+        result = harvest(nodes)
+        return SessionRecord(
+            session_id=self.session_id,
+            rows=result.rows,
+            num_turns=len(nodes),
+            num_branches=self.tree.num_branches,
+            truncated=any(node.turn.finish.reason is FinishReason.LENGTH for node in nodes),
+            masked=dict(result.masked),
+            dropped=dict(result.dropped + +self._dropped),
+            failed_requests=self.failed_requests,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Session {self.session_id}>"
