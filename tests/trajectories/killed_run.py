@@ -6,7 +6,6 @@ The weights are a JSON file: the version, and every group they have learnt from.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def checkpoint_of(folder: Path) -> tuple[int, list[int]]:
 
 def save(folder: Path, version: int, learnt: list[int]) -> None:
     (folder / "weights.new").write_text(json.dumps([version, learnt]))
-    os.replace(folder / "weights.new", folder / "weights.json")
+    (folder / "weights.new").replace(folder / "weights.json")
 
 
 def say(*words: object) -> None:

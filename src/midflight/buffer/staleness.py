@@ -41,6 +41,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from midflight.types import StalePolicy, Trajectory, Version
 
 
@@ -82,12 +84,9 @@ def surplus(finished: Sequence[Version], train_version: Version, *, max_stalenes
 
 def ages(trajectories: Iterable[Trajectory], train_version: Version) -> Mapping[int, int]:
     """Trainable tokens by age: the version that begins the step minus the version that sampled them (DECISIONS 2)."""
-    counts: dict[int, int] = {}
-    for trajectory in trajectories:
-        for row in trajectory.rows:
-            for version in row.versions[row.loss_mask].tolist():
-                counts[train_version - version] = counts.get(train_version - version, 0) + 1
-    return counts
+    sampled = [row.versions[row.loss_mask] for trajectory in trajectories for row in trajectory.rows]
+    versions, counts = np.unique(np.concatenate(sampled or [np.zeros(0, np.int32)]), return_counts=True)
+    return {train_version - version: number for version, number in zip(versions.tolist(), counts.tolist(), strict=True)}
 
 
 def worst_case(policy: StalePolicy, max_staleness: int) -> str:

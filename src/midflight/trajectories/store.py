@@ -47,8 +47,12 @@ class Store:
 
     def admit(self, key: GroupKey, task: Task) -> None:
         """A group starts. One that was running before a crash, or was put in line by `requeue`, is known already."""
-        self._db.execute("INSERT OR IGNORE INTO groups (epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?)",
-                      *_group(key), codec.encode_task(task), State.RUNNING)  # fmt: skip
+        self._db.execute(
+            "INSERT OR IGNORE INTO groups (epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?)",
+            *_group(key),
+            codec.encode_task(task),
+            State.RUNNING,
+        )
 
     def record_turn(self, key: RolloutKey, number: int, turn: Turn) -> None:
         """The `number`-th completed turn of a rollout that goes on."""
@@ -64,8 +68,12 @@ class Store:
         key, num_trainable = trajectory.key, trajectory.num_trainable
         values = (trajectory.reward, trajectory.truncated, trajectory.error, trajectory.seconds, num_trainable)
         with self._db.transaction():
-            self._db.execute("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                          *_rollout(key), *values, codec.encode_rows(trajectory.rows))  # fmt: skip
+            self._db.execute(
+                "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                *_rollout(key),
+                *values,
+                codec.encode_rows(trajectory.rows),
+            )
             self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
             for reason, num_tokens in (masked or {}).items():
                 self._add_fate(key, Fate.MASKED, reason, num_tokens)
@@ -112,8 +120,13 @@ class Store:
             self._db.raise_number("lease", batch.lease)
             self._db.raise_number("version", batch.train_version + 1)
             for group in batch.groups:
-                self._db.move("UPDATE groups SET state = ?, lease = ? WHERE state = ? AND " + _GROUP,
-                           State.LEASED, batch.lease, State.WAITING, *_group(group.key))  # fmt: skip
+                self._db.move(
+                    "UPDATE groups SET state = ?, lease = ? WHERE state = ? AND " + _GROUP,
+                    State.LEASED,
+                    batch.lease,
+                    State.WAITING,
+                    *_group(group.key),
+                )
                 for trajectory in group.trajectories:
                     self._trim_tokens(trajectory)
 
@@ -161,9 +174,9 @@ class Store:
         return tuple(untrained)
 
     def recover(self, checkpoint_version: Version | None) -> Recovered:
-        """Where everything is, after this process died. `None` says that the trainer lives, and all its leases with it;
+        """Where everything is, after this process died.
 
-        a version says that the trainer goes on from that checkpoint (see `revert`).
+        With a version, the trainer goes on from that checkpoint (see `revert`); with `None` it lives, and all its leases stand.
         """
         with self._db.transaction():
             if checkpoint_version is not None:
@@ -243,8 +256,13 @@ class Store:
 
     def _add_fate(self, key: RolloutKey, fate: Fate, reason: Reason | None, num_tokens: int) -> None:
         if num_tokens:
-            self._db.execute("INSERT INTO fates VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens",
-                          *_rollout(key), fate, reason or "", num_tokens)  # fmt: skip
+            self._db.execute(
+                "INSERT INTO fates VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens",
+                *_rollout(key),
+                fate,
+                reason or "",
+                num_tokens,
+            )
 
     def _trim_tokens(self, trajectory: Trajectory) -> None:
         """What the batch no longer trains on left for its age: masked if its trajectory still has rows, else dropped."""
