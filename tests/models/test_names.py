@@ -34,7 +34,9 @@ def test_tied_weights_appear_once_and_order_is_the_models():
 def test_assigning_makes_the_other_model_without_copying(tied: bool):
     model, other = tiny_model(seed=1, tied=tied), tiny_model(seed=2, tied=tied)
     tensors = {n: t.clone() for n, t in named_tensors(other).items()}
-    assign(model, tensors)
+    before = {n: t.data_ptr() for n, t in named_tensors(model).items()}
+    replaced = assign(model, tensors)
+    assert {n: t.data_ptr() for n, t in replaced.items()} == before
     assert torch.equal(model(IDS).logits, other(IDS).logits)
     assert {n: t.data_ptr() for n, t in named_tensors(model).items()} == {n: t.data_ptr() for n, t in tensors.items()}
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

@@ -28,16 +28,19 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Makes `tensors` the weights of `model`: all or none (I7). Names are those of `named_tensors`.
 
     Where dtype and device agree nothing is copied: the model then lives in the given storage, which must stay untouched; else
     the tensor is converted into new storage. Tied weights stay tied. `WeightsCorrupt` names the first tensor that does not fit.
+    Returns the tensors replaced: where a swap must be short, drop them later, for giving back their memory takes longer than it.
     """
     targets = _targets(model)
     _check(targets, tensors, model)
+    replaced = {name: target.detach() for name, target in targets.items()}
     for name, target in targets.items():
         target.data = tensors[name].detach().to(device=target.device, dtype=target.dtype)
+    return replaced
 
 
 def as_tensors(specs: Iterable[TensorSpec], views: Mapping[str, memoryview]) -> dict[str, Tensor]:
