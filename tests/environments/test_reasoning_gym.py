@@ -156,3 +156,15 @@ def test_sources_keep_apart_what_is_held_out_even_of_one_dataset_named_twice():
     assert {task.source for task in second.training + second.heldout} == {"spell_backward-2"}
     training = {w.casefold() for w in words(first.training + second.training)}
     assert not training & {w.casefold() for w in words(first.heldout + second.heldout)}
+
+
+def test_only_contents_that_match_the_pattern_become_tasks() -> None:
+    drawn = draw_tasks("spell_backward", size=500, heldout=50, content="word", only="[a-z]+", options=WORDS, seed=0)
+    assert all(word.islower() for word in drawn.training_contents | drawn.heldout_contents)
+    words = [task.data["metadata"]["word"] for task in (*drawn.training, *drawn.heldout)]  # type: ignore[index, call-overload]
+    assert all(word.islower() for word in words), "contents are kept in small letters, the words as they are"
+
+
+def test_a_bad_pattern_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"sources.only = '\[a-z'"):
+        draw_tasks("spell_backward", size=5, heldout=1, content="word", only="[a-z", options=WORDS, seed=0)

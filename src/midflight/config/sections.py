@@ -112,6 +112,8 @@ class SourceSection(Section):
     """Format of the user message; fields are `question`, `answer` and those of the entry's metadata."""
     content: str = "question"
     """The field that identifies a task's content; training and held-out tasks never share a value of it."""
+    only: str = ""
+    """A regular expression that a whole content must match to become a task, such as `[a-z]+`; empty takes all."""
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Options of the dataset itself."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def draw_tasks(
     heldout: int,
     prompt: str = "{question}",
     content: str = "question",
+    only: str = "",
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     source: str | None = None,
@@ -63,9 +65,9 @@ def draw_tasks(
 
     `Task.data` has `question` (by the format `prompt`), `answer` (text, or None if the dataset has no single one), `dataset` and
     `metadata`. Equal arguments give equal tasks. `ConfigError` if the dataset, an option or a field is unknown, or if there are
-    fewer distinct contents than asked for.
+    fewer distinct contents than asked for. `only`: a regular expression for whole contents; others are passed over.
     """
-    found, limit = _search(dataset, size=size, heldout=heldout, content=content, options=options or {}, seed=seed)
+    found, limit = _search(dataset, size=size, heldout=heldout, content=content, only=_pattern(only), options=options or {}, seed=seed)
     low = [item for item in found if item.rank < limit][:heldout]
     high = [item for item in found if item.rank >= limit][:size]
     _check_enough(len(high), len(low), size=size, heldout=heldout, dataset=dataset, content=content)
@@ -81,7 +83,9 @@ def draw_tasks(
     )
 
 
-def _search(dataset: str, *, size: int, heldout: int, content: str, options: Mapping[str, Any], seed: int) -> tuple[list[_Found], int]:
+def _search(
+    dataset: str, *, size: int, heldout: int, content: str, only: re.Pattern[str] | None, options: Mapping[str, Any], seed: int
+) -> tuple[list[_Found], int]:
     """Draws until both sides of the usual limit are full, or the dataset is exhausted. Distinct contents in order, and the limit."""
     usual = round(HELDOUT_SHARE * 2**64)
     max_draws = MAX_DRAWS_PER_TASK * (size + round(heldout / HELDOUT_SHARE))
@@ -90,7 +94,8 @@ def _search(dataset: str, *, size: int, heldout: int, content: str, options: Map
     newest = 0
     for number, entry in enumerate(_entries(dataset, options, seed=seed, max_draws=max_draws)):
         value = _content(entry, content, dataset)
-        if value not in found:
+        wanted = only is None or only.fullmatch(value) is not None
+        if wanted and value not in found:
             found[value] = _Found(number, entry, value, _rank(value, seed=seed))
             missing[found[value].rank < usual] -= 1
             newest = number
@@ -100,6 +105,13 @@ def _search(dataset: str, *, size: int, heldout: int, content: str, options: Map
             break
     items = list(found.values())
     return items, usual if max(missing.values()) <= 0 else _limit(items, heldout)
+
+
+def _pattern(only: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(only) if only else None
+    except re.error as error:
+        raise ConfigError(f"environment.sources.only = {only!r} is not a regular expression: {error}; correct or remove it.") from error
 
 
 def _rank(content: str, *, seed: int) -> int:

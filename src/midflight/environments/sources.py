@@ -39,6 +39,7 @@ def load_sources(sections: Sequence[SourceSection], *, seed: int) -> tuple[Sourc
             heldout=section.heldout,
             prompt=section.prompt,
             content=section.content,
+            only=section.only,
             options=section.options,
             seed=seed,
             source=name,

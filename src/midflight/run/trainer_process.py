@@ -7,10 +7,13 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from midflight.config.sections import Config, ModelSection
 from midflight.environments.sources import load_sources
 from midflight.models.export import export_model
 from midflight.models.load import load_model, make_model
+from midflight.models.names import named_tensors
 from midflight.run.child import Launcher
 from midflight.run.client import RolloutClient
 from midflight.run.lineage import PublishedVersions
@@ -22,7 +25,9 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from midflight.trainer.configure import trainer_of
 from midflight.trainer.trainer import Trainer
-from midflight.weights.transports import publisher
+from midflight.types import Version, WeightManifest
+from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.select import publisher as make_publisher
 
 
 def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
@@ -83,16 +88,29 @@ def _resume(trainer: Trainer, checkpoint: Path, published: PublishedVersions) ->
     return load_checkpoint(checkpoint, trainer, as_version=published.resumed_as(version)).version
 
 
+class ModelWeights:
+    """The outbox of a model: every version is noted before its bytes can reach an engine (DECISIONS 1)."""
+
+    def __init__(self, model: PreTrainedModel, publisher: Publisher, published: PublishedVersions) -> None:
+        self._model, self._publisher, self._published = model, publisher, published
+
+    def publish(self, version: Version) -> WeightManifest:
+        self._published.note(version)
+        return self._publisher.publish(version, named_tensors(self._model))
+
+    def release(self, version: Version) -> None:
+        self._publisher.release(version)
+
+
 async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published: PublishedVersions) -> None:
     folder = Path(config.run.folder)
     save = partial(save_checkpoint, folder / "checkpoints", trainer, cursor="", keep=config.trainer.keep_checkpoints)
-    with publisher(config.weights.transport, folder / "weights") as weights:
+    with make_publisher(config.weights.transport, name=config.run.name, folder=folder / "weights") as weights:
         async with RolloutClient(spec.rollout_url, token=spec.token) as service:
             loop = TrainingLoop(
                 trainer,
-                weights,
+                ModelWeights(trainer.model, weights, published),
                 service,
-                published=published,
                 steps=config.run.steps,
                 prefetch=config.rollout.max_staleness > 0,
                 save=save,

@@ -13,9 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from torch import Tensor
-
-from midflight.run.lineage import PublishedVersions
 from midflight.run.service import RolloutService, StepDone
 from midflight.types import PackedBatch, Version, WeightManifest
 
@@ -37,40 +34,45 @@ class Steps(Protocol):
     @property
     def num_steps(self) -> int: ...
     def step(self, batch: PackedBatch) -> Report: ...
-    def tensors(self) -> Mapping[str, Tensor]: ...
 
 
-class Publisher(Protocol):
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest: ...
-    def release(self, version: Version) -> None: ...
+class Outbox(Protocol):
+    """Where the trainer's weights are put for the engines."""
+
+    def publish(self, version: Version) -> WeightManifest:
+        """Copies the trainer's weights as they are now. Blocking."""
+        ...
+
+    def release(self, version: Version) -> None:
+        """No engine will fetch this version any more."""
+        ...
 
 
 class TrainingLoop:
     """Steps while generation goes on.
 
     With `prefetch` the next batch is drawn during a step; without it (`max_staleness` 0, DECISIONS 2) after the step. The
-    handover of version v runs beside step v + 1. A slot of the publisher is written again only when the handover that
+    handover of version v runs beside step v + 1. A slot of the outbox is written again only when the handover that
     replaced its version is over, so that an engine which restarts can always fetch the current version.
     """
 
     def __init__(
         self,
         trainer: Steps,
-        publisher: Publisher,
+        outbox: Outbox,
         service: RolloutService,
         *,
-        published: PublishedVersions,
         steps: int,
         prefetch: bool,
-        save: Callable[[], None],
+        save: Callable[[], object],
         save_every: int,
         stop_at_reward: float | None = None,
     ) -> None:
-        self._trainer, self._publisher, self._service = trainer, publisher, service
+        self._trainer, self._outbox, self._service = trainer, outbox, service
         self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
         self._save, self._save_every = save, save_every
-        self._published = published
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
+        self._live: Version | None = None
 
     async def run(self) -> None:
         """Ends by itself after the last step; any failure ends it and cancels what it started."""
@@ -102,13 +104,14 @@ class TrainingLoop:
 
     async def _publish(self) -> WeightManifest:
         """Copies the weights out before the next step may change them."""
-        self._published.note(self._trainer.version)
-        return await asyncio.to_thread(self._publisher.publish, self._trainer.version, self._trainer.tensors())
+        return await asyncio.to_thread(self._outbox.publish, self._trainer.version)
 
     async def _hand_over(self, manifest: WeightManifest) -> None:
         """Waits until every engine serves the version or is in quarantine; then the version before it may be overwritten."""
         await self._service.publish(manifest)
-        self._publisher.release(manifest.version - 1)
+        if self._live is not None:
+            self._outbox.release(self._live)
+        self._live = manifest.version
 
     async def _checkpoint(self) -> None:
         await asyncio.to_thread(self._save)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 
 from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
-from midflight.engines.embedded.batch import generate_all
+from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.environments.rewards import exact_match
 from midflight.environments.sources import Source
+from midflight.models.names import named_tensors
+from midflight.observe.observers import Silent
 from midflight.run.messages import WarmStart
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.sft import Example, SupervisedTrainer
 from midflight.types import GenerateRequest, SamplingParams, Task
+from midflight.weights.transports.select import receiver
 
 EVALUATED_TASKS = 256
 """Held-out tasks of the first source that the accuracy is taken on: a standard error of at most 0.03."""
@@ -30,15 +34,15 @@ async def warm_start(model: PreTrainedModel, tokenizer: Tokenizer, sources: Sequ
     section = config.warm_start
     if section.target_accuracy is None:
         return
+    held_out = Accuracy(model, tokenizer, sources[0].heldout[:EVALUATED_TASKS], config)  # before the trainer changes how the model attends
     schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
     trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule)
     examples = _examples(tokenizer, sources, seed=config.run.seed)
-    heldout = sources[0].heldout[:EVALUATED_TASKS]
     for step in range(1, section.max_steps + 1):
         loss = await asyncio.to_thread(trainer.step, [next(examples) for _ in range(section.batch)])
         accuracy = None
         if step % section.evaluate_every == 0:
-            accuracy = await asyncio.to_thread(_accuracy, model, tokenizer, heldout, config, seed=step)
+            accuracy = await asyncio.to_thread(held_out.measure, seed=step)
         tell(WarmStart(step, loss, accuracy))
         if accuracy is not None and accuracy >= section.target_accuracy:
             return
@@ -65,15 +69,34 @@ def _epochs(tasks: Sequence[Task], order: random.Random) -> Iterator[Task]:
         yield from order.sample(tasks, len(tasks))
 
 
-def _accuracy(model: PreTrainedModel, tokenizer: Tokenizer, tasks: Sequence[Task], config: Config, *, seed: int) -> float:
-    """Exact match of one sampled answer per task, at the temperature of the environment."""
-    sampling = SamplingParams(max_tokens=config.environment.max_tokens, temperature=config.environment.temperature)
-    requests = [_request(prompt_ids(tokenizer, task), sampling, number, seed) for number, task in enumerate(tasks)]
-    answers = generate_all(model, requests, tokenizer=tokenizer, max_running=len(requests), max_context=config.model.max_context)
-    texts = [tokenizer.decode(answer.token_ids, skip_special=True) for answer in answers]
-    return sum(exact_match(text, str(task.data["answer"])) for text, task in zip(texts, tasks, strict=True)) / len(tasks)
+class Accuracy:
+    """Exact match of one sampled answer per task. Generates with a copy of the model: trainer and engine each attend in their own way."""
 
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, tasks: Sequence[Task], config: Config) -> None:
+        self._model, self._tokenizer, self._tasks = model, tokenizer, tasks
+        self._max_tokens, self._temperature = config.environment.max_tokens, config.environment.temperature
+        self._copy = copy.deepcopy(model)
+        self._engine = EmbeddedEngine(
+            self._copy,
+            tokenizer=tokenizer,
+            name="warm-start",
+            receiver=receiver(),
+            observer=Silent(),
+            max_running=max(1, len(tasks)),
+            max_batch_tokens=config.engine.max_batch_tokens,
+            max_context=config.model.max_context,
+            pause_lease_seconds=config.engine.pause_lease_seconds,
+        )
 
-def _request(ids: tuple[int, ...], sampling: SamplingParams, number: int, seed: int) -> GenerateRequest:
-    seeded = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, seed=seed * 1_000_003 + number)
-    return GenerateRequest(f"{number:032x}", ids, len(ids), seeded)
+    def measure(self, *, seed: int) -> float:
+        """Of the model as it is now. Blocking."""
+        for name, tensor in named_tensors(self._copy).items():
+            tensor.data.copy_(named_tensors(self._model)[name])
+        answers = self._engine.generate_all([self._request(number, task, seed) for number, task in enumerate(self._tasks)])
+        texts = [self._tokenizer.decode(answer.token_ids, skip_special=True) for answer in answers]
+        return sum(exact_match(text, str(task.data["answer"])) for text, task in zip(texts, self._tasks, strict=True)) / len(self._tasks)
+
+    def _request(self, number: int, task: Task, seed: int) -> GenerateRequest:
+        ids = prompt_ids(self._tokenizer, task)
+        sampling = SamplingParams(max_tokens=self._max_tokens, temperature=self._temperature, seed=seed * 1_000_003 + number)
+        return GenerateRequest(f"{number:032x}", ids, len(ids), sampling)

@@ -1,0 +1,138 @@
+"""The rollout process: gateway, environments, buffer and store on one event loop, and HTTP for agents and the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.routing import BaseRoute
+
+from midflight.config.sections import Config
+from midflight.engines.remote import RemoteEngine
+from midflight.environments.clients import SharedClients
+from midflight.environments.registry import load_environment
+from midflight.environments.sources import load_sources
+from midflight.gateway.http import build_app
+from midflight.gateway.memory import MemoryTransport
+from midflight.observe.journal import Journal
+from midflight.observe.observers import Fanout
+from midflight.observe.progress import RunState
+from midflight.observe.prometheus import Metrics
+from midflight.observe.status import Phase
+from midflight.ports import Observer
+from midflight.run.child import Launcher
+from midflight.run.http_server import serve_app
+from midflight.run.messages import Progress, Ready, RolloutSpec
+from midflight.run.parts import serve_while
+from midflight.run.routes import trainer_routes
+from midflight.run.system import RolloutSystem, Serving, held_out, make_evaluator
+from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.store import Store
+
+ATTACH_SECONDS = 120.0
+"""For an engine to load its model and answer; a large one takes minutes of disk."""
+REPORT_SECONDS = 0.5
+"""Between two looks of the launcher at the run."""
+
+
+async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
+    """Runs for its purpose: a whole training, one evaluation, or serving without an end."""
+    with socket.socket(fileno=spec.socket_fd) as listener:
+        process = RolloutProcess(spec, launcher, listener)
+        main = {"train": process.train, "evaluate": process.evaluate, "serve": process.serve}[spec.purpose]
+        await serve_while(main(), *(engine.run() for engine in process.engines), process.report())
+
+
+class RolloutProcess:
+    """Assembles the process. The shells that wait are `RolloutSystem`, the HTTP server and the engines' connections."""
+
+    def __init__(self, spec: RolloutSpec, launcher: Launcher, listener: socket.socket) -> None:
+        self._spec, self._launcher, self._listener = spec, launcher, listener
+        self._config = config = Config.model_validate_json(spec.config)
+        self._state = RunState(name=config.run.name, steps=config.run.steps, start_version=spec.version)
+        self._metrics = Metrics()
+        observers: list[Observer] = [self._state, self._metrics]
+        if spec.purpose == "train":
+            observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint))
+        self._observer = Fanout(observers)
+        self.engines = [RemoteEngine(name, url, token=spec.token, observer=self._observer) for name, url in spec.engines.items()]
+
+    # --- Purposes ----------------------------------------------------------------------------------------------------
+
+    async def train(self) -> None:
+        """Ends only by the launcher: the trainer may still read our last answer."""
+        sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
+        serving = await self._attached(anonymous=False)
+        async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
+            system = RolloutSystem(
+                self._config,
+                serving,
+                sources=sources,
+                environment=load_environment(self._config.environment.entry),
+                client_for=clients.client_for,
+                store=Store(Path(self._config.run.folder) / "store.sqlite", run=self._config.run.name),
+                observer=self._observer,
+                phases=self,
+                version=self._spec.version,
+                checkpoint=self._spec.checkpoint,
+            )
+            await serve_while(system.run(), self._http(serving, trainer_routes(system, token=self._spec.token)))
+
+    async def evaluate(self) -> None:
+        """Ends with the scores."""
+        sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
+        serving = await self._attached(anonymous=False)
+        async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
+            environment = load_environment(self._config.environment.entry)
+            evaluator = make_evaluator(self._config, serving, environment, clients.client_for, self._observer)
+            self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
+            await evaluator.run(held_out(sources), version=self._spec.version)
+            self.begin_phase(Phase.DONE)
+
+    async def serve(self) -> None:
+        """Ends only by the launcher."""
+        await self._http(await self._attached(anonymous=True), [])
+
+    # --- Parts -------------------------------------------------------------------------------------------------------
+
+    async def _attached(self, *, anonymous: bool) -> Serving:
+        """Waits until every engine answers; ended by them, or by a deadline."""
+        for engine in self.engines:
+            await engine.connect(seconds=ATTACH_SECONDS)
+        tokenizer = Tokenizer.load(Path(self._spec.model))
+        serving = Serving(
+            self._config, tokenizer, self.engines, observer=self._observer, version=self._spec.version, anonymous=anonymous
+        )
+        serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
+        return serving
+
+    def _clients(self, serving: Serving, requests: asyncio.TaskGroup) -> SharedClients:
+        """The agents of this process talk to the gateway in memory; any other comes by HTTP."""
+        return SharedClients(transport=MemoryTransport(build_app(serving.gateway, serving.control), requests))
+
+    async def _http(self, serving: Serving, routes: Sequence[BaseRoute]) -> None:
+        app = build_app(
+            serving.gateway,
+            serving.control,
+            control_token=self._spec.token if self._spec.purpose == "train" else None,
+            ready=serving.routable,
+            metrics=self._metrics.registry,
+            extra_routes=routes,
+        )
+        await serve_while(
+            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready())), serving.health.run(), serving.rejoin.run()
+        )
+
+    # --- What the launcher sees --------------------------------------------------------------------------------------
+
+    def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
+        self._state.begin_phase(phase, num_tasks=num_tasks)
+        self._launcher.tell(Progress(self._state.status()))
+
+    async def report(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group."""
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            self._launcher.tell(Progress(self._state.status()))
