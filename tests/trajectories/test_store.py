@@ -134,6 +134,23 @@ def test_i8_a_group_cannot_be_leased_twice(path: Path) -> None:
         store.take_back(1)
 
 
+def test_a_batch_that_leaves_once_more_is_the_same_lease(path: Path) -> None:
+    store = opened(path)
+    batch = Batch(1, 0, (finish(store, 0),))
+    store.lease(batch)
+    store.lease(batch)
+    assert keys(store.recover(0).waiting) == [key(0)]
+
+
+def test_i8_a_lease_number_given_again_does_not_touch_groups_that_are_final(path: Path) -> None:
+    store = opened(path)
+    store.lease(Batch(1, 0, (finish(store, 0),)))
+    assert store.recover(1).waiting == ()
+    store.lease(Batch(1, 1, (finish(store, 1),)))
+    assert keys(store.recover(1).waiting) == [key(1)]
+    assert store.token_fates() == {(Fate.TRAINED, None): 4, (Fate.WAITING, None): 4}
+
+
 def test_a_requeued_task_is_in_line_at_once(path: Path) -> None:
     store = opened(path)
     finish(store, 0)

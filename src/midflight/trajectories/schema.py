@@ -23,7 +23,7 @@ CREATE TABLE groups (
     state TEXT NOT NULL,            -- State
     reason TEXT,                    -- of a dropped one
     finished INTEGER,               -- order of finishing
-    lease INTEGER,                  -- of a leased or trained one
+    lease INTEGER,                  -- while a step on it is not final
     PRIMARY KEY (epoch, position, attempt)
 ) WITHOUT ROWID;
 CREATE INDEX groups_by_state ON groups (state, finished);

@@ -114,7 +114,12 @@ class Store:
     # --- Leases ---
 
     def lease(self, batch: Batch) -> None:
-        """A batch is about to leave for the trainer. Tokens the buffer trimmed from it for their age get that fate."""
+        """A batch is about to leave for the trainer, or leaves once more for one that asked again.
+
+        Tokens the buffer trimmed from it for their age get that fate.
+        """
+        if self._leases("lease = ? AND train_version = ?", batch.lease, batch.train_version):
+            return
         with self._db.transaction():
             self._db.execute("INSERT INTO leases VALUES (?, ?, 0)", batch.lease, batch.train_version)
             self._db.raise_number("lease", batch.lease)
@@ -292,7 +297,7 @@ class Store:
         """The step is final, also if its `done` was lost with this process: the checkpoint has it."""
         if self._leases("lease = ? AND done = 0", lease):
             self.done(lease)
-        self._db.execute("UPDATE groups SET state = ? WHERE lease = ?", State.TRAINED, lease)
+        self._db.execute("UPDATE groups SET state = ?, lease = NULL WHERE lease = ?", State.TRAINED, lease)
         self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
 
     def _end_lease(self, sql: str, lease: int) -> None:
