@@ -181,8 +181,10 @@ class ScriptedEngine:
         self._waiting.append(running)
         self._schedule()
         try:
-            while running.run.finish is None and not isinstance(running.ending, FinishReason):
+            finish = None
+            while finish is None:
                 chunk = await self._advance(running)
+                finish = chunk.finish
                 for sent in (chunk,) if self.mangle is None else self.mangle(chunk):
                     yield sent
         finally:
@@ -330,16 +332,17 @@ class ScriptedEngine:
         loop, version = asyncio.get_running_loop(), self._served.version
         tokens = running.run.peek(self._until_interruption(running), version)
         running.decoding = (loop.time(), len(tokens))
+        num_done = 0
         try:
             async with asyncio.timeout(len(tokens) * self.step_seconds):
                 await running.changed.wait()
-            tokens = tokens[: self._decoded(running)]
         except TimeoutError:
-            pass
+            num_done = len(tokens)
         finally:
+            num_done = num_done or self._decoded(running)
+            self._num_tokens += num_done  # also of a request that nobody reads any more: the count never falls
             running.decoding = None
-        kept = running.run.accept(tokens)
-        self._num_tokens += len(kept)
+        kept = running.run.accept(tokens[:num_done])
         return self._chunk(running, kept, running.run.finish, version)
 
     def _decoded(self, running: _Running) -> int:

@@ -1,0 +1,86 @@
+"""One engine, several who pause it: it resumes when the last of them lets go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from midflight.ports import Engine
+from midflight.types import Attestation, Capabilities, Chunk, EngineHealth, GenerateRequest, PauseMode, Version, WeightManifest
+
+
+class SharedPause:
+    """Who has paused an engine. The mode of the first stays in force until the last has resumed.
+
+    Without it an operator's `continue_generation` would set an engine going in the middle of a commit, and a commit's
+    resume would end an operator's pause.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._owners: set[str] = set()
+        self._paused = False
+        self._turn = asyncio.Lock()
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        return tuple(sorted(self._owners))
+
+    async def pause(self, owner: str, mode: PauseMode) -> None:
+        """Returns when the engine is paused for `owner` too. Waits for a pause or resume under way and for the engine."""
+        async with self._turn:
+            self._owners.add(owner)
+            if not self._paused:
+                await self.engine.pause(mode)
+                self._paused = True
+
+    async def resume(self, owner: str) -> None:
+        """Lets go; the engine resumes if nobody else holds on. Idempotent. Waits as `pause` does."""
+        async with self._turn:
+            self._owners.discard(owner)
+            if not self._owners:
+                self._paused = False
+                await self.engine.resume()
+
+    def abandon(self) -> None:
+        """The engine is in quarantine: every pause of it ends here (DECISIONS 18). Who readmits it sees to it that it runs."""
+        self._owners.clear()
+        self._paused = False
+
+
+class OwnedEngine:
+    """An engine as one owner sees it: `ports.Engine`, with pauses counted by owner."""
+
+    def __init__(self, shared: SharedPause, owner: str) -> None:
+        self._shared = shared
+        self._engine = shared.engine
+        self._owner = owner
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        return self._engine.generate(request)
+
+    async def abort(self, request_id: str | None) -> None:
+        await self._engine.abort(request_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._shared.pause(self._owner, mode)
+
+    async def resume(self) -> None:
+        await self._shared.resume(self._owner)
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        await self._engine.stage(manifest)
+
+    async def commit(self, version: Version) -> Attestation:
+        return await self._engine.commit(version)
+
+    async def health(self) -> EngineHealth:
+        return await self._engine.health()

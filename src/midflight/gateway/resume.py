@@ -1,0 +1,221 @@
+"""Generation that no interruption shows: aborts, pauses, dead engines and nonsense are resumed from the tokens so far (I5)."""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import Protocol, runtime_checkable
+
+from midflight.errors import EngineError, EngineUnavailable, NoEngine, RequestTimeout
+from midflight.gateway.deadline import Cut, Deadline, Expired
+from midflight.gateway.fleet import Fleet, Lease
+from midflight.gateway.splice import Splice
+from midflight.text import Tokenizer
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest
+
+_MAX_FRUITLESS = 16
+"""Attempts in a row without one new token. More than a fleet's usual deaths and aborts at once; each is on another engine or
+after a pause, so reaching it means that the request itself kills engines or that all of them are sick."""
+
+_CLOSE_SECONDS = 5.0
+"""For telling an engine that nobody reads its answer any more; a dead one must not delay the resume for longer."""
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+class Generation:
+    """An answer under way: an async iterator of chunks whose last one, and only that, carries `finish`.
+
+    Each wait is for an engine's next chunk or for an engine; it is ended by that, by the request's deadline, by the loss of
+    the engine (then the answer is resumed) or by the caller, whose `aclose` aborts the request.
+    """
+
+    def __init__(self, generator: Generator, request: GenerateRequest, *, affinity: str, may_abort: bool) -> None:
+        self.request = request
+        self.num_attempts = 0
+        self.finish: Finish | None = None
+        self._generator = generator
+        self._fleet = generator.fleet
+        self._affinity = affinity
+        self._may_abort = may_abort
+        self._cancelled = False
+        self._splice = Splice(request, tokenizer=generator.tokenizer)
+        self._ticket = self._fleet.ticket()
+        self._deadline = Deadline(generator.request_seconds)
+        self._num_fruitless = 0
+        self._trouble: BaseException | None = None
+        self._chunks = self._run()
+
+    @property
+    def num_overshoot(self) -> int:
+        """Tokens received past a stop string or past the budget and cut: dropped(overshoot)."""
+        return self._splice.num_overshoot
+
+    @property
+    def num_resumes(self) -> int:
+        return max(0, self.num_attempts - 1)
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        return await anext(self._chunks)
+
+    async def aclose(self) -> None:
+        """Ends the request on its engine. Idempotent."""
+        await self._chunks.aclose()
+
+    def cancel(self) -> None:
+        """Aborts it at the engine. It ends with `FinishReason.ABORT` if it may, else it is resumed."""
+        self._cancelled = self._may_abort
+        self._deadline.cut()
+
+    async def _run(self) -> AsyncGenerator[Chunk, None]:
+        """Attempts until the answer has ended. The last chunk is given when engine and registry have been left, so a caller
+        that reads no further leaves nothing behind."""
+        with self._generator.registered(self):
+            final = self._closing_chunk()
+            while final is None:
+                lease = await self._place()
+                if lease is not None:
+                    async with AsyncExitStack() as stack:
+                        stack.callback(self._fleet.leave, lease)
+                        num_before = self._splice.num_output
+                        stream = lease.engine.generate(self._attempt())
+                        stack.push_async_callback(_close, stream)
+                        while final is None and (chunk := await self._next(lease, stream)) is not None:
+                            if chunk.finish is not None:
+                                final = chunk
+                            elif chunk.token_ids:
+                                yield chunk
+                    self._count_fruitless(num_before)
+                final = final or self._closing_chunk()
+                self._raise_if_fruitless(final)
+        self.finish = final.finish
+        yield final
+
+    def _attempt(self) -> GenerateRequest:
+        self.num_attempts += 1
+        return self._splice.attempt(self._generator.attempt_id())
+
+    async def _place(self) -> Lease | None:
+        """Waits at the gate for a routable engine; `None` when the wait was cut. `NoEngine` when the deadline passes."""
+        try:
+            return await self._fleet.place(self._ticket, tokens=self._splice.load, affinity=self._affinity, deadline=self._deadline)
+        except Cut:
+            return None
+        except Expired:
+            raise NoEngine(
+                f"generating: no engine took the request in {self._deadline.seconds:g} s (holds excluded, {self._deadline.age:g} s with them): "
+                f"{self._fleet.describe()}. Restart an engine or raise gateway.request_seconds."
+            ) from self._trouble
+
+    async def _next(self, lease: Lease, stream: AsyncIterator[Chunk]) -> Chunk | None:
+        """Waits for the engine's next chunk; `None` when the attempt has ended without finishing the answer."""
+        if self._splice.interrupted:
+            return None
+        try:
+            chunk = await self._deadline.bound(lambda: anext(stream))
+            return self._splice.accept(chunk, vocab_size=lease.engine.capabilities.vocab_size)
+        except Cut:
+            self._trouble = lease.lost
+            return None
+        except Expired:
+            raise self._too_slow(lease) from None
+        except (EngineUnavailable, OSError) as error:
+            self._blame(lease, error)
+        except StopAsyncIteration:
+            self._blame(lease, EngineUnavailable("its stream ended without a finish. Check the engine and its adapter."))
+        return None
+
+    def _blame(self, lease: Lease, error: Exception) -> None:
+        self._trouble = error
+        self._fleet.quarantine(lease.engine.name, error, probation=True)
+
+    def _too_slow(self, lease: Lease) -> RequestTimeout:
+        return RequestTimeout(
+            f"generating on {lease.engine.name}: {self._splice.num_output} of {self.request.sampling.max_tokens} tokens after "
+            f"{self._deadline.seconds:g} s (holds excluded). Raise gateway.request_seconds or ask for fewer tokens."
+        )
+
+    def _count_fruitless(self, num_before: int) -> None:
+        self._num_fruitless = 0 if self._splice.num_output > num_before else self._num_fruitless + 1
+
+    def _raise_if_fruitless(self, final: Chunk | None) -> None:
+        if final is None and self._num_fruitless >= _MAX_FRUITLESS:
+            raise NoEngine(
+                f"generating: {self._num_fruitless} attempts in a row made no token, the last ended by {self._trouble or 'an abort'}: "
+                f"{self._fleet.describe()}. Look at the engines' logs; if this request kills them, do not send it again."
+            ) from self._trouble
+
+    def _closing_chunk(self) -> Chunk | None:
+        """The empty last chunk of an answer that ends here without an engine's word; `None` while it goes on."""
+        finish = Finish(FinishReason.ABORT) if self._cancelled else self._splice.end_at_seam()
+        if finish is None:
+            return None
+        version = self._fleet.served_version() if self._splice.version is None else self._splice.version
+        return Chunk((), (), version, version if self._splice.kv_version is None else self._splice.kv_version, finish)
+
+
+class Generator:
+    """Starts generations and finds those under way. Synchronous; bounded by the requests that the gateway admits."""
+
+    def __init__(self, fleet: Fleet, *, tokenizer: Tokenizer, request_seconds: float) -> None:
+        """`request_seconds`: deadline of one request, holds excluded."""
+        self.fleet = fleet
+        self.tokenizer = tokenizer
+        self.request_seconds = request_seconds
+        self._active: dict[Generation, None] = {}
+        self._prefix = secrets.token_hex(8)
+        self._attempts = itertools.count()
+
+    def generate(self, request: GenerateRequest, *, affinity: str, may_abort: bool = False) -> Generation:
+        """An answer, begun when it is first iterated; its place in the order of arrival is taken now (P1).
+
+        `affinity` names the session whose prefix the engines may hold (empty: none). `may_abort`: `cancel` ends it with
+        `FinishReason.ABORT`, as clients of native `/generate` expect; everybody else never sees an abort.
+        Raises `RequestRejected`, `NoEngine` and `RequestTimeout` from its iteration.
+        """
+        return Generation(self, request, affinity=affinity, may_abort=may_abort)
+
+    def cancel(self, request_id: str | None) -> int:
+        """Aborts one request (all: `None`) at its engine; says how many it found. See `generate` for what its caller sees."""
+        found = [g for g in self._active if request_id in (None, g.request.request_id)]
+        for generation in found:
+            generation.cancel()
+        return len(found)
+
+    def forget(self, affinity: str) -> None:
+        """The session is over: its engine is remembered no longer."""
+        self.fleet.forget(affinity)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def attempt_id(self) -> str:
+        """32 hex digits, never the same again: engines match ids by prefix, and an old attempt may still be dying."""
+        return f"{self._prefix}{next(self._attempts):016x}"
+
+    @contextmanager
+    def registered(self, generation: Generation) -> collections.abc.Generator[None, None, None]:
+        self._active[generation] = None
+        try:
+            yield
+        finally:
+            del self._active[generation]
+
+
+async def _close(stream: AsyncIterator[Chunk]) -> None:
+    """Tells the engine to stop. Waits for that, `_CLOSE_SECONDS` at most; an engine that cannot be told is no concern here."""
+    if isinstance(stream, _Closable):
+        with suppress(EngineError, OSError):  # a timeout is an OSError
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await stream.aclose()
