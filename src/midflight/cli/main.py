@@ -26,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as done:
         return done.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("midflight: interrupted\n")
         return INTERRUPTED
     except Exception as error:
         return _usage(error)

@@ -78,6 +78,7 @@ class Overlap:
     def finish(self, at: float) -> None:
         """Nothing after this counts."""
         self._end = at
+        self._sides = (self._sides[0].cut(at), self._sides[1].cut(at))
 
     def seconds(self, now: float) -> float:
         """Length of the time looked at, until `now` or the finish."""

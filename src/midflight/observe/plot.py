@@ -65,7 +65,7 @@ def _draw_reward(axes: Axes, history: History) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low), max(1.02, high))
     if sources:
-        axes.legend(frameon=False, loc="lower right", title="moving mean; ◆ held out", title_fontsize="small")
+        axes.legend(frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small")
 
 
 def _mark_heldout(axes: Axes, evaluations: Sequence[EvaluationLine], color: str) -> None:
@@ -82,7 +82,7 @@ def _draw_staleness(axes: Axes, steps: Sequence[StepLine]) -> None:
     axes.plot(x, [line.staleness_mean or 0.0 for line in aged], color=COLORS[0], linewidth=1.6, label="mean")
     _style(axes, "staleness (versions)")
     axes.set_xlabel("step")
-    axes.set_ylim(0, max([1, *(line.staleness_max or 0 for line in aged)]) * 1.15)
+    axes.set_ylim(0, max([1, *(line.staleness_max or 0 for line in aged)]) * 1.35)
     if aged:
         axes.legend(frameon=False, loc="upper right", ncols=2, fontsize="small")
 

@@ -1,0 +1,193 @@
+"""The command line: what it calls, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from midflight.cli import main
+from midflight.config import Config
+from midflight.errors import ModelNotFound, RunFailed
+
+DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
+
+
+class Launch:
+    """Stands for `midflight.run.launch`: remembers the calls, and fails if asked to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
+        self.error: BaseException | None = None
+
+    def _call(self, name: str, *args: object, **kwargs: object) -> int:
+        self.calls.append((name, args, kwargs))
+        if self.error is not None:
+            raise self.error
+        return 0
+
+    @property
+    def config(self) -> Config:
+        config = self.calls[-1][1][0]
+        assert isinstance(config, Config)
+        return config
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    made = Launch()
+    module = ModuleType("midflight.run.launch")
+    for name in ("train", "serve", "engine", "evaluate", "new_model"):
+        setattr(module, name, lambda *a, _name=name, **k: made._call(_name, *a, **k))
+    import midflight.run
+
+    monkeypatch.setitem(sys.modules, "midflight.run.launch", module)
+    monkeypatch.setattr(midflight.run, "launch", module, raising=False)
+    return made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    sizes = {"vocab_size": 262, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    return tmp_path / "model"
+
+
+def test_train_hands_over_the_configuration_with_overrides_and_folder(launch: Launch) -> None:
+    assert main(["train", DEMO, "--set", "run.steps=3", "--set", "rollout.max_staleness=2", "--folder", "elsewhere", "--resume"]) == 0
+    name, _, kwargs = launch.calls[0]
+    assert (name, kwargs) == ("train", {"resume": True})
+    assert (launch.config.run.steps, launch.config.rollout.max_staleness, launch.config.run.folder) == (3, 2, Path("elsewhere"))
+
+
+def test_a_dry_run_starts_nothing_and_prints_what_follows(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DEMO, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert launch.calls == []
+    for words in (
+        "worst-case staleness",
+        "4 versions",
+        "effective loss",
+        "min(ρ, 2)",
+        "placement",
+        "launcher",
+        "memory, estimated",
+        "total",
+        "binds",
+    ):
+        assert words in printed, words
+
+
+def test_serve_takes_the_context_of_the_model_and_the_options_given(launch: Launch, model: Path) -> None:
+    assert main(["serve", "--model", str(model), "--engines", "2", "--port", "9000", "--max-running", "4", "--name", "x"]) == 0
+    c = launch.config
+    assert (c.model.path, c.model.max_context, c.model.name) == (model, 128, "x")
+    assert (c.engine.count, c.engine.max_running, c.gateway.port, c.gateway.host) == (2, 4, 9000, "127.0.0.1")
+
+
+def test_an_override_has_the_last_word_over_an_option(launch: Launch, model: Path) -> None:
+    main(["serve", "--model", str(model), "--engines", "2", "--set", "engine.count=3"])
+    assert launch.config.engine.count == 3
+
+
+def test_engine_gets_its_address(launch: Launch, model: Path) -> None:
+    assert main(["engine", "--model", str(model), "--port", "9001"]) == 0
+    assert launch.calls[0][2] == {"host": "127.0.0.1", "port": 9001}
+
+
+def test_evaluate_gets_the_configuration_and_the_model(launch: Launch, model: Path) -> None:
+    assert main(["evaluate", str(model), "--config", DEMO]) == 0
+    assert launch.calls[0][1][1] == model
+
+
+def test_new_model_refuses_a_folder_that_holds_something(launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-model", str(tmp_path / "new"), "--set", "model.hidden_size=64"]) == 0
+    assert launch.calls[0][1][1] == tmp_path / "new" and launch.config.model.hidden_size == 64
+    (tmp_path / "file").write_text("x")
+    assert main(["new-model", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_wrong_configuration_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DEMO, "--set", "rollout.grop_size=3"]) == 2
+    error = capsys.readouterr().err
+    assert error == "midflight: --set rollout.grop_size: unknown key 'rollout.grop_size' (value 3). Did you mean 'rollout.group_size'?\n"
+
+
+def test_a_missing_model_folder_is_said_before_anything_starts(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DEMO, "--set", "model.path=nowhere"]) == 2
+    assert launch.calls == [] and "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (RunFailed("the trainer died"), 1, "midflight: the trainer died\n"),
+        (ModelNotFound("no model at x"), 2, "midflight: no model at x\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_an_error_of_a_run_is_one_line_and_its_status(
+    launch: Launch, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, words: str
+) -> None:
+    launch.error = error
+    assert main(["train", DEMO]) == status
+    assert capsys.readouterr().err == words
+
+
+def test_debug_shows_the_traceback(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    launch.error = RunFailed("the trainer died")
+    assert main(["train", DEMO, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_nobody_meant_keeps_its_traceback(launch: Launch) -> None:
+    launch.error = ZeroDivisionError("ours")
+    with pytest.raises(ZeroDivisionError):
+        main(["train", DEMO])
+
+
+def test_the_status_of_a_command_is_the_exit_status(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["midflight.run.launch"], "train", lambda config, resume: 7)
+    assert main(["train", DEMO]) == 7
+
+
+@pytest.mark.parametrize("arguments", [["trai"], ["serve"], ["train", DEMO, "--steps", "3"]])
+def test_wrong_usage_is_status_2_with_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert "Usage" in capsys.readouterr().err
+
+
+def test_help_and_version_end_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert main(["--version"]) == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("train", "serve", "engine", "evaluate", "new-model"))
+
+
+def run_and_list_modules(*arguments: str) -> SimpleNamespace:
+    code = (
+        "import sys; from midflight.cli import main; status = main(sys.argv[1:]); sys.stderr.write(','.join(sys.modules)); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return SimpleNamespace(modules=set(done.stderr.split(",")), out=done.stdout)
+
+
+def test_help_imports_neither_the_configuration_nor_torch() -> None:
+    found = run_and_list_modules("--help").modules
+    assert not found & {"torch", "numpy", "pydantic", "transformers", "midflight.config"}
+
+
+def test_a_dry_run_does_not_import_torch() -> None:
+    found = run_and_list_modules("train", DEMO, "--dry-run").modules
+    assert not found & {"torch", "transformers"} and "midflight.config" in found
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "midflight", "train", "no-such.toml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("midflight: there is no config file no-such.toml.")

@@ -1,0 +1,66 @@
+"""Options that contradict each other, and options that surprise."""
+
+from __future__ import annotations
+
+import pytest
+
+from midflight.config import load_config
+from midflight.config.checks import notes
+from midflight.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.buffer_groups=15"], "rollout.buffer_groups (15) is less than the 16 groups of one step"),
+        (["rollout.max_in_flight=7"], "rollout.max_in_flight (7) is less than rollout.group_size (8)"),
+        (["rollout.min_group_size=9"], "rollout.min_group_size (9) is more than rollout.group_size (8)"),
+        (["model.num_heads=3"], "model.num_heads (3) must divide model.hidden_size (128)"),
+        (["model.num_heads=128", "model.num_kv_heads=2"], "must be even"),
+        (["model.num_kv_heads=3"], "model.num_kv_heads (3) must divide model.num_heads (4)"),
+        (["environment.max_tokens=256"], "environment.max_tokens (256) must be less than model.max_context (256)"),
+        (["trainer.loss=bypass", "trainer.tis_cap=2.0"], "would count the ratio to the behaviour policy twice"),
+        (["trainer.tis_cap=none"], "would correct nothing"),
+        (["trainer.overlong_buffer=17"], "trainer.overlong_buffer (17)"),
+        (["engine.device=gpu"], "engine.device must be 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+        (["environment.entry=answer"], "environment.entry must be 'module:function', got 'answer'"),
+        (["environment.sources=[]"], "environment.sources is empty"),
+        (["gateway.port=70000"], "gateway.port must be <= 65535, got 70000"),
+    ],
+)
+def test_a_contradiction_is_refused_with_both_values(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=r".") as caught:
+        load_config(None, overrides)
+    assert expected in str(caught.value)
+
+
+def test_the_values_at_the_edge_are_allowed() -> None:
+    load_config(None, ["rollout.buffer_groups=16", "rollout.max_in_flight=8", "rollout.min_group_size=8", "environment.max_tokens=255"])
+
+
+def test_bypass_without_a_cap_of_ones_own_has_none() -> None:
+    assert load_config(None, ["trainer.loss=bypass"]).trainer.tis_cap is None
+    assert load_config(None).trainer.tis_cap == 2.0
+
+
+def test_a_model_folder_brings_its_own_heads() -> None:
+    load_config(None, ["model.path=some/folder", "model.num_heads=3"])
+
+
+def test_the_synchronous_loop_is_announced() -> None:
+    assert any("synchronous loop" in note for note in notes(load_config(None, ["rollout.max_staleness=0"])))
+    assert not any("synchronous loop" in note for note in notes(load_config(None)))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.group_size=1", "every advantage is 0"),
+        ("rollout.stale_policy=mask", "biased"),
+        ("rollout.stale_policy=drop", "shortens"),
+        ("rollout.max_in_flight=64", "a step waits for several waves"),
+        ("rollout.max_in_flight=65", "64 engine slots"),
+    ],
+)
+def test_a_surprise_gets_a_note(override: str, expected: str) -> None:
+    assert any(expected in note for note in notes(load_config(None, [override])))

@@ -1,0 +1,113 @@
+"""What follows from the numbers, worked out here for B = 16, n = 8, S = 4 unless said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from midflight.config import derived, load_config
+from midflight.config.memory import memory_estimate, model_sizes, total_bytes
+from midflight.config.objective import effective_loss
+from midflight.config.placement import computing_threads, core_note, placement
+from midflight.errors import ModelNotFound
+
+
+def knob(name: str, *overrides: str) -> derived.Knob:
+    return next(k for k in derived.knobs(load_config(None, overrides)) if k.name.endswith(name))
+
+
+def test_the_defaults_follow_from_batch_and_bound() -> None:
+    rollout = load_config(None).rollout
+    assert derived.in_flight(rollout) == 5 * 16 * 8
+    assert derived.buffer_groups(rollout) == 5 * 16
+    assert derived.min_group_size(rollout) == 4
+    assert derived.min_group_size(load_config(None, ["rollout.group_size=5"]).rollout) == 3
+
+
+def test_what_is_set_wins_over_what_follows() -> None:
+    rollout = load_config(None, ["rollout.max_in_flight=100", "rollout.buffer_groups=20", "rollout.min_group_size=2"]).rollout
+    assert (derived.in_flight(rollout), derived.buffer_groups(rollout), derived.min_group_size(rollout)) == (100, 20, 2)
+
+
+def test_admission_grows_by_one_batch_with_every_served_version() -> None:
+    rollout = load_config(None).rollout
+    assert [derived.admission_limit(rollout, served) for served in (0, 1, 7)] == [80, 96, 192]
+    synchronous = load_config(None, ["rollout.max_staleness=0"]).rollout
+    assert derived.admission_limit(synchronous, 0) == 16
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop", "mask", "requeue"])
+def test_i2_every_policy_has_the_bound_as_its_worst_case_and_a_price_of_its_own(policy: str) -> None:
+    stale = derived.worst_staleness(load_config(None, [f"rollout.stale_policy={policy}"]).rollout)
+    others = {
+        derived.worst_staleness(load_config(None, [f"rollout.stale_policy={p}"]).rollout).price for p in ("wait", "drop") if p != policy
+    }
+    assert stale.worst == 4
+    assert stale.price not in others
+
+
+def test_the_tighter_of_two_knobs_binds_and_a_tie_binds_both() -> None:
+    assert knob("max_in_flight", "rollout.max_in_flight=256").binds
+    assert not knob("max_staleness", "rollout.max_in_flight=256").binds
+    assert knob("max_staleness", "rollout.max_in_flight=1000").binds
+    assert not knob("max_in_flight", "rollout.max_in_flight=1000").binds
+    assert knob("max_in_flight").binds and knob("max_staleness").binds
+
+
+def test_a_buffer_smaller_than_what_admission_lets_in_binds() -> None:
+    assert knob("buffer_groups", "rollout.buffer_groups=79").binds
+    assert not knob("buffer_groups", "rollout.buffer_groups=80").binds
+
+
+def test_there_are_six_knobs() -> None:
+    assert len(derived.knobs(load_config(None))) == 6
+
+
+def test_memory_of_a_made_model_is_what_its_sizes_say() -> None:
+    config = load_config(
+        None, ["model.hidden_size=8", "model.intermediate_size=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1"]
+    )
+    sizes = model_sizes(config.model)
+    embedding, attention, feed_forward, norms = 262 * 8, 2 * 8 * 4 * (2 + 1), 3 * 8 * 16, 2 * 8 + 2 * 4
+    assert sizes.num_parameters == embedding + attention + feed_forward + norms + 8
+    items = {(item.where, item.what.split(":")[0].split(",")[0]): item.num_bytes for item in memory_estimate(config, sizes)}
+    assert items["trainer", "weights"] == 4 * 4 * sizes.num_parameters
+    # 64 slots of 256 tokens, keys and values of one head of 4 numbers of 4 bytes
+    assert items["engines", "keys and values"] == 64 * 256 * 2 * 4 * 4
+
+
+def test_memory_grows_with_slots_and_engines() -> None:
+    def total(*overrides: str) -> int:
+        config = load_config(None, overrides)
+        return total_bytes(memory_estimate(config, model_sizes(config.model)))
+
+    assert total() < total("engine.max_running=128") < total("engine.max_running=128", "engine.count=2")
+
+
+def test_a_missing_model_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        model_sizes(load_config(None, [f"model.path={tmp_path}/nowhere"]).model)
+
+
+def test_placement_counts_processes_and_warns_when_threads_exceed_cores() -> None:
+    config = load_config(None, ["engine.count=2", "engine.threads=2", "trainer.threads=3"])
+    assert {p.process: p.count for p in placement(config)} == {"launcher": 1, "rollout": 1, "engine": 2, "trainer": 1}
+    assert computing_threads(config) == 2 * 2 + 3
+    assert core_note(config, 7) is None
+    assert "7 threads on 6 cores" in (core_note(config, 6) or "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "-sg[min(ρ, 2)] r A"),
+        (["trainer.updates_per_step=2"], "-sg[min(ρ, 2)] min(r A, clip(r, 0.8, 1.28) A)"),
+        (["trainer.loss=bypass"], "-min(R A, clip(R, 0.8, 1.28) A)"),
+        (["trainer.advantage=dr_grpo"], "A = reward - mean of group"),
+        (["trainer.reduction=constant"], "/ (rollouts * 16)"),
+        (["trainer.overlong_buffer=4"], "(length - 12) / 4 beyond 12 tokens"),
+    ],
+)
+def test_the_loss_is_printed_as_what_it_is(overrides: list[str], expected: str) -> None:
+    assert expected in "\n".join(effective_loss(load_config(None, overrides)))

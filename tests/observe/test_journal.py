@@ -1,0 +1,180 @@
+"""metrics.jsonl: complete lines, no false zeros, no step twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.observe.facts import Clock, batch, commit, decode, rollout, step
+
+from midflight.errors import ConfigError
+from midflight.observe.journal import EvaluationLine, Journal, StepLine, read_journal
+from midflight.observe.observers import Fanout
+from midflight.observe.progress import EVALUATION_ATTEMPT, RunState
+from midflight.types import GroupKey, Reason, RolloutKey
+
+
+def opened(path: Path, **options: Any) -> tuple[Fanout, RunState, Journal]:
+    state = RunState(steps=10, clock=Clock())
+    journal = Journal(path, state, **options)
+    return Fanout([state, journal]), state, journal
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_one_complete_line_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    run, _, _ = opened(path)
+    batch(run, 0, {0: 30, 2: 10})
+    rollout(run, 1.0)
+    rollout(run, 0.0)
+    rollout(run, 0.25, source="chain_sum")
+    rollout(run, None)
+    run.waited(who="trainer", for_whom="engines", seconds=0.5)
+    run.group_dropped(key=GroupKey(0, 0), reason=Reason.STALE, num_tokens=3)
+    commit(run, 0, pause_seconds=0.002)
+    commit(run, 0, engine="engine1", pause_seconds=0.003)
+    step(run, 1, started=1000.0, ended=1000.5, num_tokens=40, loss=0.125)
+    (line,) = lines(path)
+    assert (line["kind"], line["step"], line["version"], line["step_seconds"], line["tokens"]) == ("step", 1, 1, 0.5, 40)
+    assert (line["groups"], line["staleness"], line["staleness_mean"], line["staleness_max"]) == (16, {"0": 30, "2": 10}, 0.5, 2)
+    assert (line["rollouts"], line["reward"]) == (4, pytest.approx(1.25 / 3))
+    assert line["reward_by_source"] == {"spell_backward": 0.5, "chain_sum": 0.25}
+    assert (line["waits"], line["dropped"]) == ({"trainer for engines": 0.5}, {"stale": 1})
+    assert (line["pause_seconds"], line["stage_seconds"], line["trainer"]) == (0.003, 0.1, {"loss": 0.125})
+    assert line["totals"]["rollouts"] == 4 and line["totals"]["max_token_staleness"] == 2
+
+
+def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, _, _ = opened(path)
+    step(run, 1)
+    (line,) = lines(path)
+    absent = {"reward", "reward_by_source", "groups", "staleness", "staleness_mean", "staleness_max", "waits", "pause_seconds", "trainer"}
+    assert not absent & line.keys()
+
+
+def test_a_true_zero_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, _, _ = opened(path)
+    rollout(run, 0.0)
+    batch(run, 0, {0: 7})
+    step(run, 1)
+    (line,) = lines(path)
+    assert (line["reward"], line["staleness_mean"], line["staleness_max"]) == (0.0, 0.0, 0)
+
+
+def test_a_line_speaks_of_what_happened_since_the_line_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, _, _ = opened(path)
+    rollout(run, 1.0)
+    step(run, 1)
+    rollout(run, 0.0)
+    rollout(run, 1.0, key=RolloutKey(GroupKey(0, 0, EVALUATION_ATTEMPT), 0))
+    step(run, 2)
+    assert [(line["rollouts"], line["reward"]) for line in lines(path)] == [(1, 1.0), (1, 0.0)]
+
+
+def test_a_batch_that_was_prefetched_belongs_to_its_own_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, _, _ = opened(path)
+    batch(run, 0, {0: 1})
+    batch(run, 1, {1: 1})
+    step(run, 1)
+    batch(run, 2, {2: 1})
+    step(run, 2)
+    step(run, 3)
+    assert [line["staleness_max"] for line in lines(path)] == [0, 1, 2]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, _, _ = opened(path)
+    step(run, 1, loss=math.nan, grad_norm=math.inf)
+    assert lines(path)[0]["trainer"] == {"loss": None, "grad_norm": None}
+    assert read_journal(path).steps[0].trainer == {"loss": None, "grad_norm": None}
+
+
+def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, _, _ = opened(path)
+    run.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5)
+    run.evaluated(version=0, source="b", num_tasks=40, mean_reward=0.25)
+    assert [(line["kind"], line["source"], line["mean_reward"]) for line in lines(path)] == [
+        ("evaluation", "a", 0.5),
+        ("evaluation", "b", 0.25),
+    ]
+
+
+def write_three_steps(path: Path) -> None:
+    run, _, journal = opened(path)
+    run.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5)
+    for version in (1, 2, 3):
+        rollout(run, 1.0, num_versions=2)
+        decode(run, 1000.0, 1000.1, num_tokens=7)
+        step(run, version, num_tokens=100)
+    journal.close()
+
+
+def test_a_resumed_run_keeps_the_steps_that_survived_and_writes_none_twice(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_three_steps(path)
+    run, state, _ = opened(path, resume_at=2)
+    read_journal(path).restore(state)
+    run.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.9)
+    step(run, 2)
+    for version in (4, 5):
+        step(run, version)
+    found = read_journal(path)
+    assert [line.version for line in found.steps] == [1, 2, 4, 5]
+    assert [line.mean_reward for line in found.evaluations] == [0.5]
+
+
+def test_a_restored_state_goes_on_from_the_counts_that_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_three_steps(path)
+    run, state, _ = opened(path, resume_at=2)
+    read_journal(path).restore(state)
+    step(run, 4, num_tokens=50)
+    assert (state.totals.trained_tokens, state.totals.rollouts_spanning_versions, state.totals.generated_tokens) == (250, 2, 14)
+    assert read_journal(path).steps[-1].step == 3
+    assert state.status().sources[0].heldout_before == 0.5
+
+
+def test_a_new_run_starts_the_file_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_three_steps(path)
+    opened(path)
+    assert path.read_text() == ""
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_three_steps(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [line.version for line in read_journal(path).steps] == [1, 2]
+    run, _, _ = opened(path, resume_at=9)
+    step(run, 3)
+    assert [line.version for line in read_journal(path).steps] == [1, 2, 3]
+
+
+def test_a_foreign_line_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "recipe"}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: not a line of this journal"):
+        read_journal(path)
+
+
+def test_a_missing_journal_is_empty(tmp_path: Path) -> None:
+    assert read_journal(tmp_path / "none").steps == ()
+
+
+def test_every_key_is_defined_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    keys = {*StepLine.__struct_fields__, *EvaluationLine.__struct_fields__}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []

@@ -1,0 +1,59 @@
+"""Memory of a process tree, on a made /proc and on the real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from midflight.observe.memory import PeakMemory, descendants, process_bytes
+
+
+def process(proc: Path, pid: int, parent: int, *, pss: int | None = None, rss: int | None = None, name: str = "python") -> None:
+    folder = proc / str(pid)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stat").write_text(f"{pid} ({name}) S {parent} 0 0")
+    if pss is not None:
+        (folder / "smaps_rollup").write_text(f"Rss:  {2 * pss} kB\nPss:  {pss} kB\nPss_Dirty: 1 kB\n")
+    if rss is not None:
+        (folder / "status").write_text(f"Name: x\nVmRSS:\t{rss} kB\n")
+
+
+def test_the_tree_is_found_whatever_the_names_of_its_processes(tmp_path: Path) -> None:
+    process(tmp_path, 1, 0)
+    process(tmp_path, 10, 1)
+    process(tmp_path, 11, 10, name="a) R 1 (b")
+    process(tmp_path, 12, 11)
+    process(tmp_path, 20, 1)
+    (tmp_path / "meminfo").write_text("")
+    assert sorted(descendants(10, proc=tmp_path)) == [10, 11, 12]
+
+
+def test_the_sum_is_of_proportional_sizes_and_the_peak_is_kept(tmp_path: Path) -> None:
+    process(tmp_path, 10, 1, pss=1024, rss=9999)
+    process(tmp_path, 11, 10, pss=2048)
+    memory = PeakMemory(10, proc=tmp_path)
+    assert memory.sample() == 3.0
+    process(tmp_path, 11, 10, pss=512)
+    assert memory.sample() == 1.5
+    assert memory.peak_mb == 3.0
+
+
+def test_resident_size_stands_in_where_the_kernel_gives_no_proportional_one(tmp_path: Path) -> None:
+    process(tmp_path, 10, 1, rss=100)
+    assert process_bytes(10, proc=tmp_path) == 100 * 1024
+    assert process_bytes(99, proc=tmp_path) == 0
+
+
+def test_a_real_child_is_counted() -> None:
+    code = "data = bytearray(b'x') * 50_000_000; print(flush=True); input()"
+    memory = PeakMemory(os.getpid())
+    before = memory.sample()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        during = memory.sample()
+        child.communicate(b"\n")
+    assert during - before > 40
+    assert memory.peak_mb == max(before, during)

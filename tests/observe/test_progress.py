@@ -1,0 +1,173 @@
+"""Facts added up."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.observe.facts import Clock, batch, commit, decode, rollout, step
+
+from midflight.environments import evaluation
+from midflight.observe import progress
+from midflight.observe.progress import RunState
+from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus
+from midflight.observe.verdict import judge
+from midflight.observe.window import Mean, Rate
+from midflight.types import GroupKey, Reason, RolloutKey
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def state(clock: Clock) -> RunState:
+    return RunState(name="demo", steps=10, clock=clock)
+
+
+def test_before_the_first_fact_nothing_is_known_and_nothing_is_zero_that_is_not(state: RunState) -> None:
+    status = state.status()
+    assert (status.reward, status.eta_seconds, status.overlap_share, status.bound) == (None, None, None, Bound.UNKNOWN)
+
+
+def test_rewards_are_means_per_source_and_a_lost_rollout_is_no_zero(state: RunState) -> None:
+    for reward in (1.0, 0.0, None):
+        rollout(state, reward)
+    rollout(state, 0.25, source="chain_sum")
+    by_name = {source.name: source for source in state.status().sources}
+    assert by_name["spell_backward"].reward == 0.5 and by_name["chain_sum"].reward == 0.25
+    assert state.status().reward == pytest.approx(1.25 / 3)
+    assert (state.totals.rollouts, state.totals.failed_rollouts) == (4, 1)
+
+
+def test_rollouts_spanning_versions_are_those_with_more_than_one(state: RunState) -> None:
+    for num_versions in (0, 1, 2, 5):
+        rollout(state, 1.0, num_versions=num_versions)
+    assert state.totals.rollouts_spanning_versions == 2
+
+
+def test_evaluation_rollouts_count_as_evaluation_only(state: RunState) -> None:
+    assert progress.EVALUATION_ATTEMPT == evaluation.EVALUATION_ATTEMPT
+    state.begin_phase(Phase.EVALUATION, num_tasks=20)
+    rollout(state, 1.0, key=RolloutKey(GroupKey(0, 1, progress.EVALUATION_ATTEMPT), 0), num_versions=2)
+    status = state.status()
+    assert (status.evaluated, status.to_evaluate) == (1, 20)
+    assert status.totals == Totals() and status.reward is None
+
+
+def test_an_update_is_a_version_that_goes_live_not_a_commit_of_an_engine(state: RunState) -> None:
+    for version in (0, 1, 2):
+        commit(state, version)
+        commit(state, version, engine="engine1")
+    assert state.totals.weight_updates == 2
+
+
+def test_the_oldest_trained_token_is_remembered_and_empty_ages_do_not_count(state: RunState) -> None:
+    batch(state, 5, {0: 10, 3: 1})
+    batch(state, 6, {0: 10, 1: 4, 9: 0})
+    assert state.totals.max_token_staleness == 3
+    assert state.staleness() == {0: 20, 1: 4, 3: 1, 9: 0}
+
+
+def test_overlap_is_the_time_both_computed_over_the_time_of_training(state: RunState, clock: Clock) -> None:
+    decode(state, 990.0, 1000.0)
+    state.begin_phase(Phase.TRAINING)
+    decode(state, 1000.0, 1006.0)
+    decode(state, 1004.0, 1007.0, engine="engine1")
+    step(state, 1, started=1005.0, ended=1009.0)
+    clock.now = 1010.0
+    state.begin_phase(Phase.EVALUATION)
+    clock.now = 1099.0
+    status = state.status()
+    assert (status.engine_busy, status.trainer_busy, status.overlap_share) == pytest.approx((0.7, 0.4, 0.2))
+
+
+def test_waits_are_shares_of_the_training_phase_longest_first(state: RunState, clock: Clock) -> None:
+    state.waited(who="admission", for_whom="start", seconds=99.0)
+    state.begin_phase(Phase.TRAINING)
+    state.waited(who="admission", for_whom="trainer", seconds=1.0)
+    state.waited(who="trainer", for_whom="engines", seconds=2.0)
+    state.waited(who="trainer", for_whom="engines", seconds=1.0)
+    clock.now = 1010.0
+    assert [(w.who, w.for_whom, w.seconds, w.share) for w in state.status().waits] == [
+        ("trainer", "engines", 3.0, 0.3),
+        ("admission", "trainer", 1.0, 0.1),
+    ]
+
+
+def test_the_eta_is_the_steps_left_times_the_recent_time_per_step(state: RunState, clock: Clock) -> None:
+    state.begin_phase(Phase.TRAINING)
+    for number in (1, 2, 3):
+        clock.now = 1000.0 + 2 * number
+        step(state, number, started=clock.now - 1, ended=clock.now)
+    assert state.status().eta_seconds == pytest.approx(7 * 2.0)
+    clock.now += 0.5
+    assert state.status().eta_seconds == pytest.approx(13.5)
+
+
+def test_speed_is_of_the_recent_past_and_falls_to_zero(state: RunState, clock: Clock) -> None:
+    clock.now = 1100.0
+    decode(state, 1090.0, 1090.0, num_tokens=0)
+    decode(state, 1099.0, 1100.0, num_tokens=500)
+    step(state, 1, started=1099.0, ended=1100.0, num_tokens=100)
+    assert state.status().generation_rate == pytest.approx(50.0)
+    clock.now = 1200.0
+    assert (state.status().generation_rate, state.status().num_running) == (0.0, 0)
+
+
+def test_heldout_scores_are_the_first_and_the_last(state: RunState) -> None:
+    state.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5)
+    assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_last) == (0.5, None)
+    state.evaluated(version=5, source="a", num_tasks=256, mean_reward=0.7)
+    state.evaluated(version=9, source="a", num_tasks=256, mean_reward=0.9)
+    assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_last) == (0.5, 0.9)
+
+
+def test_engines_in_quarantine_and_dropped_groups_are_shown(state: RunState) -> None:
+    state.engine_quarantined(engine="engine0", error="x")
+    state.engine_quarantined(engine="engine1", error="x")
+    state.engine_rejoined(engine="engine0", version=3)
+    state.group_dropped(key=GroupKey(0, 0), reason=Reason.STALE, num_tokens=3)
+    state.request_failed(session_id="s", status=500, error="x")
+    status = state.status()
+    assert (status.quarantined, status.dropped, status.totals.failed_requests) == (("engine1",), {"stale": 1}, 1)
+
+
+def test_a_status_survives_the_trip_to_the_launcher(state: RunState, clock: Clock) -> None:
+    state.begin_phase(Phase.TRAINING)
+    state.warm_start_stepped(WarmStartStatus(3, 100, loss=1.5))
+    rollout(state, 1.0)
+    batch(state, 0, {0: 3, 1: 4})
+    decode(state, 1000.0, 1001.0)
+    step(state, 1)
+    state.waited(who="trainer", for_whom="engines", seconds=0.5)
+    clock.now = 1002.0
+    status = state.status()
+    assert msgspec.json.decode(msgspec.json.encode(status), type=Status) == status
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=Status) == status
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "expected"),
+    [(0.9, 0.5, Bound.GENERATION), (0.5, 0.9, Bound.TRAINER), (0.9, 0.85, Bound.BALANCED), (None, None, Bound.UNKNOWN)],
+)
+def test_the_side_with_less_idle_time_bounds_the_run(engine: float | None, trainer: float | None, expected: Bound) -> None:
+    bound, advice = judge(engine_busy=engine, trainer_busy=trainer)
+    assert bound is expected
+    assert ("50%" in advice) == (expected in (Bound.GENERATION, Bound.TRAINER))
+
+
+def test_a_rate_forgets_what_left_its_window() -> None:
+    rate = Rate(10.0)
+    rate.add(0.0, 100)
+    rate.add(5.0, 50)
+    assert rate.per_second(10.0) == 15.0
+    assert rate.per_second(12.0) == 5.0
+
+
+def test_a_mean_of_nothing_is_unknown() -> None:
+    mean = Mean(2)
+    assert mean.value() is None
+    for number in (1.0, 2.0, 4.0):
+        mean.add(number)
+    assert mean.value() == 3.0

@@ -1,0 +1,65 @@
+"""summary.json and the table that ends a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from rich.console import Console
+
+from midflight.observe.status import Bound, SourceStatus, Status, Totals, Wait
+from midflight.observe.summary import Summary, summarise, summary_table, write_summary
+
+STATUS = Status(
+    name="demo",
+    step=300,
+    version=300,
+    sources=(SourceStatus("spell_backward", 0.91, 30_000, 256, 0.5, 0.94), SourceStatus("chain_sum", 0.4, 5000, 40, 0.2, None)),
+    totals=Totals(900_000, 400_000, 35_000, 3, 12_000, 0, 300, 4),
+    overlap_share=0.87,
+    engine_busy=0.95,
+    trainer_busy=0.9,
+    bound=Bound.BALANCED,
+    waits=(Wait("trainer", "engines", 4.5, 0.03),),
+)
+SUMMARY = summarise(STATUS, primary="spell_backward", seconds=200.0004, peak_memory_mb=1234.56)
+
+
+def test_the_summary_holds_every_number_by_which_a_run_is_judged(tmp_path: Path) -> None:
+    write_summary(SUMMARY, tmp_path / "run" / "summary.json")
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    expected = {
+        "heldout_before": 0.5,
+        "heldout_after": 0.94,
+        "seconds": 200.0,
+        "peak_memory_mb": 1234.6,
+        "weight_updates": 300,
+        "rollouts_spanning_versions": 12_000,
+        "failed_requests": 0,
+        "trained_tokens": 400_000,
+        "max_token_staleness": 4,
+        "overlap_share": 0.87,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert found["sources"]["chain_sum"] == {"heldout_before": 0.2, "heldout_after": None, "num_heldout": 40, "reward": 0.4}
+    assert found["waits"] == {"trainer for engines": 4.5}
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
+
+
+def test_without_an_evaluation_the_scores_are_null_not_zero() -> None:
+    summary = summarise(Status(), primary="spell_backward", seconds=1.0, peak_memory_mb=1.0)
+    assert (summary.heldout_before, summary.heldout_after, summary.overlap_share) == (None, None, None)
+
+
+def test_the_table_shows_scores_and_counts() -> None:
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(summary_table(SUMMARY))
+    text = console.export_text()
+    for words in ("300 steps in 3 min 20 s", "0.500 → 0.940", "0.200 → –", "12,000 of 35,000", "4 versions", "87%", "1,235 MB"):
+        assert words in text, words
+
+
+def test_every_key_is_defined_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("## `summary.json`")[2]
+    assert [field.name for field in fields(Summary) if f"`{field.name}`" not in page] == []

@@ -1,0 +1,105 @@
+"""The live view on a recorded console, and the plain lines of a log."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+from tests.observe.facts import Clock
+
+from midflight.observe.panel import panel, plain_line
+from midflight.observe.status import Bound, Phase, SourceStatus, Status, Totals, Wait, WarmStartStatus
+from midflight.observe.terminal import PLAIN_SECONDS, Terminal
+
+TRAINING = Status(
+    phase=Phase.TRAINING,
+    name="demo",
+    step=120,
+    steps=300,
+    version=120,
+    seconds=75.0,
+    eta_seconds=90.0,
+    reward=0.71,
+    sources=(SourceStatus("spell_backward", 0.75, 9000, 256, 0.5, 0.8), SourceStatus("chain_sum", None)),
+    staleness={0: 100, 1: 300, 2: 50},
+    totals=Totals(500_000, 200_000, 9100, 0, 3000, 0, 120, 3),
+    generation_rate=9120.4,
+    training_rate=4040.0,
+    num_running=128,
+    waits=(Wait("trainer", "engines", 6.0, 0.08),),
+    engine_busy=0.97,
+    trainer_busy=0.9,
+    overlap_share=0.88,
+    bound=Bound.BALANCED,
+)
+
+
+def drawn(status: Status) -> str:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    console.print(panel(status))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_training_shows_progress_reward_staleness_speed_waiting_and_eta() -> None:
+    text = drawn(TRAINING)
+    for words in (
+        "demo  training  version 120  1 min 15 s",
+        "step 120/300  ETA 1 min 30 s",
+        "0.750  spell_backward   held out 0.500 → 0.800",
+        "–  chain_sum",
+        "mean 0.89, most 3",
+        "generation 9,120 tok/s (128 running)   training 4,040 tok/s",
+        "3,000 of 9,100 rollouts span versions",
+        "engine 97%, trainer 90%, both 88%   balanced",
+        "trainer for engines 8%",
+    ):
+        assert words in text, words
+    assert "trouble" not in text
+
+
+def test_trouble_is_shown_when_there_is_some() -> None:
+    text = drawn(replace(TRAINING, totals=Totals(failed_requests=2, generated_tokens=1), quarantined=("engine1",), dropped={"stale": 4}))
+    for words in ("2 requests and 0 rollouts failed", "in quarantine: engine1", "groups dropped: 4 stale"):
+        assert words in text, words
+
+
+def test_the_warm_start_shows_its_own_numbers_only() -> None:
+    status = Status(phase=Phase.WARM_START, warm_start=WarmStartStatus(150, 2000, loss=1.25, accuracy=0.31, target=0.5))
+    text = drawn(status)
+    assert "step 150/2000" in text and "1.250" in text and "0.310, until 0.500" in text and "staleness" not in text
+    assert "loss 1.250  accuracy 0.310" in plain_line(status)
+
+
+def test_an_evaluation_shows_how_many_tasks_are_answered() -> None:
+    assert "task 30/296" in drawn(Status(phase=Phase.EVALUATION, evaluated=30, to_evaluate=296))
+
+
+def test_an_empty_status_draws() -> None:
+    assert "starting" in drawn(Status())
+
+
+def test_without_a_terminal_a_line_comes_every_few_seconds_and_at_each_new_phase() -> None:
+    clock, output = Clock(), io.StringIO()
+    with Terminal(Console(file=output, width=80), clock=clock) as terminal:
+        terminal.show(replace(TRAINING, step=1))
+        clock.now += PLAIN_SECONDS - 1
+        terminal.show(replace(TRAINING, step=2))
+        terminal.show(replace(TRAINING, phase=Phase.EVALUATION))
+        terminal.show(replace(TRAINING, step=3))
+        clock.now += PLAIN_SECONDS
+        terminal.show(replace(TRAINING, step=4))
+        terminal.say("the end")
+    found = output.getvalue().splitlines()
+    assert [line.split("step ")[1].split("/")[0] for line in found if "step " in line] == ["1", "3", "4"]
+    assert "reward 0.710" in found[0] and "trainer waits for engines 8%" in found[0]
+    assert found[-1] == "the end"
+
+
+def test_on_a_terminal_the_view_is_redrawn_and_gone_at_the_end() -> None:
+    output = io.StringIO()
+    with Terminal(Console(file=output, force_terminal=True, width=120)) as terminal:
+        terminal.show(TRAINING)
+        shown = output.getvalue()
+    assert "spell_backward" in shown
+    assert output.getvalue().endswith("\x1b[2K") or "\x1b[?25h" in output.getvalue()
