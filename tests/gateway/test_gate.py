@@ -1,0 +1,130 @@
+"""The gate: named holds, and a line that nobody overtakes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from midflight.gateway.deadline import Cut, Deadline, Expired
+from midflight.gateway.gate import Holds, Line
+from midflight.testing.virtual_time import run_virtual
+
+
+def test_an_engine_is_free_when_no_owner_holds_it_nor_all() -> None:
+    holds = Holds()
+    holds.hold("operator")
+    holds.hold("handover", "a")
+    holds.hold("handover", "a")
+    assert (holds.owners("a"), holds.owners("b"), holds.shut) == (("handover", "operator"), ("operator",), True)
+    holds.release("operator")
+    assert (holds.owners("a"), holds.owners("b"), holds.shut) == (("handover",), (), False)
+    holds.release("operator", "a")
+    assert holds.owners("a") == ("handover",), "an owner lifts only its own hold"
+    holds.release("handover", "a")
+    assert holds.owners("a") == ()
+
+
+class Places:
+    """A number of places to give, and who got one."""
+
+    def __init__(self) -> None:
+        self.num_free = 0
+        self.given: list[str] = []
+        self.back: list[str] = []
+        self.line: Line[str] = Line()
+
+    def give(self, num: int) -> None:
+        self.num_free += num
+        self.line.serve()
+
+    def choose(self, who: str) -> str | None:
+        if self.num_free == 0:
+            return None
+        self.num_free -= 1
+        self.given.append(who)
+        return who
+
+    async def wait(self, ticket: int, who: str, *, seconds: float = 100.0) -> str:
+        return await self.line.wait(ticket, lambda: self.choose(who), give_back=self.back.append, deadline=Deadline(seconds))
+
+
+def test_p1_places_go_in_order_of_tickets_whenever_they_come_free() -> None:
+    async def main() -> None:
+        places = Places()
+        async with asyncio.TaskGroup() as group:
+            for ticket in (3, 1, 2):
+                group.create_task(places.wait(ticket, f"t{ticket}"))
+            await asyncio.sleep(0)
+            places.give(1)
+            group.create_task(places.wait(0, "resumed"))
+            await asyncio.sleep(0)
+            assert places.given == ["t1"]
+            places.give(2)
+            assert places.given == ["t1", "resumed", "t2"]
+            places.give(1)
+        assert places.given == ["t1", "resumed", "t2", "t3"]
+        assert len(places.line) == 0
+
+    run_virtual(main())
+
+
+def test_who_gives_up_leaves_the_line_and_hands_back_a_place_it_was_just_given() -> None:
+    async def main() -> None:
+        places = Places()
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(places.wait(0, "first"))
+            second = group.create_task(places.wait(1, "second"))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.sleep(0)
+            assert len(places.line) == 1
+            places.give(1)
+            second.cancel()
+        assert (places.given, places.back, len(places.line)) == (["second"], ["second"], 0)
+
+    run_virtual(main())
+
+
+def test_a_deadline_stands_while_stopped_and_ends_a_wait_when_it_is_spent() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        deadline = Deadline(10)
+        loop.call_later(4, deadline.stop)
+        loop.call_later(5, deadline.stop)
+        loop.call_later(1000, deadline.start)
+        with pytest.raises(Expired):
+            await deadline.bound(loop.create_future)
+        assert deadline.left == pytest.approx(0)
+        return loop.time()
+
+    assert run_virtual(main()) == pytest.approx(1006)
+
+
+def test_a_cut_ends_the_wait_under_way_or_the_next_one_and_then_no_other() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        deadline = Deadline(10)
+        loop.call_later(3, deadline.cut)
+        with pytest.raises(Cut):
+            await deadline.bound(loop.create_future)
+        assert loop.time() == 3
+        deadline.cut()
+        begun: list[bool] = []
+        with pytest.raises(Cut):
+            await deadline.bound(lambda: begun.append(True) or asyncio.sleep(0))
+        assert begun == []
+        assert await deadline.bound(lambda: asyncio.sleep(1, "done")) == "done"
+
+    run_virtual(main())
+
+
+def test_a_timeout_of_the_awaited_itself_is_passed_on() -> None:
+    async def fail() -> None:
+        raise TimeoutError("of the engine")
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError, match="of the engine"):
+            await Deadline(10).bound(fail)
+
+    run_virtual(main())
