@@ -55,6 +55,9 @@ class _Exchange(httpx.AsyncByteStream):
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
+        self._read = False
+        self._whole = False
+        """Whether the application sent the end of the body."""
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_PARTS)
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
@@ -73,10 +76,18 @@ class _Exchange(httpx.AsyncByteStream):
         if self.task is not None:
             self.task.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
         """Waits for the application's next part of the body; ended by the last one."""
-        while (part := await self._parts.get()) is not None:
-            yield part
+        part = None if self._read else await self._parts.get()
+        if part is not None:
+            return part
+        self._read = True
+        if not self._whole:
+            raise httpx.RemoteProtocolError("the response ended before its body did")
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         self.cancel()
@@ -99,13 +110,15 @@ class _Exchange(httpx.AsyncByteStream):
         if body := message.get("body", b""):
             await self._parts.put(body)
         if not message.get("more_body", False):
+            self._whole = True
             await self._parts.put(None)
 
     def _cut(self) -> None:
-        """The application has ended: a reader must not wait for more."""
-        if self._parts.full():
-            self._parts.get_nowait()
-        self._parts.put_nowait(None)
+        """The application has ended: a reader must not wait for more. After a whole body he knows."""
+        if not self._whole:
+            if self._parts.full():
+                self._parts.get_nowait()
+            self._parts.put_nowait(None)
 
 
 def _scope(request: httpx.Request) -> Scope:

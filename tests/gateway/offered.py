@@ -1,0 +1,153 @@
+"""A gateway over a generator whose answers are known, for the tests of the half that faces agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import openai
+
+from midflight.gateway.gateway import Gateway
+from midflight.gateway.http import build_app
+from midflight.gateway.memory import MemoryTransport
+from midflight.gateway.sampling import Limits
+from midflight.testing.script import Script, play, scripted_tokenizer
+from midflight.text import Tokenizer
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, PauseMode, RolloutKey, SamplingParams
+
+KEY = RolloutKey(GroupKey(epoch=0, index=3, attempt=0), sample=1)
+DEFAULTS = SamplingParams(max_tokens=8)
+
+
+class ScriptedGeneration:
+    """One answer of a `ScriptedGenerator`; every token is a chunk, its version counts up every two tokens."""
+
+    def __init__(self, owner: ScriptedGenerator, request: GenerateRequest) -> None:
+        self.num_overshoot = 0
+        self.num_resumes = 0
+        self._chunks = self._run(owner, request)
+
+    def __aiter__(self) -> ScriptedGeneration:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        return await anext(self._chunks)
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+
+    async def _run(self, owner: ScriptedGenerator, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        owner.running += 1
+        try:
+            if owner.error is not None and owner.error_after == 0:
+                raise owner.error
+            ids, logprobs, finish = owner.answer(request)
+            for k, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+                await asyncio.sleep(owner.seconds_per_token)
+                last = k == len(ids) - 1
+                self.num_overshoot = owner.num_overshoot if last else 0
+                yield Chunk((token_id,), (logprob,), k // 2, k // 2, finish if last else None)
+                if owner.error is not None and k + 1 >= owner.error_after:
+                    raise owner.error
+        finally:
+            owner.running -= 1
+
+
+@dataclass
+class ScriptedGenerator:
+    """What the gateway generates with; `texts` are answered first, then the script's own."""
+
+    tokenizer: Tokenizer = field(default_factory=scripted_tokenizer)
+    texts: list[str] = field(default_factory=list)
+    seconds_per_token: float = 0.01
+    error: Exception | None = None
+    error_after: int = 0
+    num_overshoot: int = 0
+    running: int = 0
+    requests: list[GenerateRequest] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+
+    def generate(self, request: GenerateRequest, *, affinity: str, may_abort: bool = False) -> ScriptedGeneration:
+        self.requests.append(request)
+        return ScriptedGeneration(self, request)
+
+    def forget(self, affinity: str) -> None:
+        self.forgotten.append(affinity)
+
+    def answer(self, request: GenerateRequest) -> tuple[tuple[int, ...], tuple[float, ...], Finish]:
+        if not self.texts:
+            played = play(Script(), request, self.tokenizer)
+            return played.token_ids, played.logprobs, played.finish
+        ids = self.tokenizer.encode(self.texts.pop(0))[: request.sampling.max_tokens]
+        ended = ids[-1] in self.tokenizer.eos_token_ids
+        finish = Finish(FinishReason.STOP, ids[-1]) if ended else Finish(FinishReason.LENGTH)
+        return ids, tuple(-0.5 * (k + 1) for k in range(len(ids))), finish
+
+
+class Seen:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self.failures: list[dict[str, Any]] = []
+
+    def turn_finished(self, **fact: Any) -> None:
+        self.turns.append(fact)
+
+    def request_failed(self, **fact: Any) -> None:
+        self.failures.append(fact)
+
+
+class RecordingControl:
+    def __init__(self) -> None:
+        self.acts: list[tuple[str, object]] = []
+
+    async def pause(self, mode: PauseMode | None = None) -> None:
+        self.acts.append(("pause", mode))
+
+    async def resume(self) -> None:
+        self.acts.append(("resume", None))
+
+    async def abort(self, request_id: str | None) -> int:
+        self.acts.append(("abort", request_id))
+        return 1
+
+
+@dataclass
+class Offered:
+    """A gateway and the ways to reach it."""
+
+    gateway: Gateway
+    generator: ScriptedGenerator
+    seen: Seen
+    control: RecordingControl
+    http: httpx2.AsyncClient
+
+    def sdk(self, *, base_url: str = "http://memory/v1", api_key: str = "any") -> openai.AsyncOpenAI:
+        """The unmodified SDK."""
+        return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self.http, max_retries=0)
+
+
+def make_gateway(generator: ScriptedGenerator, seen: Seen, **options: Any) -> Gateway:
+    limits = options.pop("limits", Limits(max_context=256, vocab_size=262))
+    gateway = Gateway(generator, generator.tokenizer, seen, model="policy", limits=limits, **options)
+    gateway.address = "http://memory"
+    return gateway
+
+
+@asynccontextmanager
+async def offered(
+    generator: ScriptedGenerator | None = None, *, control_token: str | None = None, **options: Any
+) -> AsyncIterator[Offered]:
+    """A gateway behind its ASGI application, reached in memory."""
+    generator, seen, control = generator or ScriptedGenerator(), Seen(), RecordingControl()
+    ready: Callable[[], bool] = options.pop("ready", lambda: True)
+    gateway = make_gateway(generator, seen, **options)
+    app = build_app(gateway, control, control_token=control_token, ready=ready, now=lambda: 7.0)
+    async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://memory") as http:
+        yield Offered(gateway, generator, seen, control, http)
+        await asyncio.sleep(1)  # the SDK leaves the iterators of a stream to the loop, which closes them in tasks of its own

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, Seen, make_gateway
+
+from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected, SessionClosed, UnknownModel
+from midflight.gateway.call import Answer, Asked, CompletionCall, Delta, Event, Messages, Text, TokenIds
+from midflight.gateway.sampling import request_seed
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import Reason, SamplingParams
+
+CHAT = Messages(({"role": "user", "content": "hi"},))
+
+
+def test_an_answer_is_recorded_and_reported_once() -> None:
+    async def main() -> None:
+        generator, seen = ScriptedGenerator(texts=["yo<|end|>"]), Seen()
+        gateway = make_gateway(generator, seen, run_name="demo", run_seed=17)
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=handle.api_key, api_key=None)
+        (answer,) = await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
+        assert (answer.text, answer.turn.output_ids) == ("yo", (121, 111, 256))
+        (request,) = generator.requests
+        assert request.sampling.seed == request_seed("demo", 17, KEY, occurrence=0, prompt_ids=request.input_ids)
+        assert gateway.oldest_version(handle.session_id) == 0
+        (row,) = gateway.close(handle.session_id).rows
+        assert row.num_trainable == 3
+        (fact,) = seen.turns
+        assert {k: fact[k] for k in ("num_prompt_tokens", "num_output_tokens", "num_versions")} == {
+            "num_prompt_tokens": 5,
+            "num_output_tokens": 3,
+            "num_versions": 2,
+        }
+        assert fact["seconds"] == pytest.approx(0.03)
+        assert generator.forgotten == [handle.session_id]
+
+    run_virtual(main())
+
+
+def test_choices_run_together_and_each_has_its_own_seed() -> None:
+    async def main() -> None:
+        generator, seen = ScriptedGenerator(), Seen()
+        gateway = make_gateway(generator, seen)
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=None, api_key=handle.api_key)
+        started = asyncio.get_running_loop().time()
+        answers = await gateway.answers(gateway.prepare(session, CompletionCall((Text("a"), Text("b")), n=2)))
+        assert asyncio.get_running_loop().time() - started <= 0.09, "eight tokens each, at once"
+        assert [a.choice for a in answers] == [0, 1, 2, 3]
+        assert len({r.sampling.seed for r in generator.requests}) == 4
+        assert len({r.request_id for r in generator.requests}) == 4
+        assert answers[0].prompt is answers[1].prompt is not answers[2].prompt
+
+    run_virtual(main())
+
+
+def test_deltas_and_tail_join_to_the_text() -> None:
+    async def main() -> None:
+        generator = ScriptedGenerator(texts=["ab東<|end|>"])
+        gateway = make_gateway(generator, Seen())
+        session = gateway.session_for(path_token=None, api_key="sk-any")
+        events: list[Event] = []
+        await gateway.run(gateway.prepare(session, CompletionCall((CHAT,), stream=True)), events.append)
+        deltas = [e for e in events if isinstance(e, Delta)]
+        (answer,) = [e for e in events if isinstance(e, Answer)]
+        assert [d.text for d in deltas] == ["a", "b", "", "", "東", ""]
+        assert answer.text == "ab東" and events[-1] is answer
+
+    run_virtual(main())
+
+
+def test_closing_a_session_ends_what_runs_in_it() -> None:
+    """I3: the tokens received so far are dropped(abandoned); nothing goes on in the background."""
+
+    async def main() -> None:
+        generator, seen = ScriptedGenerator(), Seen()
+        gateway = make_gateway(generator, seen)
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=handle.api_key, api_key=None)
+        job = gateway.prepare(session, CompletionCall((CHAT,), n=2))
+        late = gateway.prepare(session, CompletionCall((CHAT,)))
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(_outcome(gateway.answers(job)))
+            await asyncio.sleep(0.035)
+            assert gateway.num_running == 2
+            record = gateway.close(handle.session_id)
+        assert record.dropped == {Reason.ABANDONED: 6}
+        assert isinstance(running.result(), SessionClosed)
+        assert (gateway.num_running, generator.running) == (0, 0)
+        with pytest.raises(SessionClosed):
+            await gateway.answers(late)
+
+    run_virtual(main())
+
+
+async def _outcome(work: object) -> object:
+    try:
+        return await work  # type: ignore[misc]
+    except Exception as error:
+        return error
+
+
+def test_a_cancelled_caller_leaves_nothing_running() -> None:
+    async def main() -> None:
+        generator = ScriptedGenerator()
+        gateway = make_gateway(generator, Seen())
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=handle.api_key, api_key=None)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.025):
+                await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
+        assert (gateway.num_running, generator.running) == (0, 0)
+        assert gateway.close(handle.session_id).dropped == {Reason.ABANDONED: 2}
+
+    run_virtual(main())
+
+
+def test_one_failing_choice_fails_the_call_with_its_own_error() -> None:
+    async def main() -> None:
+        generator = ScriptedGenerator(error=EngineUnavailable("gone"), error_after=2)
+        gateway = make_gateway(generator, Seen())
+        session = gateway.session_for(path_token=None, api_key=None)
+        with pytest.raises(EngineUnavailable, match="gone"):
+            await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,), n=3)))
+        assert generator.running == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("asked", "sampled"),
+    [
+        (Asked(), True),
+        (Asked(temperature=1.0, stop=("x",), seed=3, ignore_eos=True, max_tokens=4), True),
+        (Asked(temperature=0.7), False),
+        (Asked(temperature=0.0), False),
+        (Asked(top_p=0.9), False),
+        (Asked(top_k=5), False),
+        (Asked(min_p=0.1), False),
+        (Asked(min_tokens=2), False),
+    ],
+)
+def test_turns_count_as_the_policys_only_at_the_sessions_own_sampling(asked: Asked, sampled: bool) -> None:
+    async def main() -> None:
+        gateway = make_gateway(ScriptedGenerator(texts=["abc"]), Seen())
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=handle.api_key, api_key=None)
+        (answer,) = await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,), asked=asked)))
+        record = gateway.close(handle.session_id)
+        assert answer.turn.policy_sampled is sampled
+        assert record.masked == ({} if sampled else {Reason.NOT_POLICY_SAMPLED: 3})
+        assert len(record.rows) == sampled
+
+    run_virtual(main())
+
+
+def test_overshoot_reported_by_the_generator_gets_its_reason() -> None:
+    """I3."""
+
+    async def main() -> None:
+        gateway = make_gateway(ScriptedGenerator(texts=["abc"], num_overshoot=2), Seen())
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=handle.api_key, api_key=None)
+        await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
+        assert gateway.close(handle.session_id).dropped == {Reason.OVERSHOOT: 2}
+
+    run_virtual(main())
+
+
+def test_budgets_come_from_client_session_or_dialect_and_fit_the_context() -> None:
+    gateway = make_gateway(ScriptedGenerator(), Seen())
+    anonymous = gateway.session_for(path_token=None, api_key=None)
+    own = gateway.session_for(path_token=gateway.open(KEY, sampling=SamplingParams(max_tokens=1000), tracked=True).api_key, api_key=None)
+
+    def budget(session: object, **call: object) -> int:
+        return gateway.prepare(session, CompletionCall((TokenIds((1, 2)),), **call)).choices[0].request.sampling.max_tokens  # type: ignore[arg-type]
+
+    assert budget(anonymous) == 254
+    assert budget(anonymous, default_max_tokens=16) == 16
+    assert budget(own, default_max_tokens=16) == 254, "the session's default shrinks to the room"
+    assert budget(own, asked=Asked(max_tokens=254)) == 254
+    with pytest.raises(ContextExceeded, match="maximum context length is 256 tokens"):
+        budget(own, asked=Asked(max_tokens=255))
+    with pytest.raises(ContextExceeded, match="maximum context length is 256 tokens"):
+        gateway.prepare(own, CompletionCall((TokenIds((1,) * 256),)))
+    assert gateway.prepare(own, CompletionCall((TokenIds((1,) * 255),))).choices[0].request.sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (CompletionCall((TokenIds((1, 262)),)), RequestRejected, "token id 262: send ids from 0 to 261"),
+        (CompletionCall((TokenIds((-1,)),)), RequestRejected, "token id -1"),
+        (CompletionCall((TokenIds(()),)), RequestRejected, "empty"),
+        (CompletionCall((Text("x"),), asked=Asked(stop_token_ids=(999,))), RequestRejected, "stop_token_ids holds 999"),
+        (CompletionCall((Text("x"),), asked=Asked(min_tokens=5, max_tokens=4)), RequestRejected, "min_tokens is 5"),
+        (CompletionCall((Text("x"),) * 2, n=513), RequestRejected, "1 to 1024 choices"),
+        (CompletionCall((Text("x"),), model="polisy"), UnknownModel, "Did you mean 'policy'"),
+        (CompletionCall((Messages(({"role": "oracle", "content": "x"},)),)), RequestRejected, "unknown role"),
+    ],
+)
+def test_a_faulty_call_is_refused_before_anything_runs(call: CompletionCall, error: type[Exception], words: str) -> None:
+    generator = ScriptedGenerator()
+    gateway = make_gateway(generator, Seen())
+    with pytest.raises(error, match=words):
+        gateway.prepare(gateway.session_for(path_token=None, api_key=None), call)
+    assert generator.requests == []

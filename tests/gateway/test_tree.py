@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import pytest
+from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
+
+from midflight.gateway.rows import harvest
+from midflight.gateway.tree import Prompt, TokenTree
+from midflight.testing.script import scripted_tokenizer
+from midflight.text import Message, Tokenizer
+from midflight.types import Finish, FinishReason, Reason, Segment, Turn
+
+USER: Message = {"role": "user", "content": "hi"}
+
+
+def answered(
+    tree: TokenTree,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    output: str | tuple[int, ...],
+    *,
+    request: int = 1,
+    sampled: bool = True,
+    version: int = 0,
+) -> str:
+    """Records an answer; gives the text the agent sees."""
+    ids = tokenizer.encode(output) if isinstance(output, str) else output
+    reason = FinishReason.STOP if ids and ids[-1] in tokenizer.eos_token_ids else FinishReason.LENGTH
+    segments = (Segment(version, version, 0, len(ids)),)
+    turn = Turn(prompt.ids, ids, tuple(-0.1 * k for k in range(len(ids))), segments, Finish(reason), policy_sampled=sampled)
+    reply = tokenizer.decode(ids, skip_special=True)
+    tree.record(prompt, turn, reply=reply, request=request)
+    return reply
+
+
+def talk(*texts: str) -> list[Message]:
+    return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
+
+
+def test_the_next_turn_holds_the_earlier_one_verbatim() -> None:
+    """I4: the sampled ids, not those of the text tokenised again."""
+    tokenizer = scripted_tokenizer()
+    tree = TokenTree(tokenizer)
+    first = tree.plan_chat([USER])
+    assert first.ids == tokenizer.encode("<|user|>hi<|end|><|assistant|>")
+    answered(tree, tokenizer, first, "yo<|end|>")
+    second = tree.plan_chat(talk("hi", "yo", "bye"))
+    assert second.ids == tokenizer.encode("<|user|>hi<|end|><|assistant|>yo<|end|><|user|>bye<|end|><|assistant|>")
+    assert second.parent is tree.nodes[0]
+    assert (tree.num_branches, tree.num_mismatches) == (0, 0)
+
+
+def test_ids_that_text_would_not_give_are_kept(bpe_tokenizer: Tokenizer) -> None:  # noqa: F811
+    """I4: a model may spell a word by other tokens than the tokenizer would."""
+    tree = TokenTree(bpe_tokenizer)
+    whole = bpe_tokenizer.encode("the")
+    spelled = tuple(i for letter in "the" for i in bpe_tokenizer.encode(letter))
+    assert len(whole) == 1 and len(spelled) == 3
+    first = tree.plan_chat([USER])
+    assert answered(tree, bpe_tokenizer, first, spelled + bpe_tokenizer.encode("<|im_end|>")) == "the"
+    second = tree.plan_chat(talk("hi", "the", "more"))
+    assert second.ids[: len(first.ids) + 3] == first.ids + spelled
+    assert bpe_tokenizer.decode(second.ids) == second.text
+    assert tree.num_mismatches == 1
+
+
+def test_after_a_cut_answer_the_templates_end_of_turn_is_context() -> None:
+    tokenizer = scripted_tokenizer()
+    tree = TokenTree(tokenizer)
+    first = tree.plan_chat([USER])
+    answered(tree, tokenizer, first, "abc")
+    second = tree.plan_chat(talk("hi", "abc", "go"))
+    answered(tree, tokenizer, second, "d<|end|>", request=2)
+    (row,) = harvest(tree.nodes).rows
+    assert tokenizer.decode(tuple(row.token_ids)) == "<|user|>hi<|end|><|assistant|>abc<|end|><|user|>go<|end|><|assistant|>d<|end|>"
+    assert tokenizer.decode(tuple(row.token_ids[row.loss_mask])) == "abcd<|end|>"
+
+
+def test_a_template_that_rewrites_history_starts_a_branch(bpe_tokenizer: Tokenizer) -> None:  # noqa: F811
+    """The template cuts the thoughts of earlier turns, so the next prompt is not a continuation of the tokens."""
+    tree = TokenTree(bpe_tokenizer)
+    first = tree.plan_chat([USER])
+    reply = answered(tree, bpe_tokenizer, first, "<think> the dog </think> fox<|im_end|>")
+    second = tree.plan_chat(talk("hi", reply, "more"))
+    assert second.parent is None
+    assert "<think>" not in bpe_tokenizer.decode(second.ids)
+    answered(tree, bpe_tokenizer, second, "dog<|im_end|>", request=2)
+    assert (tree.num_branches, tree.num_rewritten) == (1, 1)
+    result = harvest(tree.nodes)
+    assert [bpe_tokenizer.decode(tuple(r.token_ids[r.loss_mask])) for r in result.rows] == [
+        "<think> the dog </think> fox<|im_end|>",
+        "dog<|im_end|>",
+    ]
+
+
+def test_two_ways_on_from_one_turn_train_its_tokens_once() -> None:
+    """I3: the shared turn has mask 1 in the first row and is context in the second."""
+    tokenizer = scripted_tokenizer()
+    tree = TokenTree(tokenizer)
+    answered(tree, tokenizer, tree.plan_chat([USER]), "A<|end|>", version=4)
+    for request, text in ((2, "x"), (3, "y")):
+        answered(tree, tokenizer, tree.plan_chat(talk("hi", "A", text)), text.upper() + "<|end|>", request=request, version=5)
+    first, second = harvest(tree.nodes).rows
+    assert tokenizer.decode(tuple(first.token_ids[first.loss_mask])) == "A<|end|>X<|end|>"
+    assert tokenizer.decode(tuple(second.token_ids[second.loss_mask])) == "Y<|end|>"
+    assert tokenizer.decode(tuple(second.token_ids[second.generated])) == "A<|end|>Y<|end|>"
+    assert list(first.versions[first.loss_mask]) == [4, 4, 5, 5]
+    assert list(first.logprobs[first.loss_mask]) == pytest.approx([0.0, -0.1, 0.0, -0.1])
+    assert tree.num_branches == 1
+
+
+def test_choices_that_were_not_continued_are_dropped_where_one_was() -> None:
+    tokenizer = scripted_tokenizer()
+    tree = TokenTree(tokenizer)
+    prompt = tree.plan_chat([USER])
+    for text in ("A<|end|>", "BB<|end|>", "C<|end|>"):
+        answered(tree, tokenizer, prompt, text, request=1)
+    assert len(harvest(tree.nodes).rows) == 3, "best of n in one turn: all count"
+    answered(tree, tokenizer, tree.plan_chat(talk("hi", "BB", "on")), "D<|end|>", request=2)
+    result = harvest(tree.nodes)
+    assert [tokenizer.decode(tuple(r.token_ids[r.loss_mask])) for r in result.rows] == ["BB<|end|>D<|end|>"]
+    assert result.dropped == {Reason.UNCHOSEN: 4}
+    assert tree.num_branches == 0, "choices of one request are no branches"
+
+
+def test_turns_not_sampled_from_the_policy_are_context_with_a_reason() -> None:
+    tokenizer = scripted_tokenizer()
+    tree = TokenTree(tokenizer)
+    answered(tree, tokenizer, tree.plan_chat([USER]), "AB<|end|>", sampled=False)
+    assert harvest(tree.nodes).rows == ()
+    answered(tree, tokenizer, tree.plan_chat(talk("hi", "AB", "x")), "C<|end|>", request=2)
+    result = harvest(tree.nodes)
+    assert [tokenizer.decode(tuple(r.token_ids[r.loss_mask])) for r in result.rows] == ["C<|end|>"]
+    assert result.masked == {Reason.NOT_POLICY_SAMPLED: 3}
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_a_completion_that_goes_on_from_a_recorded_one_is_its_child(bpe_tokenizer: Tokenizer, as_ids: bool) -> None:  # noqa: F811
+    tree = TokenTree(bpe_tokenizer)
+    first = tree.plan_ids(bpe_tokenizer.encode("the quick")) if as_ids else tree.plan_text("the quick")
+    spelled = tuple(i for letter in " fox" for i in bpe_tokenizer.encode(letter))
+    answered(tree, bpe_tokenizer, first, spelled)
+    second = tree.plan_ids(first.ids + spelled + bpe_tokenizer.encode(" dog")) if as_ids else tree.plan_text("the quick fox dog")
+    assert second.parent is tree.nodes[0]
+    assert second.ids == first.ids + spelled + bpe_tokenizer.encode(" dog")
+    assert tree.plan_text("the lazy fox").parent is None
+
+
+def test_empty_fields_and_split_texts_do_not_change_a_history() -> None:
+    tokenizer = scripted_tokenizer()
+    tree = TokenTree(tokenizer)
+    answered(tree, tokenizer, tree.plan_chat([USER]), "A<|end|>")
+    sent_back: Message = {"role": "assistant", "content": "A", "refusal": None, "tool_calls": [], "audio": None}
+    assert tree.plan_chat([USER, sent_back, USER]).parent is tree.nodes[0]
+    assert tree.plan_chat([USER, {**sent_back, "name": "x"}, USER]).ids == tree.plan_chat([USER, sent_back, USER]).ids
