@@ -137,7 +137,7 @@ def test_p9_an_engine_that_goes_on_is_named_and_all_are_resumed() -> None:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(site.post(seed)) for seed in range(3)]
             await asyncio.sleep(0.02)
-            with pytest.raises(PauseIgnored, match="pausing e1: it made 10 tokens in 0.1 s"):
+            with pytest.raises(PauseIgnored, match=r"pausing e1: it made 10 tokens in 0\.1 s"):
                 await site.control.pause(PauseMode.KEEP)
             site.assert_running()
         assert [ids(t.result()) for t in tasks] == [site.engines[0].answer(site.request(seed)) for seed in range(3)]

@@ -104,6 +104,4 @@ class Splice:
             return f"its version went back from {self._floor} to {chunk.version}"
         if chunk.kv_version > chunk.version:
             return f"its keys are of version {chunk.kv_version}, its tokens of version {chunk.version}"
-        if self.interrupted:
-            return "it comes after the last one of its request"
         return None
