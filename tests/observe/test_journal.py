@@ -124,8 +124,7 @@ def write_three_steps(path: Path) -> None:
 def test_a_resumed_run_keeps_the_steps_that_survived_and_writes_none_twice(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_three_steps(path)
-    run, state, _ = opened(path, resume_at=2)
-    read_journal(path).restore(state)
+    run, _, _ = opened(path, resume_at=2)
     run.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.9)
     step(run, 2)
     for version in (4, 5):
@@ -139,7 +138,6 @@ def test_a_restored_state_goes_on_from_the_counts_that_were_written(tmp_path: Pa
     path = tmp_path / "metrics.jsonl"
     write_three_steps(path)
     run, state, _ = opened(path, resume_at=2)
-    read_journal(path).restore(state)
     step(run, 4, num_tokens=50)
     assert (state.totals.trained_tokens, state.totals.rollouts_spanning_versions, state.totals.generated_tokens) == (250, 2, 14)
     assert read_journal(path).steps[-1].step == 3

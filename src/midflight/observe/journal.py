@@ -99,10 +99,14 @@ class Journal(Silent):
     """Writes the journal as facts come in. Told after `state`, whose counts it writes."""
 
     def __init__(self, path: Path, state: RunState, *, resume_at: Version | None = None) -> None:
-        """Starts the file anew, or with `resume_at` keeps its lines up to that version: later steps did not survive."""
+        """Starts the file anew, or with `resume_at` keeps its lines up to that version, and `state` goes on from them.
+
+        Later lines are of steps that did not survive.
+        """
         super().__init__()
         self._state = state
         history = read_journal(path, until=resume_at) if resume_at is not None else History()
+        history.restore(state)
         self._steps = {line.version for line in history.steps}
         self._evaluations = {(line.version, line.source) for line in history.evaluations}
         self._groups: dict[Version, tuple[int, dict[int, int]]] = {}

@@ -84,8 +84,9 @@ class RunState(Silent):
         self._warm_start = status
 
     def restore(self, *, step: int, version: Version, totals: Totals) -> None:
-        """Goes on from the counts of an earlier process of the same run."""
-        self._step, self._version, self._live, self.totals = step, version, version, totals
+        """Goes on from the counts of an earlier process of the same run. Versions only grow, also after a crash."""
+        self._step, self.totals = step, totals
+        self._version, self._live = max(self._version, version), max(self._live, version)
 
     # --- Facts -------------------------------------------------------------------------------------------------------
 
