@@ -108,6 +108,7 @@ def test_evaluate_gets_the_configuration_and_the_model(launch: Launch, model: Pa
 def test_new_model_refuses_a_folder_that_holds_something(launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-model", str(tmp_path / "new"), "--set", "model.hidden_size=64"]) == 0
     assert launch.calls[0][1][1] == tmp_path / "new" and launch.config.model.hidden_size == 64
+    assert f"midflight serve --model {tmp_path / 'new'}" in capsys.readouterr().out
     (tmp_path / "file").write_text("x")
     assert main(["new-model", str(tmp_path)]) == 2
     assert "is not empty" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -55,7 +56,10 @@ def new_model(folder: Path, overrides: Sequence[str]) -> int:
         raise ConfigError(f"making a model in {str(folder)!r}: it exists and is not empty; choose another folder")
     from midflight.run import launch
 
-    return launch.new_model(config, folder)
+    status = launch.new_model(config, folder)
+    if status == 0:
+        sys.stdout.write(f"made {folder}; serve it: midflight serve --model {folder}\n")
+    return status
 
 
 def _with_folder(overrides: Sequence[str], folder: Path | None) -> list[str]:
