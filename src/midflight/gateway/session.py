@@ -120,10 +120,6 @@ class Session:
             self._dropped[Reason.ABANDONED] += len(turn.output_ids)
             self._dropped[Reason.OVERSHOOT] += turn.num_overshoot
 
-    @property
-    def num_running(self) -> int:
-        return len(self._open)
-
     def close(self) -> SessionRecord:
         """Ends the session and hands its tokens over (I3): what is still running is abandoned."""
         for turn in list(self._open):
