@@ -15,6 +15,7 @@ from midflight.run.child import Launcher
 from midflight.run.http_server import serve_app
 from midflight.run.messages import EngineSpec, Ready
 from midflight.run.parts import serve_while
+from midflight.run.ring import listen
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.select import receiver
 
@@ -42,3 +43,11 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     app = build_app(engine, token=spec.token)
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))
+
+
+async def serve_engine(config: Config, model: Path, *, host: str, port: int) -> None:
+    """One engine on its own, for `midflight engine`. Ended by cancellation."""
+    engine = await asyncio.to_thread(make_engine, config, model, name="engine", version=0)
+    with listen(host, port) as listener:
+        shown = f"http://{host}:{listener.getsockname()[1]}"
+        await serve_while(engine.run(), serve_app(build_app(engine, token=None), listener, ready=lambda: print(f"ready: {shown}", flush=True)))  # noqa: T201

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -41,7 +41,7 @@ class _Server(uvicorn.Server):
         self._on_start = started
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

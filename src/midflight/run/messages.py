@@ -56,7 +56,9 @@ Spec = EngineSpec | RolloutSpec | TrainerSpec
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The part serves, or has loaded what it needs."""
+    """The part serves; `url` is where agents reach it."""
+
+    url: str | None = None
 
 
 class ModelReady(msgspec.Struct, frozen=True, tag="model_ready"):

@@ -122,7 +122,7 @@ class RolloutProcess:
             extra_routes=routes,
         )
         await serve_while(
-            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready())), serving.health.run(), serving.rejoin.run()
+            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready(serving.gateway.address))), serving.health.run(), serving.rejoin.run()
         )
 
     # --- What the launcher sees --------------------------------------------------------------------------------------

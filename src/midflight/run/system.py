@@ -43,6 +43,7 @@ from midflight.run.rollouts import Fates, Recorded, Rollouts
 from midflight.run.service import StepDone
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.packing import pack
+from midflight.trajectories.recovery import Recovered
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import PackedBatch, SamplingParams, Task, Version, WeightManifest
@@ -173,12 +174,14 @@ class RolloutSystem:
         self._ages = GroupAges(serving.gateway)
         self._fates = Fates()
         limits = BufferLimits.of(config.rollout)
+        recovered = store.recover(checkpoint) if checkpoint is not None else None
         self.queue = GroupQueue(
             limits,
             observer=observer,
             running_oldest=self._ages.of_group,
             closed=self._records.closed,
             start_version=version,
+            first_lease=recovered.next_lease if recovered else 1,
         )
         self._stream = SeededStream(sources, seed=config.run.seed)
         runner = _runner(config, self._ages, environment, client_for, observer, fates=self._fates, tracked=True)
@@ -201,12 +204,11 @@ class RolloutSystem:
         self._last_step = asyncio.Event()
         self._finished = asyncio.Event()
         self._due: asyncio.Queue[Version] = asyncio.Queue(maxsize=1)  # one evaluation at a time; a due one is not due twice
-        if checkpoint is not None:
-            self._recover(store, checkpoint, recorded)
+        if recovered is not None:
+            self._restore(recovered, recorded)
 
-    def _recover(self, store: Store, checkpoint: Version, recorded: Recorded) -> None:
+    def _restore(self, found: Recovered, recorded: Recorded) -> None:
         """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8)."""
-        found = store.recover(checkpoint)
         self._stream.seek(*found.next_position)
         self.queue.restore(waiting=found.waiting, unfinished=[u.key for u in found.unfinished])
         for unfinished in found.unfinished:
@@ -257,8 +259,8 @@ class RolloutSystem:
         return pack(batch)
 
     async def done(self, report: StepDone) -> None:
+        self.queue.done(report.lease)  # first: a lease that is not open is refused here
         self._records.done(report.lease)
-        self.queue.done(report.lease)
         self._observer.step_finished(
             version=report.version, started=report.started, ended=report.ended, num_tokens=report.num_tokens, metrics=report.metrics
         )

@@ -62,6 +62,9 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     source = run / "start" if checkpoint else await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
     model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
     tokenizer = Tokenizer.load(source)
+    if checkpoint is None:
+        sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
+        await warm_start(model, tokenizer, sources, config, launcher.tell)
     trainer = trainer_of(
         config.trainer,
         model,
@@ -70,12 +73,7 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
         temperature=config.environment.temperature,
         max_staleness=config.rollout.max_staleness,
     )
-    if checkpoint is None:
-        sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
-        await warm_start(model, tokenizer, sources, config, launcher.tell)
-        resumed = None
-    else:
-        resumed = await asyncio.to_thread(_resume, trainer, checkpoint, published)
+    resumed = await asyncio.to_thread(_resume, trainer, checkpoint, published) if checkpoint else None
     await asyncio.to_thread(export_model, model, source, run / "start")
     launcher.tell(ModelReady(str(run / "start"), trainer.version, resumed))
     await _train(config, trainer, spec, published)

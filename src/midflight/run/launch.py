@@ -1,0 +1,202 @@
+"""What the commands do: `train`, `serve`, `engine`, `evaluate`, `new_model`. Each returns an exit status.
+
+The launcher never imports torch; whatever computes does so in a child process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from midflight.config.sections import Config
+from midflight.errors import ConfigError
+from midflight.observe.memory import PeakMemory
+from midflight.observe.plot import draw_plot
+from midflight.observe.status import Phase, Status, WarmStartStatus
+from midflight.observe.summary import Summary, summarise, summary_table, write_summary
+from midflight.observe.terminal import Terminal
+from midflight.run.messages import Message, ModelReady, Progress, Ready, WarmStart
+from midflight.run.parts import serve_while
+from midflight.run.ring import PartFailed, Ring
+
+MEMORY_SECONDS = 1.0
+"""Between two looks at the memory of all processes; a look costs some milliseconds of one core."""
+PRODUCTS = ("metrics.jsonl", "summary.json", "plot.png", "store.sqlite", "store.sqlite-wal", "store.sqlite-shm", "published")
+FOLDERS = ("checkpoints", "first", "start", "model", "weights", "logs")
+
+
+class Run:
+    """A training run, from the launcher: what it shows, measures and leaves behind."""
+
+    def __init__(self, config: Config, terminal: Terminal) -> None:
+        self._config, self._terminal = config, terminal
+        self._folder = Path(config.run.folder)
+        self._began = time.monotonic()
+        self._memory = PeakMemory(os.getpid())
+        self.status = Status(name=config.run.name, steps=config.run.steps)
+
+    async def train(self, *, resume: bool) -> None:
+        """Restarts the ring from its last checkpoint when a part dies, within the budget. Ended by the last step, or an error."""
+        await serve_while(self._attempts(resume=resume), self._watch_memory())
+
+    async def _attempts(self, *, resume: bool) -> None:
+        restarts = self._config.run.restarts
+        while True:
+            try:
+                return await Ring(self._config, on_message=self.hear).train(resume=resume)
+            except* PartFailed as failures:
+                failure = next(iter(failures.exceptions))
+                if getattr(failure, "config", False) or restarts == 0:
+                    raise
+                restarts -= 1
+                resume = (self._folder / "checkpoints" / "latest").exists()
+                where = "its last checkpoint" if resume else "the beginning"
+                self._terminal.say(f"{failure}\nThe run goes on from {where}; {restarts} restarts are left.")
+                if not resume:
+                    clear(self._folder)
+
+    def hear(self, message: Message) -> None:
+        """A word from a part. Synchronous; drawing takes milliseconds."""
+        match message:
+            case Progress(status):
+                self.status = status
+            case WarmStart(step, loss, accuracy):
+                section = self._config.warm_start
+                before = self.status.warm_start
+                shown = accuracy if accuracy is not None else (before.accuracy if before else None)
+                warm = WarmStartStatus(step, section.max_steps, loss, shown, section.target_accuracy)
+                self.status = Status(name=self._config.run.name, phase=Phase.WARM_START, steps=self._config.run.steps, warm_start=warm)
+            case _:
+                return
+        self._terminal.show(self.status)
+
+    async def _watch_memory(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group."""
+        while True:
+            self._memory.sample()
+            await asyncio.sleep(MEMORY_SECONDS)
+
+    def conclude(self) -> Summary:
+        """Writes summary and plot of what there is, also after an interruption."""
+        seconds = time.monotonic() - self._began
+        primary = self._config.environment.sources[0].dataset
+        summary = summarise(self.status, primary=primary, seconds=seconds, peak_memory_mb=self._memory.peak_mb)
+        write_summary(summary, self._folder / "summary.json")
+        try:
+            draw_plot(self._folder / "metrics.jsonl", self._folder / "plot.png", title=self._config.run.name)
+        except (ConfigError, OSError) as error:
+            self._terminal.say(str(error))
+        return summary
+
+
+def train(config: Config, *, resume: bool) -> int:
+    """Ctrl-C ends it within five seconds, with everything written and nothing left running; `--resume` goes on from there."""
+    folder = Path(config.run.folder)
+    prepare(folder, resume=resume)
+    with Terminal() as terminal:
+        run = Run(config, terminal)
+        try:
+            status = main_task(run.train(resume=resume))
+        finally:
+            summary = run.conclude()
+        terminal.say(summary_table(summary))
+        terminal.say(f"{folder}: summary.json, metrics.jsonl, plot.png" + (", model/" if status == 0 else ""))
+    return status
+
+
+def prepare(folder: Path, *, resume: bool) -> None:
+    """A new run starts in a clean folder; only what an earlier run made is removed. A resumed one needs a checkpoint."""
+    if resume and not (folder / "checkpoints" / "latest").exists():
+        raise ConfigError(f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        clear(folder)
+
+
+def clear(folder: Path) -> None:
+    for name in PRODUCTS:
+        (folder / name).unlink(missing_ok=True)
+    for name in FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def serve(config: Config) -> int:
+    """Engines and gateway, until Ctrl-C."""
+    with Terminal() as terminal:
+
+        def hear(message: Message) -> None:
+            if isinstance(message, Ready) and message.url is not None:
+                terminal.say(f"ready: {message.url}/v1")
+
+        return main_task(Ring(config, on_message=hear, model=_model(config.model.path)).serve(purpose="serve"))
+
+
+def evaluate(config: Config, model: Path) -> int:
+    """The held-out score of a model folder, by the same environment, seeds and engine as in training."""
+    with Terminal() as terminal:
+        last = Status()
+
+        def hear(message: Message) -> None:
+            nonlocal last
+            if isinstance(message, Progress):
+                last = message.status
+                terminal.show(last)
+
+        status = main_task(Ring(config, on_message=hear, model=_model(model)).serve(purpose="evaluate"))
+        for source in last.sources:
+            score = source.heldout_last if source.heldout_last is not None else source.heldout_before
+            terminal.say(f"{source.name}: {score:.4f} ({source.num_heldout} tasks)" if score is not None else f"{source.name}: no score")
+    return status
+
+
+def _model(folder: Path | None) -> ModelReady:
+    if folder is None:
+        raise ConfigError("no model was given: pass --model DIR, a Hugging Face model folder.")
+    return ModelReady(str(folder), 0)
+
+
+def engine(config: Config, *, host: str, port: int) -> int:
+    """One engine, in this process, until Ctrl-C."""
+    from midflight.run.engine_process import serve_engine
+
+    assert config.model.path is not None
+    return main_task(serve_engine(config, config.model.path, host=host, port=port))
+
+
+def new_model(config: Config, folder: Path) -> int:
+    from midflight.run.trainer_process import first_model
+
+    first_model(config.model.model_copy(update={"path": None}), folder, seed=config.run.seed)
+    return 0
+
+
+def main_task(main: Coroutine[Any, Any, object]) -> int:
+    """Runs to the end, or until SIGINT or SIGTERM, which cancel it: 130, or 143."""
+
+    async def run() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        asked: list[signal.Signals] = []
+
+        def stop(number: signal.Signals) -> None:
+            asked.append(number)
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            await main
+        except asyncio.CancelledError:
+            if not asked:
+                raise
+            return 128 + asked[0]
+        return 0
+
+    return asyncio.run(run())
