@@ -12,11 +12,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
+from tests.engines.models import MAX_CONTEXT, MemoryReceiver, ask, make_engine, tiny_model
 
 from midflight.errors import ContextExceeded, EngineError, RequestRejected, WeightsCorrupt
 from midflight.ports import Engine
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, PauseMode
-from tests.engines.models import MAX_CONTEXT, MemoryReceiver, ask, make_engine, tiny_model
 
 ABORTED = Finish(FinishReason.ABORT)
 LONG = {"max_tokens": 50}

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tests.engines.contract import EngineContract
+from tests.engines.models import MemoryReceiver, StepLog, make_engine
+
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.http import serve
 from midflight.engines.remote import RemoteEngine
 from midflight.ports import Engine
-from tests.engines.contract import EngineContract
-from tests.engines.models import MemoryReceiver, StepLog, make_engine
 
 
 @asynccontextmanager
@@ -23,13 +24,13 @@ async def running(engine: EmbeddedEngine) -> AsyncIterator[EmbeddedEngine]:
 
 
 @asynccontextmanager
-async def served(engine: EmbeddedEngine, *, token: str | None = "secret") -> AsyncIterator[str]:
+async def served(engine: EmbeddedEngine, *, token: str | None = "secret", port: int = 0) -> AsyncIterator[str]:
     """The engine's URL."""
-    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     async with running(engine), asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(serve(engine, host="127.0.0.1", port=0, token=token, ready=port.set_result))
+        task = tasks.create_task(serve(engine, host="127.0.0.1", port=port, token=token, ready=bound.set_result))
         try:
-            yield f"http://127.0.0.1:{await port}"
+            yield f"http://127.0.0.1:{await bound}"
         finally:
             task.cancel()
 

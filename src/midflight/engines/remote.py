@@ -39,6 +39,8 @@ _HEARTBEAT_SECONDS = 15.0
 """A peer that answers no ping for this long is gone."""
 _MAX_OUTBOX = 65_536
 """Frames not yet sent: more than any gateway has requests; beyond it the connection is as good as lost."""
+_LOSSES = (aiohttp.ClientError, OSError, msgspec.DecodeError, EngineUnavailable)
+"""Ways to lose a connection. Anything else is a fault of ours and ends `run`."""
 
 
 class RemoteEngine:
@@ -146,22 +148,25 @@ class RemoteEngine:
                 async with session.ws_connect(STREAM_PATH, heartbeat=_HEARTBEAT_SECONDS, max_msg_size=0) as socket:
                     delay = _FIRST_DELAY
                     await self._talk(socket)
-            except (aiohttp.ClientError, OSError, msgspec.DecodeError, EngineUnavailable) as error:
+            except _LOSSES as error:
                 _log.debug("engine %s at %s: %r; attaching again in %g s", self._name, self._url, error, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LONGEST_DELAY)
 
     async def _talk(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Until the connection ends, which ends every open request at once."""
+        """Until the connection ends, which ends every open request at once.
+
+        Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
+        """
         outbox = self._outbox = asyncio.Queue[ClientFrame](maxsize=_MAX_OUTBOX)
         error = self._unavailable("was cut off")
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_send_all(outbox, socket))
-                await self._receive_all(socket)
-                raise error
-        except* (aiohttp.ClientError, OSError, msgspec.DecodeError, EngineUnavailable) as group:
-            raise error from group
+                sending = tasks.create_task(_send_all(outbox, socket))
+                with contextlib.suppress(*_LOSSES):
+                    await self._receive_all(socket)
+                sending.cancel()
+            raise error
         finally:
             self._outbox = None
             self._attached.clear()
@@ -202,9 +207,10 @@ class RemoteEngine:
 
 
 async def _send_all(outbox: asyncio.Queue[ClientFrame], socket: aiohttp.ClientWebSocketResponse) -> None:
-    """Waits for frames to send; ended by its task group."""
-    while True:
-        await socket.send_bytes(encode(await outbox.get()))
+    """Waits for frames to send; ended by its task group. What a lost connection means is for the receiver to say."""
+    with contextlib.suppress(*_LOSSES):
+        while True:
+            await socket.send_bytes(encode(await outbox.get()))
 
 
 def _decoded(content: bytes, kind: type[R]) -> R:

@@ -54,15 +54,13 @@ class _Server(uvicorn.Server):
         self._on_start()
 
     def drop_all(self) -> None:
-        """Stops listening and closes every connection without waiting for its request."""
+        """Stops listening and closes every connection, which ends its request; nothing is waited for."""
         for listening in getattr(self, "servers", ()):
             listening.close()
         for connection in list(self.server_state.connections):
             transport = getattr(connection, "transport", None)
             if isinstance(transport, asyncio.BaseTransport):
                 transport.close()
-        for task in list(self.server_state.tasks):
-            task.cancel()
 
 
 @contextlib.contextmanager

@@ -62,20 +62,24 @@ async def serve_stream(engine: EmbeddedEngine, socket: WebSocket) -> None:
     outlet.send(Hello(engine.name, engine.capabilities))
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_send_all(outlet, socket))
-            await _receive_all(engine, outlet, number, socket)
-    except* WebSocketDisconnect:
-        pass
-    except* (EngineUnavailable, msgspec.DecodeError) as errors:
-        with contextlib.suppress(RuntimeError, WebSocketDisconnect):
-            await socket.close(code=1011, reason=str(errors.exceptions[0])[:120])
+            sending = tasks.create_task(_send_all(outlet, socket))
+            # Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
+            with contextlib.suppress(WebSocketDisconnect, EngineUnavailable, msgspec.DecodeError):
+                await _receive_all(engine, outlet, number, socket)
+            sending.cancel()
     finally:
         engine.close_outlet(number, frozenset(outlet.numbers))
 
 
 async def _send_all(outlet: StreamOutlet, socket: WebSocket) -> None:
-    while True:
-        await socket.send_bytes(await outlet.next())
+    """Waits for frames; ended by the end of the engine, which closes the socket, or of the connection."""
+    # Starlette raises RuntimeError when it sends on a socket that is closed already.
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+        try:
+            while True:
+                await socket.send_bytes(await outlet.next())
+        except EngineUnavailable as error:
+            await socket.close(code=1011, reason=str(error)[:100])
 
 
 async def _receive_all(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, socket: WebSocket) -> None:

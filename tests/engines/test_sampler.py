@@ -1,0 +1,97 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from midflight.engines.embedded.sampler import SamplingBatch, gumbel_noise, sample
+
+MASK = 2**64 - 1
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def mix(z: int) -> int:
+    z ^= z >> 30
+    z = z * 0xBF58476D1CE4E5B9 & MASK
+    z ^= z >> 27
+    z = z * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def noise(seed: int, position: int, token_id: int) -> float:
+    key = mix((mix(seed) + (position + 1) * GAMMA) & MASK)
+    bits = mix((key + (token_id + 1) * GAMMA) & MASK)
+    return -math.log(-math.log(((bits >> 11) + 0.5) * 2.0**-53))
+
+
+def batch(
+    rows: int = 1, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, suppressed: int = -1
+) -> SamplingBatch:
+    return SamplingBatch(
+        temperature=np.full(rows, temperature),
+        top_p=np.full(rows, top_p),
+        top_k=np.full(rows, top_k),
+        min_p=np.full(rows, min_p),
+        seeds=np.arange(rows),
+        positions=np.zeros(rows, dtype=np.int64),
+        suppressed=np.full((rows, 1), suppressed),
+    )
+
+
+def distribution(probabilities: list[float], settings: SamplingBatch) -> dict[int, float]:
+    """Every token that many seeds sample, with its recorded probability."""
+    logits = torch.tensor(probabilities, dtype=torch.float64).log().expand(len(settings.seeds), -1)
+    token_ids, logprobs = sample(logits, settings)
+    return {int(t): math.exp(p) for t, p in zip(token_ids, logprobs, strict=True)}
+
+
+def test_i5_the_noise_is_splitmix64_written_out_in_integers() -> None:
+    """I5: noise is a function of seed, position and id alone; seeds use all 64 bits."""
+    seeds, positions = [0, 1, 2**63 + 12345, 2**64 - 1], [0, 3, 40_000, 7]
+    found = gumbel_noise(np.array(seeds, dtype=np.uint64).astype(np.int64), np.array(positions), vocab_size=50, device=torch.device("cpu"))
+    expected = [[noise(s, p, j) for j in range(50)] for s, p in zip(seeds, positions, strict=True)]
+    assert np.allclose(found.numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_frequencies_are_the_probabilities_and_logprobs_are_theirs() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, -1)
+    token_ids, logprobs = sample(logits, batch(20_000))
+    assert np.bincount(token_ids) / 20_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.015)
+    assert np.exp(logprobs) == pytest.approx(np.array([0.5, 0.3, 0.2])[token_ids], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (batch(400, top_k=2), {0: 4 / 7, 1: 3 / 7}),
+        (batch(400, top_p=0.5), {0: 4 / 7, 1: 3 / 7}),
+        (batch(400, top_p=0.4), {0: 1.0}),
+        (batch(400, min_p=0.5), {0: 4 / 9, 1: 3 / 9, 2: 2 / 9}),
+        # Top-k leaves 4/9, 3/9, 2/9; of these 0.7 of the mass needs the first two.
+        (batch(400, top_k=3, top_p=0.7), {0: 4 / 7, 1: 3 / 7}),
+        # Temperature 1/2 squares: 16, 9, 4, 1 of 30; a fifth of the largest is 3.2.
+        (batch(400, temperature=0.5, min_p=0.2), {0: 16 / 29, 1: 9 / 29, 2: 4 / 29}),
+        (batch(400, suppressed=0), {1: 3 / 6, 2: 2 / 6, 3: 1 / 6}),
+        (batch(4, temperature=0.0), {0: 1.0}),
+        (batch(4, temperature=0.0, suppressed=0), {1: 1.0}),
+    ],
+)
+def test_the_recorded_probability_is_of_the_truncated_renormalised_distribution(
+    settings: SamplingBatch, expected: dict[int, float]
+) -> None:
+    assert distribution([0.4, 0.3, 0.2, 0.1], settings) == pytest.approx(expected, abs=1e-9)
+
+
+def test_equal_logits_at_the_border_of_top_k_keep_the_lower_id() -> None:
+    assert set(distribution([0.25, 0.25, 0.25, 0.25], batch(200, top_k=2))) == {0, 1}
+
+
+def test_truncated_and_plain_rows_of_one_batch_do_not_disturb_each_other() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    mixed = batch(3)
+    mixed.top_p[1], mixed.temperature[2] = 0.5, 0.0
+    ids, logprobs = sample(logits, mixed)
+    for row in range(3):
+        alone = SamplingBatch(*(getattr(mixed, f)[row : row + 1] for f in SamplingBatch.__dataclass_fields__))
+        one_id, one_logprob = sample(logits[row : row + 1], alone)
+        assert (one_id[0], one_logprob[0]) == (ids[row], logprobs[row])
