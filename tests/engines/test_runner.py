@@ -1,9 +1,22 @@
 import pytest
 import torch
-from tests.engines.models import ask, make_engine, tiny_model
-from transformers import PreTrainedModel
+from tests.engines.models import MAX_CONTEXT, ask, make_engine, tiny_model
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from midflight.engines.embedded.engine import Generation
+from midflight.errors import NotSupported
 from midflight.types import GenerateRequest
 
 
@@ -42,3 +55,37 @@ def test_a_served_model_still_computes_plain_forwards() -> None:
     make_engine(model).generate_all([ask()])
     ids = torch.randint(0, 262, (2, 9))
     assert torch.allclose(model(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-6)
+
+
+def other_architectures() -> dict[str, PreTrainedModel]:
+    sizes = {"vocab_size": 262, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_CONTEXT,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+    }
+    torch.manual_seed(0)
+    return {
+        "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
+        "sliding window": MistralForCausalLM(MistralConfig(**sizes, sliding_window=5)),
+        "gpt-neox": GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)),
+        "mixture": Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding window", "gpt-neox", "mixture"])
+def test_other_architectures_agree_with_their_plain_forward(name: str) -> None:
+    model, plain = other_architectures()[name].eval(), other_architectures()[name].eval()
+    generations = make_engine(model, max_batch_tokens=16).generate_all(REQUESTS)
+    for request, generation in zip(REQUESTS, generations, strict=True):
+        difference = reference_logprobs(plain, request, generation) - torch.tensor(generation.logprobs, dtype=torch.float64)
+        assert difference.abs().max() < 1e-5
+
+
+def test_attention_that_the_engine_cannot_compute_is_refused_when_the_model_is_loaded() -> None:
+    sizes = {"vocab_size": 262, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_key_value_heads=2))
+    with pytest.raises(NotSupported, match="softcap"):
+        make_engine(model)
