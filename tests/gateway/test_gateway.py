@@ -9,7 +9,7 @@ from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected
 from midflight.gateway.call import Answer, Asked, CompletionCall, Delta, Event, Messages, Text, TokenIds
 from midflight.gateway.sampling import request_seed
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Reason, SamplingParams
+from midflight.types import Reason, RolloutKey, SamplingParams, Turn
 
 CHAT = Messages(({"role": "user", "content": "hi"},))
 
@@ -35,6 +35,40 @@ def test_an_answer_is_recorded_and_reported_once() -> None:
         }
         assert fact["seconds"] == pytest.approx(0.03)
         assert generator.forgotten == [handle.session_id]
+
+    run_virtual(main())
+
+
+def test_i8_each_completed_turn_of_a_tracked_session_is_told_with_its_number() -> None:
+    async def main() -> None:
+        gateway = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>", "no<|end|>"]), Seen())
+        told: list[tuple[RolloutKey, int, Turn]] = []
+        gateway.on_turn = lambda key, number, turn: told.append((key, number, turn))
+        turns: list[Turn] = []
+        for tracked in (True, False):
+            handle = gateway.open(KEY, sampling=DEFAULTS, tracked=tracked)
+            session = gateway.session_for(path_token=handle.api_key, api_key=None)
+            for source in (Text("a"), Text("b")) if tracked else (Text("c"),):
+                (answer,) = await gateway.answers(gateway.prepare(session, CompletionCall((source,))))
+                turns.append(answer.turn)
+            gateway.close(handle.session_id)
+        assert told == [(KEY, 0, turns[0]), (KEY, 1, turns[1])]
+
+    run_virtual(main())
+
+
+def test_i8_a_turn_that_never_ended_is_not_told() -> None:
+    async def main() -> None:
+        gateway = make_gateway(ScriptedGenerator(), Seen())
+        told: list[int] = []
+        gateway.on_turn = lambda key, number, turn: told.append(number)
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=handle.api_key, api_key=None)
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(gateway.answers(gateway.prepare(session, CompletionCall((CHAT,)))))
+            await asyncio.sleep(0.015)
+            call.cancel()
+        assert not told and gateway.close(handle.session_id).dropped[Reason.ABANDONED] > 0
 
     run_virtual(main())
 

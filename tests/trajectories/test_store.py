@@ -71,6 +71,25 @@ def test_an_unfinished_group_comes_back_with_ended_rollouts_and_recorded_turns(p
     assert [(t.key, t.reward) for t in unfinished.finished] == [(ended.key, None)]
 
 
+def test_the_turns_of_a_retry_replace_those_of_the_try_before(path: Path) -> None:
+    store = opened(path)
+    store.admit(key(0), task(0))
+    running = RolloutKey(key(0), 0)
+    for number, made in [(0, turn(1)), (1, turn(2)), (0, turn(3))]:
+        store.record_turn(running, number, made)
+    (unfinished,) = store.recover(0).unfinished
+    assert unfinished.turns == {running: (turn(3),)}
+
+
+def test_a_finished_group_keeps_no_turns_of_rollouts_that_left_no_record(path: Path) -> None:
+    store = opened(path)
+    store.admit(key(0), task(0))
+    store.record_turn(RolloutKey(key(0), 1), 0, turn(1))
+    store.finish_rollout(trajectory(key(0), 0))
+    store.finish_group(key(0))
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM turns").fetchone() == (0,)
+
+
 def test_the_next_position_follows_the_last_admission_and_attempts_do_not_move_it(path: Path) -> None:
     store = opened(path)
     assert store.recover(0).next_position == (0, 0)

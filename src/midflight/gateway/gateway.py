@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -92,6 +92,8 @@ class Gateway:
         self.limits = limits
         self.address = "http://127.0.0.1"
         """Where agents reach it, without a path; set once the port is known."""
+        self.on_turn: Callable[[RolloutKey, int, Turn], None] | None = None
+        """Told each completed turn of a tracked session and its number there, from 0, before the agent sees it; set by who keeps them (I8)."""
         self.num_running = 0
         """Choices under way."""
         self._generator = generator
@@ -243,6 +245,7 @@ class Gateway:
             turn = open_turn.closed(num_resumes=generation.num_resumes)
             tail = matcher.take() + matcher.finish() if job.call.stream else self._text(turn, choice.request.sampling)
             session.finished(open_turn, turn, reply=shown + tail)
+            self._tell(session, turn)
         finally:
             self.num_running -= 1
             session.abandoned(open_turn)
@@ -270,6 +273,11 @@ class Gateway:
         matcher = StopMatcher(self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
         matcher.feed(turn.output_ids)
         return matcher.take() + matcher.finish()
+
+    def _tell(self, session: Session, turn: Turn) -> None:
+        """Nothing of a session that has ended meanwhile: its rows are handed over already."""
+        if self.on_turn is not None and session.tracked and session.key is not None and not session.closed:
+            self.on_turn(session.key, len(session.tree.nodes) - 1, turn)
 
     def _report(self, session: Session, turn: Turn, *, seconds: float) -> None:
         self._observer.turn_finished(

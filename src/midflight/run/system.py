@@ -171,6 +171,7 @@ class RolloutSystem:
         self._version = version
         self._writer = StoreWriter(store)
         self._records = Records(self._writer)
+        serving.gateway.on_turn = self._records.turn_completed
         self._ages = GroupAges(serving.gateway)
         self._fates = Fates()
         limits = BufferLimits.of(config.rollout)

@@ -16,7 +16,6 @@ from typing import Protocol
 from midflight.run.service import RolloutService, StepDone
 from midflight.types import PackedBatch, Version, WeightManifest
 
-
 REWARD_WINDOW = 20
 """Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
 

@@ -55,8 +55,11 @@ class Store:
         )
 
     def record_turn(self, key: RolloutKey, number: int, turn: Turn) -> None:
-        """The `number`-th completed turn of a rollout that goes on."""
-        self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", *_rollout(key), number, codec.encode_turn(turn))
+        """The `number`-th completed turn of a rollout that goes on; number 0 begins anew, so a retry forgets what it replaces."""
+        with self._db.transaction():
+            if number == 0:
+                self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
+            self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", *_rollout(key), number, codec.encode_turn(turn))
 
     def finish_rollout(
         self, trajectory: Trajectory, *, masked: Mapping[Reason, int] | None = None, dropped: Mapping[Reason, int] | None = None
@@ -91,6 +94,7 @@ class Store:
             self._db.move(
                 "UPDATE groups SET state = ?, finished = ? WHERE state = ? AND " + _GROUP, State.WAITING, order, State.RUNNING, *_group(key)
             )
+            self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *_group(key))  # of rollouts that ended without a record
 
     def drop_group(self, key: GroupKey, reason: Reason) -> None:
         """A group ends untrained, and its tokens with it: a running or waiting one, or a leased one whose step was skipped."""
