@@ -63,7 +63,10 @@ class WeightReceiver(Protocol):
     """The engine process's end of a transport: reads a manifest's bytes. Blocking; called from a worker thread."""
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        """Bytes of each tensor by name, checked against the manifest's fingerprint, else `WeightsCorrupt`."""
+        """Bytes of each tensor by name, checked against the manifest's fingerprint, else `WeightsCorrupt`.
+
+        They are the caller's alone, aligned and writable: it serves from them without copying or checking again.
+        """
         ...
 
 

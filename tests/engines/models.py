@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.weights import tensors_fingerprint
+from midflight.errors import WeightsCorrupt
 from midflight.models.dtypes import dtype_name
+from midflight.models.fingerprint import fingerprint_views
 from midflight.models.load import make_model
 from midflight.models.names import named_tensors
 from midflight.text.byte_tokenizer import END, byte_tokenizer
@@ -35,19 +40,28 @@ def tiny_model(*, seed: int = 0, dtype: str = "float32") -> PreTrainedModel:
 
 
 class MemoryReceiver:
-    """Versions held in memory; what `fetch` gives is as published unless a test spoils it."""
+    """Versions held in memory. `fetch` gives a verified copy, as the port demands; a test may spoil what is published."""
 
     def __init__(self) -> None:
         self.published: dict[Version, dict[str, memoryview]] = {}
+        self.specs: dict[Version, tuple[TensorSpec, ...]] = {}
+        self.fetched: dict[Version, weakref.ref[NDArray[np.uint8]]] = {}
+        """The memory of one tensor of each version fetched, to see when it is given back."""
 
     def publish(self, version: Version, model: PreTrainedModel) -> WeightManifest:
         tensors = {n: t.clone() for n, t in named_tensors(model).items()}
         self.published[version] = {n: memoryview(t.reshape(-1).view(torch.uint8).numpy()) for n, t in tensors.items()}
         specs = tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape), 0, t.numel() * t.element_size()) for n, t in tensors.items())
+        self.specs[version] = specs
         return WeightManifest(version, tensors_fingerprint(tensors), "memory", "memory", specs)
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        return self.published[manifest.version]
+        own = {name: np.array(view) for name, view in self.published[manifest.version].items()}
+        self.fetched[manifest.version] = weakref.ref(own["model.norm.weight"])
+        views = {name: memoryview(array) for name, array in own.items()}
+        if (found := fingerprint_views(self.specs[manifest.version], views)) != manifest.fingerprint:
+            raise WeightsCorrupt(f"fetching version {manifest.version}: its bytes hash to {found}; publish the version again.")
+        return views
 
 
 class StepLog:

@@ -85,6 +85,19 @@ def test_i7_a_commit_replaces_all_tensors_and_attests_what_is_served() -> None:
     assert model_fingerprint(model) == manifest.fingerprint
 
 
+def test_replaced_weights_are_given_back_by_the_next_stage_and_not_by_the_commit() -> None:
+    """Freeing them takes longer than the swap, for which the decode thread stands still."""
+    receiver = MemoryReceiver()
+    weights = EngineWeights(tiny_model(), receiver, version=0)
+    for version in (1, 2):
+        weights.stage(receiver.publish(version, tiny_model(seed=version)))
+        weights.commit(version)
+    assert receiver.fetched[1]() is not None
+    weights.stage(receiver.publish(3, tiny_model(seed=3)))
+    assert receiver.fetched[1]() is None
+    assert receiver.fetched[2]() is not None
+
+
 def test_i7_a_later_stage_replaces_the_earlier() -> None:
     """I7: there is one second buffer, and the refusal names what is in it."""
     receiver = MemoryReceiver()

@@ -36,6 +36,8 @@ class EngineWeights:
         self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
         self._shapes = {name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()}
         self._staged: _Staged | None = None
+        self._replaced: dict[str, Tensor] = {}
+        """Weights of the version before, kept until the next stage: giving memory back takes longer than a swap may."""
         self._staging = threading.Lock()
 
     @property
@@ -43,18 +45,12 @@ class EngineWeights:
         return self._served
 
     def stage(self, manifest: WeightManifest) -> None:
-        """Fetches, copies and verifies a version. Blocking. Whatever fails, the weights served stay as they are."""
+        """Fetches a version, which the receiver verifies. Blocking. Whatever fails, the weights served stay as they are."""
         with self._staging:
+            self._replaced = {}
             tensors = self._received(manifest)
             self._check_shapes(manifest, tensors)
-            copied = {name: t.clone() for name, t in tensors.items()}
-            found = tensors_fingerprint(copied)
-            if found != manifest.fingerprint:
-                raise WeightsCorrupt(
-                    f"staging version {manifest.version}: the received weights hash to {found}, the manifest says {manifest.fingerprint}. "
-                    "Publish the version again."
-                )
-            self._staged = _Staged(manifest.version, found, self._converted(copied))
+            self._staged = _Staged(manifest.version, manifest.fingerprint, self._converted(tensors))
 
     def commit(self, version: Version) -> Attestation:
         """Makes the staged version live without copying. Committing the version already served changes nothing."""
@@ -64,7 +60,7 @@ class EngineWeights:
         if staged is None or staged.version != version:
             has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
             raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
-        assign(self._model, staged.tensors)
+        self._replaced = assign(self._model, staged.tensors)
         self._staged = None
         self._served = Attestation(version=version, fingerprint=staged.fingerprint)
         return self._served
@@ -74,7 +70,7 @@ class EngineWeights:
         missing = [s.name for s in manifest.tensors if s.name not in views]
         if missing:
             raise WeightsCorrupt(f"staging version {manifest.version}: tensor {missing[0]!r} was not received. Publish the version again.")
-        return as_tensors(manifest.tensors, {name: _writable(view) for name, view in views.items()})
+        return as_tensors(manifest.tensors, views)
 
     def _check_shapes(self, manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
         """At staging, so that the commit cannot fail half way."""
@@ -108,8 +104,3 @@ def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
         views[name] = flat.numpy().data
         specs.append(TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), offset=0, num_bytes=flat.numel()))
     return fingerprint_views(specs, views)
-
-
-def _writable(view: memoryview) -> memoryview:
-    """torch reads only writable memory; a receiver may hand out a read-only map."""
-    return memoryview(bytearray(view)) if view.readonly else view
