@@ -1,0 +1,114 @@
+"""A small ring in this process: the production parts of a run, over whatever engines and trainer a test or an experiment brings.
+
+On virtual time with scripted engines and a `SimulatedTrainer`, or on the real clock with embedded engines and the real trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from midflight.config.sections import Config
+from midflight.environments.clients import SharedClients
+from midflight.environments.registry import Environment
+from midflight.environments.sources import Source
+from midflight.gateway.http import build_app
+from midflight.gateway.memory import MemoryTransport
+from midflight.observe.observers import Silent
+from midflight.observe.status import Phase
+from midflight.ports import Engine, Observer
+from midflight.run.parts import serve_while
+from midflight.run.service import RolloutService
+from midflight.run.system import RolloutSystem, Serving
+from midflight.run.training import Outbox, Steps, TrainingLoop
+from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.store import Store
+from midflight.types import Version
+
+
+class PhaseLog:
+    """Remembers the phases that a run went through."""
+
+    def __init__(self) -> None:
+        self.seen: list[Phase] = []
+
+    def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
+        del num_tasks
+        self.seen.append(phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The rollout side of a run, complete but for its trainer: agents reach it by the `openai` client, in memory."""
+
+    config: Config
+    serving: Serving
+    system: RolloutSystem
+    phases: PhaseLog
+
+    async def serve(self, main: Coroutine[object, object, None], *beside: Coroutine[object, object, None]) -> None:
+        """Rolls out for as long as `main` runs; waits for it. The failure of any part, of `beside` too, ends all at once (I9)."""
+        await serve_while(main, self.system.run(), self.serving.health.run(), self.serving.rejoin.run(), *beside)
+
+    async def train(
+        self,
+        trainer: Steps,
+        outbox: Outbox,
+        *beside: Coroutine[object, object, None],
+        service: RolloutService | None = None,
+        save: Callable[[], object] = lambda: None,
+    ) -> None:
+        """The whole run: `run.steps` steps. Waits for its end; see `serve`. `service` may stand between trainer and system, to slow or to watch."""
+        loop = TrainingLoop(
+            trainer,
+            outbox,
+            service or self.system,
+            steps=self.config.run.steps,
+            prefetch=self.config.rollout.max_staleness > 0,
+            save=save,
+            save_every=self.config.trainer.checkpoint_every,
+        )
+        await self.serve(loop.run(), *beside)
+
+
+@asynccontextmanager
+async def open_ring(
+    config: Config,
+    engines: Sequence[Engine],
+    *,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    environment: Environment,
+    folder: Path,
+    observer: Observer | None = None,
+    version: Version = 0,
+    checkpoint: Version | None = None,
+) -> AsyncGenerator[Ring]:
+    """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`; with `checkpoint` it goes on after a crash.
+
+    Waits at its end for requests that are still being answered; those of ended rollouts are cancelled.
+    """
+    watching = observer or Silent()
+    serving = Serving(config, tokenizer, engines, observer=watching, version=version, anonymous=False)
+    serving.gateway.address = "http://ring"
+    phases = PhaseLog()
+    async with (
+        asyncio.TaskGroup() as requests,
+        SharedClients(transport=MemoryTransport(build_app(serving.gateway, serving.control), requests)) as clients,
+    ):
+        system = RolloutSystem(
+            config,
+            serving,
+            sources=sources,
+            environment=environment,
+            client_for=clients.client_for,
+            store=Store(folder / "store.sqlite", run=config.run.name),
+            observer=watching,
+            phases=phases,
+            version=version,
+            checkpoint=checkpoint,
+        )
+        yield Ring(config, serving, system, phases)
