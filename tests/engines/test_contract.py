@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 from tests.engines.contract import EngineContract
 from tests.engines.models import MemoryReceiver, StepLog, make_engine
 
+from midflight.engines.embedded.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.http import serve
 from midflight.engines.remote import RemoteEngine
 from midflight.ports import Engine
+from midflight.run.http_server import serve_app
+from midflight.run.ring import listen
 
 
 @asynccontextmanager
@@ -26,13 +28,15 @@ async def running(engine: EmbeddedEngine) -> AsyncIterator[EmbeddedEngine]:
 @asynccontextmanager
 async def served(engine: EmbeddedEngine, *, token: str | None = "secret", port: int = 0) -> AsyncIterator[str]:
     """The engine's URL."""
-    bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    async with running(engine), asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(serve(engine, host="127.0.0.1", port=port, token=token, ready=bound.set_result))
-        try:
-            yield f"http://127.0.0.1:{await bound}"
-        finally:
-            task.cancel()
+    ready = asyncio.Event()
+    with listen("127.0.0.1", port) as listener:
+        async with running(engine), asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(serve_app(build_app(engine, token=token), listener, ready=ready.set))
+            try:
+                await ready.wait()
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                task.cancel()
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.http import build_app
+from midflight.engines.embedded.app import build_app
 from midflight.models.load import load_model
 from midflight.observe.observers import Silent
 from midflight.run.child import Launcher
