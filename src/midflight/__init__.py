@@ -1,0 +1,64 @@
+"""Asynchronous reinforcement learning for language-model agents.
+
+The public names are below; everything else may change. They are imported when they are first used, so that `import midflight`
+costs nothing: configuration and commands never need torch, and only `Objective` imports it.
+
+| name | what it is |
+|---|---|
+| `load_config` | a TOML file with overrides, as a checked configuration |
+| `train`, `serve` | what `midflight train` and `midflight serve` do; each returns an exit status |
+| `environment` | the decorator that marks a function or class as an environment |
+| `Task` | one problem: id, source and data |
+| `Client` | what an agent talks to: `openai.AsyncOpenAI`, bound to one session |
+| `Reward` | what an environment returns |
+| `Rollout` | the token record of one attempt at a task, with its reward |
+| `Engine` | the port that an inference server implements |
+| `Objective` | the effective loss of a step |
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI as Client
+
+    from midflight.config import load_config
+    from midflight.environments.registry import environment
+    from midflight.ports import Engine
+    from midflight.run.launch import serve, train
+    from midflight.trainer.objective import Objective
+    from midflight.types import Task
+    from midflight.types import Trajectory as Rollout
+
+Reward: TypeAlias = "float | None"
+"""A finite number, or `None` if the rollout cannot be scored: a failure of the infrastructure is never a reward (I10)."""
+
+__all__ = ["Client", "Engine", "Objective", "Reward", "Rollout", "Task", "environment", "load_config", "serve", "train"]
+
+_HOMES = {
+    "Client": "openai:AsyncOpenAI",
+    "Engine": "midflight.ports:Engine",
+    "Objective": "midflight.trainer.objective:Objective",
+    "Rollout": "midflight.types:Trajectory",
+    "Task": "midflight.types:Task",
+    "environment": "midflight.environments.registry:environment",
+    "load_config": "midflight.config:load_config",
+    "serve": "midflight.run.launch:serve",
+    "train": "midflight.run.launch:train",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name from its home, and keeps it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, _, attribute = _HOMES[name].partition(":")
+    value: object = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
