@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from midflight.buffer.limits import Limits
 from midflight.config import derived, load_config
 from midflight.config.memory import memory_estimate, model_sizes, total_bytes
 from midflight.config.objective import effective_loss
@@ -23,6 +24,15 @@ def test_the_defaults_follow_from_batch_and_bound() -> None:
     assert derived.buffer_groups(rollout) == 5 * 16
     assert derived.min_group_size(rollout) == 4
     assert derived.min_group_size(load_config(None, ["rollout.group_size=5"]).rollout) == 3
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 5])
+def test_the_buffer_works_with_the_numbers_that_are_shown(group_size: int) -> None:
+    rollout = load_config(None, [f"rollout.group_size={group_size}"]).rollout
+    limits = Limits.of(rollout)
+    assert limits.max_in_flight == derived.in_flight(rollout)
+    assert limits.buffer_groups == derived.buffer_groups(rollout)
+    assert limits.min_group_size == derived.min_group_size(rollout)
 
 
 def test_what_is_set_wins_over_what_follows() -> None:

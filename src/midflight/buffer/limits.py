@@ -51,7 +51,7 @@ class Limits:
             policy=section.stale_policy,
             max_in_flight=section.max_in_flight or depth * section.group_size,
             buffer_groups=section.buffer_groups or depth,
-            min_group_size=section.min_group_size or max(1, section.group_size // 2),
+            min_group_size=section.min_group_size or (section.group_size + 1) // 2,
             requeues=section.requeues,
             drop_zero_spread=section.drop_zero_spread,
         )
