@@ -11,13 +11,14 @@ import asyncio
 
 from openai import AsyncOpenAI
 
-PROMPT = "Spell this word backward (example: sun -> nus): {word}"
+PROMPT = "reverse {word}"
+"""As in configs/demo.toml: a small model knows only the words it was trained on."""
 
 
 async def ask(client: AsyncOpenAI, word: str) -> str:
     """Prints the answer while it is generated, and returns it whole."""
     stream = await client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": PROMPT.format(word=word)}], max_tokens=24, temperature=1.0, stream=True
+        model="policy", messages=[{"role": "user", "content": PROMPT.format(word=word)}], max_tokens=10, temperature=1.0, stream=True
     )
     pieces: list[str] = []
     async for chunk in stream:
