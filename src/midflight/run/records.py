@@ -26,6 +26,7 @@ class Records:
         self._writer.put(lambda store: store.record_turn(key, number, turn))
 
     def rollout_finished(self, trajectory: Trajectory, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -> None:
+        masked, dropped = dict(masked), dict(dropped)  # as they are now: the deed is done later
         self._writer.put(lambda store: store.finish_rollout(trajectory, masked=masked, dropped=dropped))
 
     async def finished(self, group: Group) -> None:

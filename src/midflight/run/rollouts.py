@@ -129,6 +129,7 @@ class Rollouts:
         runner = GroupRunner(rollouts=self._runner, slots=slots, fates=self._fates, group_size=self._group_size, retries=self._retries)
         trajectories = await runner.run(key, task)
         for lost in (t for t in trajectories if t.reward is None):
+            self._records.rollout_finished(lost, *self._fates.of(lost.key))  # only now: it is not tried again
             self._fates.rows_discarded(lost.key, lost.rows, reason=Reason.NO_REWARD)
         masked, dropped = self._fates.settle(t.key for t in trajectories)
         result = collect(key, task, trajectories=trajectories, min_size=self._min_group_size)
@@ -138,7 +139,8 @@ class Rollouts:
             rewards = [t.reward for t in result.trajectories if t.reward is not None]
             self._observer.group_finished(key=key, num_trajectories=len(rewards), mean_reward=sum(rewards) / len(rewards))
         else:
-            self._queue.drop(key, result, num_tokens=sum(t.num_trainable for t in trajectories) + sum(dropped.values()))
+            scored = sum(t.num_trainable for t in trajectories if t.reward is not None)  # the others' tokens are in `dropped`
+            self._queue.drop(key, result, num_tokens=scored + sum(masked.values()) + sum(dropped.values()))
         self._ages.forget(key)
         self._budget(trajectories)
 

@@ -19,7 +19,7 @@ class SimulatedTrainer:
     """Implements `run.training`'s `Steps` and `Outbox`. `on_step` sees each batch before its step is made; what it raises, the step raises."""
 
     def __init__(self, *, version: Version = 0, on_step: Callable[[PackedBatch], None] | None = None) -> None:
-        self.version = version
+        self.version = self._first = version
         self.num_steps = 0
         self.batches: list[PackedBatch] = []
         self.released: list[Version] = []
@@ -35,7 +35,9 @@ class SimulatedTrainer:
         return SimulatedReport()
 
     def publish(self, version: Version) -> WeightManifest:
-        return WeightManifest(version, f"weights-{version}", "file", "nowhere", ())
+        """The first version is what scripted engines start with."""
+        fingerprint = "initial" if version == self._first else f"weights-{version}"
+        return WeightManifest(version, fingerprint, "file", "nowhere", ())
 
     def release(self, version: Version) -> None:
         self.released.append(version)

@@ -1,0 +1,256 @@
+"""A ring on virtual time of which everything is written down, and what must hold of it at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from midflight.config.sections import Config, EnvironmentSection, GatewaySection, RolloutSection, RunSection, TrainerSection
+from midflight.environments.registry import Environment
+from midflight.environments.sources import Source
+from midflight.gateway.sampling import request_seed
+from midflight.gateway.session import OpenTurn, Session
+from midflight.observe.events import RequestFailed, RolloutFinished
+from midflight.observe.observers import Recorder
+from midflight.testing.ring import Ring, open_ring
+from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.scripted import ScriptedEngine
+from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
+from midflight.types import Batch, Chunk, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+TOKENIZER = scripted_tokenizer()
+MAX_TOKENS = 12
+
+
+def config(*, steps: int = 6, staleness: int = 1, groups: int = 2, size: int = 2, every: int = 0, **rollout: object) -> Config:
+    return Config(
+        run=RunSection(name="loop", seed=11, steps=steps),
+        gateway=GatewaySection(request_seconds=60),
+        environment=EnvironmentSection(max_tokens=MAX_TOKENS, rollout_seconds=20),
+        rollout=RolloutSection(groups_per_step=groups, group_size=size, max_staleness=staleness, **rollout),  # type: ignore[arg-type]
+        trainer=TrainerSection(checkpoint_every=every),
+    )
+
+
+def source(num_tasks: int = 64) -> Source:
+    return Source("numbers", 1.0, tuple(Task(f"t{i}", "numbers", {"question": f"n{i}"}) for i in range(num_tasks)))
+
+
+def fast_engines(number: int, *, by_version: bool = False, **options: object) -> list[ScriptedEngine]:
+    script = Script(mean_length=8, by_version=by_version)
+    return [ScriptedEngine(f"e{i}", script=script, tokenizer=TOKENIZER, **options) for i in range(number)]  # type: ignore[arg-type]
+
+
+class Agents:
+    """An environment of one to three turns, with a long tail of thinking between them. Its reward is never 0."""
+
+    def __init__(self, seed: int, *, failing: float = 0.0, hanging: float = 0.0, longest: float = 15.0) -> None:
+        self._random = random.Random(seed)
+        self._failing, self._hanging, self._longest = failing, hanging, longest
+        self.rewards = Counter[float]()
+        self.num_failed = 0
+        self.num_hung = 0
+
+    async def __call__(self, task: Task, client: AsyncOpenAI) -> float | None:
+        messages: list[dict[str, str]] = [{"role": "user", "content": str(task.data["question"])}]
+        for _ in range(self._random.choice((1, 1, 2, 3))):
+            await asyncio.sleep(min(self._longest, 0.02 * self._random.paretovariate(0.7)))
+            answer = await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
+            messages.append({"role": "user", "content": "more"})
+            await self._trouble()
+        reward = round(0.25 + self._random.random(), 3)
+        self.rewards[float(np.float32(reward))] += 1
+        return reward
+
+    async def _trouble(self) -> None:
+        if self._random.random() < self._failing:
+            self.num_failed += 1
+            raise RuntimeError("the sandbox is gone")
+        if self._random.random() < self._hanging:
+            self.num_hung += 1
+            await asyncio.get_running_loop().create_future()
+
+
+class Site:
+    """One run, or one life of it. `check` holds what happened against the invariants."""
+
+    def __init__(
+        self,
+        made: Config,
+        folder: Path,
+        *,
+        engines: Sequence[ScriptedEngine] | None = None,
+        agents: Environment | None = None,
+        num_tasks: int = 64,
+    ) -> None:
+        self.config, self.folder = made, folder
+        self.engines = list(engines or fast_engines(1))
+        self.agents = agents or Agents(0)
+        self.source = source(num_tasks)
+        self.seen = Recorder()
+        self.trainer = SimulatedTrainer()
+        self.received = Counter[RolloutKey]()
+        """Tokens that the gateway has received from engines, those past a stop string too."""
+        self.turns: defaultdict[RolloutKey, list[Turn]] = defaultdict(list)
+        """Of the last try of each rollout."""
+        self.taken: list[Batch] = []
+        self.ring: Ring | None = None
+
+    # --- Running -----------------------------------------------------------------------------------------------------
+
+    async def run(self, *beside: Coroutine[object, object, None], step_seconds: float = 0.3) -> None:
+        """A whole run."""
+        async with self.opened() as ring:
+            await ring.train(self.trainer, self.trainer, *beside, service=SlowSteps(ring.system, seconds=lambda: step_seconds))
+
+    @asynccontextmanager
+    async def opened(self, *, version: Version = 0, checkpoint: Version | None = None) -> AsyncGenerator[Ring]:
+        opened = open_ring(
+            self.config,
+            self.engines,
+            tokenizer=TOKENIZER,
+            sources=[self.source],
+            environment=self.agents,
+            folder=self.folder,
+            observer=self.seen,
+            version=version,
+            checkpoint=checkpoint,
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            self._listen(patch)
+            async with opened as self.ring:
+                self._follow(self.ring)
+                yield self.ring
+
+    def _listen(self, patch: pytest.MonkeyPatch) -> None:
+        received = Session.received
+
+        def listening(session: Session, turn: OpenTurn, chunk: Chunk, *, num_overshoot: int) -> None:
+            if session.tracked and session.key is not None:
+                self.received[session.key] += len(chunk.token_ids) + num_overshoot - turn.num_overshoot
+            received(session, turn, chunk, num_overshoot=num_overshoot)
+
+        patch.setattr(Session, "received", listening)
+
+    def _follow(self, ring: Ring) -> None:
+        take, told = ring.system.queue.take, ring.serving.gateway.on_turn
+        assert told is not None
+
+        async def taking(train_version: Version) -> Batch:
+            batch = await take(train_version)
+            self.taken.append(batch)
+            return batch
+
+        def hearing(key: RolloutKey, number: int, turn: Turn) -> None:
+            told(key, number, turn)
+            self.turns[key] = [*self.turns[key][:number], turn]
+
+        ring.system.queue.take = taking  # type: ignore[method-assign]
+        ring.serving.gateway.on_turn = hearing
+
+    # --- What must hold ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.check_groups()
+        self.check_ages()
+        self.check_fates()
+        self.check_answers()
+        self.check_batches()
+
+    def check_groups(self) -> None:
+        """I1."""
+        ledger = self.ledger
+        assert ledger.submitted == ledger.num_running + ledger.num_waiting + ledger.num_leased + ledger.trained + ledger.dropped.total()
+        assert self.trainer.num_steps == self.config.run.steps
+        assert ledger.trained == self.config.run.steps * self.config.rollout.groups_per_step
+
+    def check_ages(self) -> None:
+        """I2; and S5: waiting drops and masks nothing for its age."""
+        for batch in self.trainer.batches:
+            ages = batch.train_version - batch.versions[batch.loss_mask]
+            assert 0 <= ages.min() and ages.max() <= self.config.rollout.max_staleness
+        assert not self.ledger.tokens_masked and not self.ledger.tokens_dropped[Reason.STALE] and not self.ledger.dropped[Reason.STALE]
+
+    def check_fates(self) -> None:
+        """I3: a rollout whose group has ended left as many fates as the gateway received tokens for it; others are in flight."""
+        stored = self.stored_fates()
+        running = set(self.ledger.running)
+        for key, num_tokens in self.received.items():
+            if key.group not in running:
+                assert stored[key] == num_tokens, f"{key}: {num_tokens} tokens received, {stored[key]} fates stored"
+            else:
+                assert stored[key] in (0, num_tokens), f"{key} is half stored"
+        assert set(stored) <= set(self.received)
+        assert self.ledger.tokens_received == sum(n for key, n in self.received.items() if key.group not in running)
+
+    def check_answers(self) -> None:
+        """I5, I6: every token of every turn is the one that its label's version gives after those before it."""
+        script = self.engines[0].script
+        for key, turns in self.turns.items():
+            for turn in turns:
+                check_turn(script, key, turn, self.config)
+
+    def check_batches(self) -> None:
+        """I4, S5, I10: a trained rollout has all its tokens, as sampled, and the reward that its agent gave."""
+        assert isinstance(self.agents, Agents)
+        for batch in self.taken:
+            for trajectory in (t for group in batch.groups for t in group.trajectories):
+                turns = self.turns[trajectory.key]
+                trained = [i for row in trajectory.rows for i in row.token_ids[row.loss_mask].tolist()]
+                assert trained == [i for turn in turns for i in turn.output_ids]
+                assert trajectory.reward is not None and float(np.float32(trajectory.reward)) in self.agents.rewards
+        for finished in self.seen.of(RolloutFinished):
+            assert finished.reward != 0 and (finished.reward is None) == (finished.error is not None)
+
+    # --- Reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self):  # noqa: ANN201
+        assert self.ring is not None
+        return self.ring.system.queue.ledger
+
+    @property
+    def failed_requests(self) -> list[RequestFailed]:
+        return self.seen.of(RequestFailed)
+
+    @property
+    def num_spanning(self) -> int:
+        """Rollouts whose tokens are of several versions."""
+        return sum(finished.num_versions > 1 for finished in self.seen.of(RolloutFinished))
+
+    def stored_fates(self) -> Counter[RolloutKey]:
+        """Tokens with a fate, by rollout."""
+        with sqlite3.connect(self.folder / "store.sqlite") as file:
+            found = file.execute("SELECT epoch, position, attempt, sample, SUM(num_tokens) FROM fates GROUP BY 1, 2, 3, 4").fetchall()
+        return Counter({RolloutKey(GroupKey(*place), sample): total for *place, sample, total in found})
+
+
+def check_turn(script: Script, key: RolloutKey, turn: Turn, made: Config) -> None:
+    """Plays the turn again. With a script that ignores versions this is the uninterrupted answer."""
+    assert len(turn.output_ids) == len(turn.logprobs) > 0
+    assert [(s.start, s.end) for s in turn.segments] == list(zip([0, *(s.end for s in turn.segments)], [s.end for s in turn.segments], strict=False))
+    assert turn.segments[-1].end == len(turn.output_ids)
+    versions = [s.version for s in turn.segments]
+    assert versions == sorted(versions) and all(s.kv_version <= s.version for s in turn.segments)
+    seed = request_seed(made.run.name, made.run.seed, key, occurrence=0, prompt_ids=turn.prompt_ids)
+    state = script.begin(SamplingParams(seed=seed), turn.prompt_ids)
+    for segment in turn.segments:
+        for place in range(segment.start, segment.end):
+            token = script.choose(state, segment.version, may_end=True)
+            assert token == (turn.output_ids[place], turn.logprobs[place]), f"{key}: token {place} is not of version {segment.version}"
+            state = script.extend(state, token[0])
+    assert script.end_id not in turn.output_ids[:-1]
+    assert turn.output_ids[-1] == script.end_id or len(turn.output_ids) == MAX_TOKENS
