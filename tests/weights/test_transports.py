@@ -21,7 +21,8 @@ from midflight.weights.manifest import ALIGNMENT, decode_manifest, encode_manife
 from midflight.weights.transports.file import FilePublisher
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher, receiver
-from midflight.weights.transports.shared_memory import SHARED, SharedMemoryPublisher, remove_stale
+from midflight.weights.transports.shared_memory import SharedMemoryPublisher
+from midflight.weights.transports.stale import SHARED, remove_stale
 
 NAME = f"midflight-test-{os.getpid()}"
 

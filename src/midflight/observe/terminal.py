@@ -44,7 +44,8 @@ class Terminal:
 
     def say(self, message: RenderableType) -> None:
         """Prints something that stays, above the live view."""
-        self._console.print(message, highlight=False)
+        plain = isinstance(message, str)  # as it is: brackets are no markup, and a log's lines are not folded
+        self._console.print(message, highlight=False, markup=not plain, soft_wrap=plain)
 
     def _line_is_due(self, phase: Phase) -> bool:
         """Now and then, and at once when a phase begins."""

@@ -1,4 +1,4 @@
-"""The entry of every child process: `python -m midflight.run.child PART`.
+"""The entry of every child process: `python -m midflight.run.child PART`, for rollouts with the environment's name behind it.
 
 It reads one spec from standard input, runs its part until that ends or the launcher asks it to, and reports a failure with
 its traceback. It never outlives the launcher.
@@ -14,15 +14,16 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import uvloop
 
-from midflight.errors import ConfigError
-from midflight.run.messages import EngineSpec, Failed, Message, Part, RolloutSpec, Spec, TrainerSpec, decode_spec, encode
+from midflight.errors import ConfigError, RunFailed, StoreFailed
+from midflight.run.messages import EngineSpec, Failed, Message, Part, RolloutSpec, Spec, TrainerSpec, Verdict, decode_spec, encode
+from midflight.run.parts import PartLost, first_error
 
-STOP_SECONDS = 4.0
+STOP_SECONDS = 2.5
 """A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""
 
 GC_THRESHOLD = 50_000
@@ -52,15 +53,21 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def part_main(part: Part) -> Callable[[Any, Launcher], Awaitable[None]]:
-    """Imports a part, which for engine and trainer means torch. Done before the spec is known: it takes seconds."""
+def part_main(part: Part, arguments: Sequence[str]) -> Callable[[Any, Launcher], Awaitable[None]]:
+    """Imports a part, which for engine and trainer means torch. Done before the spec is known: it takes seconds.
+
+    The environment comes with the rollout process: one that cannot be imported is found now, not after the warm start.
+    """
     if part is Part.ENGINE:
         from midflight.run.engine_process import run_engine
 
         return run_engine
     if part is Part.ROLLOUT:
+        from midflight.environments.registry import load_environment
         from midflight.run.rollout_process import run_rollout
 
+        for entry in arguments:
+            load_environment(entry)
         return run_rollout
     from midflight.run.trainer_process import run_trainer
 
@@ -68,16 +75,40 @@ def part_main(part: Part) -> Callable[[Any, Launcher], Awaitable[None]]:
 
 
 async def run_until_asked(run: Callable[[Spec, Launcher], Awaitable[None]], spec: Spec, launcher: Launcher) -> None:
-    """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the launcher."""
+    """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the launcher.
+
+    A failure is told here, before threads that still compute are waited for (I9).
+    """
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, task)
-    await run(spec, launcher)
+    try:
+        await run(spec, launcher)
+    except Exception as error:
+        launcher.tell(failure_of(error))
+        raise
+
+
+def failure_of(error: BaseException) -> Failed:
+    """What the launcher must know of it; the traceback goes to the log as well."""
+    traceback.print_exception(error)
+    first = first_error(error)
+    trace = "".join(traceback.format_exception(error))
+    match first:
+        case ConfigError():
+            return Failed(str(first), trace, Verdict.CONFIG)
+        case RunFailed() | StoreFailed():
+            return Failed(str(first), trace, Verdict.FINAL)
+        case PartLost():
+            return Failed(str(first), trace, Verdict.LOST)
+        case _:
+            return Failed(f"{type(first).__name__}: {first}", trace, Verdict.CRASH)
 
 
 def stop(task: asyncio.Task[None]) -> None:
+    """Asked to end: what hangs then ends with the process."""
     task.cancel()
     timer = threading.Timer(STOP_SECONDS, os._exit, args=(1,))
     timer.daemon = True
@@ -89,7 +120,11 @@ def main() -> int:
     part = Part(sys.argv[1])
     launcher = Launcher()
     try:
-        run = part_main(part)
+        run = part_main(part, sys.argv[2:])
+    except Exception as error:
+        launcher.tell(failure_of(error))
+        return 1
+    try:
         line = sys.stdin.buffer.readline()
         if not line:
             return 0
@@ -100,20 +135,10 @@ def main() -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_until_asked(run, spec, launcher))
     except asyncio.CancelledError:
-        return 0
-    except BaseException as error:
-        traceback.print_exc()
-        first = first_error(error)
-        launcher.tell(Failed(f"{type(first).__name__}: {first}", traceback.format_exc(), isinstance(first, ConfigError)))
+        return 128 + signal.SIGTERM  # not 0: an end that somebody asked for is not the end of the work
+    except BaseException:  # told already
         return 1
     return 0
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first leaf of a tree of exception groups: what a task group was ended by."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from types import TracebackType
 import aiohttp
 import msgspec
 
-from midflight.errors import RunFailed
+from midflight.run.parts import PartLost
 from midflight.run.service import StepDone
 from midflight.trajectories.packing import from_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
@@ -48,7 +48,7 @@ class RolloutClient:
             async with self._http.post(f"{self._url}/{verb}", data=body) as response:
                 answer = await response.read()
         except aiohttp.ClientError as error:
-            raise RunFailed(f"asking the rollout process to {verb} failed: {error}; its log says why it ended") from error
+            raise PartLost(f"asking the rollout process to {verb} failed: {error}; its log says why it ended") from error
         if response.status != 200:
-            raise RunFailed(f"the rollout process answered {verb} with {response.status}: {answer[:500].decode(errors='replace')}")
+            raise PartLost(f"the rollout process answered {verb} with {response.status}: {answer[:500].decode(errors='replace')}")
         return answer

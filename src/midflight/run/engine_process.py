@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from midflight.config.sections import Config
-from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.app import build_app
+from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.models.load import load_model
 from midflight.observe.observers import Silent
 from midflight.run.child import Launcher
@@ -45,9 +46,9 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))
 
 
-async def serve_engine(config: Config, model: Path, *, host: str, port: int) -> None:
-    """One engine on its own, for `midflight engine`. Ended by cancellation."""
-    engine = await asyncio.to_thread(make_engine, config, model, name="engine", version=0)
+async def serve_engine(config: Config, model: Path, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """One engine on its own, for `midflight engine`; `ready` gets its URL. Ended by cancellation."""
     with listen(host, port) as listener:
-        shown = f"http://{host}:{listener.getsockname()[1]}"
-        await serve_while(engine.run(), serve_app(build_app(engine, token=None), listener, ready=lambda: print(f"ready: {shown}", flush=True)))  # noqa: T201
+        engine = await asyncio.to_thread(make_engine, config, model, name="engine", version=0)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        await serve_while(engine.run(), serve_app(build_app(engine, token=None), listener, ready=lambda: ready(url)))

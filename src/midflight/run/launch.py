@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from midflight.observe.plot import draw_plot
 from midflight.observe.status import Phase, Status, WarmStartStatus
 from midflight.observe.summary import Summary, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
-from midflight.run.messages import Message, ModelReady, Progress, Ready, WarmStart
-from midflight.run.parts import serve_while
+from midflight.run.messages import Message, ModelReady, Progress, Ready, Restarted, WarmStart
+from midflight.run.parts import first_error, serve_while
 from midflight.run.ring import PartFailed, Ring
 
 MEMORY_SECONDS = 1.0
@@ -41,6 +42,11 @@ class Run:
         self._memory = PeakMemory(os.getpid())
         self.status = Status(name=config.run.name, steps=config.run.steps)
 
+    @property
+    def seconds(self) -> float:
+        """Since the command began, however many processes have come and gone."""
+        return time.monotonic() - self._began
+
     async def train(self, *, resume: bool) -> None:
         """Restarts the ring from its last checkpoint when a part dies, within the budget. Ended by the last step, or an error."""
         await serve_while(self._attempts(resume=resume), self._watch_memory())
@@ -50,16 +56,16 @@ class Run:
         while True:
             try:
                 return await Ring(self._config, on_message=self.hear).train(resume=resume)
-            except* PartFailed as failures:
-                failure = next(iter(failures.exceptions))
-                if getattr(failure, "config", False) or restarts == 0:
-                    raise
-                restarts -= 1
-                resume = (self._folder / "checkpoints" / "latest").exists()
-                where = "its last checkpoint" if resume else "the beginning"
-                self._terminal.say(f"{failure}\nThe run goes on from {where}; {restarts} restarts are left.")
-                if not resume:
-                    clear(self._folder)
+            except BaseExceptionGroup as failures:
+                failure = first_error(failures)
+                if not isinstance(failure, PartFailed) or restarts == 0:
+                    raise failure from failures
+            restarts -= 1
+            resume = (self._folder / "checkpoints" / "latest").exists()
+            where = "its last checkpoint" if resume else "the beginning"
+            self._terminal.say(f"{failure}\nThe run goes on from {where}; {restarts} restarts are left.")
+            if not resume:
+                clear(self._folder)
 
     def hear(self, message: Message) -> None:
         """A word from a part. Synchronous; drawing takes milliseconds."""
@@ -72,8 +78,12 @@ class Run:
                 shown = accuracy if accuracy is not None else (before.accuracy if before else None)
                 warm = WarmStartStatus(step, section.max_steps, loss, shown, section.target_accuracy)
                 self.status = Status(name=self._config.run.name, phase=Phase.WARM_START, steps=self._config.run.steps, warm_start=warm)
+            case Restarted(part, error, left):
+                self._terminal.say(f"{error}\n{part} is started again; {left} restarts are left.")
+                return
             case _:
                 return
+        self.status = replace(self.status, seconds=self.seconds)
         self._terminal.show(self.status)
 
     async def _watch_memory(self) -> None:
@@ -83,15 +93,15 @@ class Run:
             await asyncio.sleep(MEMORY_SECONDS)
 
     def conclude(self) -> Summary:
-        """Writes summary and plot of what there is, also after an interruption."""
-        seconds = time.monotonic() - self._began
+        """Writes summary and plot of what there is, also after an interruption or a failure."""
         primary = self._config.environment.sources[0].dataset
-        summary = summarise(self.status, primary=primary, seconds=seconds, peak_memory_mb=self._memory.peak_mb)
+        summary = summarise(self.status, primary=primary, seconds=self.seconds, peak_memory_mb=self._memory.peak_mb)
         write_summary(summary, self._folder / "summary.json")
-        try:
-            draw_plot(self._folder / "metrics.jsonl", self._folder / "plot.png", title=self._config.run.name)
-        except (ConfigError, OSError) as error:
-            self._terminal.say(str(error))
+        if self.status.step:
+            try:
+                draw_plot(self._folder / "metrics.jsonl", self._folder / "plot.png", title=self._config.run.name)
+            except (ConfigError, OSError) as error:
+                self._terminal.say(str(error))
         return summary
 
 
@@ -106,7 +116,8 @@ def train(config: Config, *, resume: bool) -> int:
         finally:
             summary = run.conclude()
         terminal.say(summary_table(summary))
-        terminal.say(f"{folder}: summary.json, metrics.jsonl, plot.png" + (", model/" if status == 0 else ""))
+        made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/") if (folder / name).exists()]
+        terminal.say(f"{folder}: {', '.join(made)}")
     return status
 
 
@@ -114,9 +125,15 @@ def prepare(folder: Path, *, resume: bool) -> None:
     """A new run starts in a clean folder; only what an earlier run made is removed. A resumed one needs a checkpoint."""
     if resume and not (folder / "checkpoints" / "latest").exists():
         raise ConfigError(f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew.")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        clear(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            clear(folder)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise ConfigError(
+            f"writing to {folder}: {error.strerror} ({error.filename}); choose another run.folder, or make it writable."
+        ) from error
 
 
 def clear(folder: Path) -> None:
@@ -133,6 +150,8 @@ def serve(config: Config) -> int:
         def hear(message: Message) -> None:
             if isinstance(message, Ready) and message.url is not None:
                 terminal.say(f"ready: {message.url}/v1")
+            elif isinstance(message, Restarted):
+                terminal.say(f"{message.error}\n{message.part} is started again; {message.left} restarts are left.")
 
         return main_task(Ring(config, on_message=hear, model=_model(config.model.path)).serve(purpose="serve"))
 
@@ -166,7 +185,8 @@ def engine(config: Config, *, host: str, port: int) -> int:
     from midflight.run.engine_process import serve_engine
 
     assert config.model.path is not None
-    return main_task(serve_engine(config, config.model.path, host=host, port=port))
+    with Terminal() as terminal:
+        return main_task(serve_engine(config, config.model.path, host=host, port=port, ready=lambda url: terminal.say(f"ready: {url}")))
 
 
 def new_model(config: Config, folder: Path) -> int:
@@ -185,8 +205,9 @@ def main_task(main: Coroutine[Any, Any, object]) -> int:
         asked: list[signal.Signals] = []
 
         def stop(number: signal.Signals) -> None:
-            asked.append(number)
-            task.cancel()
+            if not asked:  # once: a second Ctrl-C must not cut short what ends the parts
+                asked.append(number)
+                task.cancel()
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -197,6 +218,8 @@ def main_task(main: Coroutine[Any, Any, object]) -> int:
             if not asked:
                 raise
             return 128 + asked[0]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
         return 0
 
     return asyncio.run(run())

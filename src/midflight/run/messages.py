@@ -49,6 +49,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     config: str
     rollout_url: str
     token: str
+    segment: str
+    """Begins the names of the files of shared memory; no other run has it."""
     resume: bool = False
 
 
@@ -82,11 +84,17 @@ class WarmStart(msgspec.Struct, frozen=True, tag="warm_start"):
     accuracy: float | None = None
 
 
-class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
-    """The last message of a rollout process that evaluated."""
+class Verdict(StrEnum):
+    """What the failure of a part means for the run."""
 
-    version: int
-    scores: dict[str, float]
+    CONFIG = "config"
+    """The configuration or the data is to blame: a restart would not help, and the message says all."""
+    FINAL = "final"
+    """A budget is spent, or the disk is full: the same."""
+    LOST = "lost"
+    """The part lost another part, whose own failure says more."""
+    CRASH = "crash"
+    """Nobody foresaw it: the traceback is shown, and a restart may help."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -94,11 +102,18 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     error: str
     traceback: str
-    config: bool = False
-    """The configuration or the data is to blame: a restart would not help."""
+    verdict: Verdict
 
 
-Message = Ready | ModelReady | Progress | WarmStart | Evaluated | Failed
+class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
+    """The launcher's own: a part died and is started again, which may happen `left` more times."""
+
+    part: str
+    error: str
+    left: int
+
+
+Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted
 
 encode = msgspec.json.Encoder().encode
 decode_message = msgspec.json.Decoder(Message).decode

@@ -6,7 +6,13 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from midflight.errors import MidflightError
+
 T = TypeVar("T")
+
+
+class PartLost(MidflightError):
+    """Another process of the run did not answer. Why it ended is its own to say; the ring may start again."""
 
 
 async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, Any, None]) -> T:
@@ -18,3 +24,10 @@ async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, An
         finally:
             for task in running:
                 task.cancel()
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first leaf of a tree of exception groups: what a task group was ended by."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

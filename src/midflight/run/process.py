@@ -23,8 +23,17 @@ class Child:
     launcher alone, and dies with the launcher.
     """
 
-    def __init__(self, part: Part, name: str, *, log: Path, environ: Mapping[str, str], sockets: Sequence[socket.socket] = ()) -> None:
-        self.part, self.name, self.log = part, name, log
+    def __init__(
+        self,
+        part: Part,
+        name: str,
+        *,
+        log: Path,
+        environ: Mapping[str, str],
+        sockets: Sequence[socket.socket] = (),
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.part, self.name, self.log, self._arguments = part, name, log, tuple(arguments)
         self._environ, self._sockets = environ, tuple(sockets)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -32,7 +41,7 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "midflight.run.child", self.part),
+                *(sys.executable, "-m", "midflight.run.child", self.part, *self._arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -92,11 +101,12 @@ async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
     for child in live:
         child.signal(signal.SIGTERM)
     try:
-        async with asyncio.timeout(seconds):
-            for child in live:
-                await child.ended()
-    except TimeoutError:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                for child in live:
+                    await child.ended()
+    finally:  # a cancellation does not wait, and leaves nothing either
         for child in live:
             child.signal(signal.SIGKILL)
-        for child in live:
-            await child.ended()
+    for child in live:
+        await child.ended()

@@ -12,25 +12,34 @@ Torch-free: this process only watches.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
+import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from midflight.config.sections import Config
-from midflight.errors import RunFailed
-from midflight.run.messages import EngineSpec, Failed, Message, ModelReady, Part, RolloutSpec, TrainerSpec
-from midflight.run.parts import serve_while
+from midflight.errors import ConfigError, MidflightError, RunFailed
+from midflight.run.messages import EngineSpec, Failed, Message, ModelReady, Part, Restarted, RolloutSpec, TrainerSpec, Verdict
+from midflight.run.parts import PartLost, serve_while
 from midflight.run.process import Child, stop_all
+from midflight.weights.transports.stale import remove_stale
+
+WRITING_SECONDS = 2.0
+"""Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
+OWN_REASON_SECONDS = 1.0
+"""For a part that was lost to say why itself: its message is on its way when its connections break."""
 
 
 class PartFailed(RunFailed):
-    """A process ended that should not have. `config`: the configuration is to blame and a restart would not help."""
+    """A process ended that should not have, and a restart may help."""
 
-    def __init__(self, message: str, *, config: bool) -> None:
-        super().__init__(message)
-        self.config = config
+
+def segment_name(folder: Path) -> str:
+    """Begins the names of a run's files of shared memory: the same after a crash, and no other run's."""
+    return f"midflight-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -41,7 +50,9 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise RunFailed(f"cannot listen on {host}:{port}: {error.strerror}; choose another gateway.port, or 0 for a free one") from error
+        raise RunFailed(
+            f"listening on {host}:{port}: {error.strerror}; choose another port (gateway.port, --port), or 0 for a free one"
+        ) from error
     made.listen(1024)
     made.setblocking(False)
     return made
@@ -53,8 +64,10 @@ class Ring:
     def __init__(self, config: Config, *, on_message: Callable[[Message], None], model: ModelReady | None = None) -> None:
         self._config, self._on_message = config, on_message
         self._given_model = model
-        self._token = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)
+        """Opens the routes of the trainer, for this run's own and for a foreign one."""
         self._engine_restarts = config.run.restarts
+        self._segment = segment_name(Path(config.run.folder))
         self.children: list[Child] = []
 
     async def train(self, *, resume: bool) -> None:
@@ -80,9 +93,10 @@ class Ring:
             else:
                 await serve_while(trainer(), rollout, *engines)
         finally:
-            await stop_all(self.children, seconds=self._config.run.stop_seconds - 0.5)
             for made in (self._socket, *self._engine_sockets):
                 made.close()
+            await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
+            remove_stale(self._segment)
 
     @property
     def url(self) -> str:
@@ -91,12 +105,15 @@ class Ring:
 
     async def _trainer(self, *, resume: bool) -> None:
         trainer = await self._start(Part.TRAINER, "trainer")
-        spec = TrainerSpec(self._config.model_dump_json(), self.url, self._token, resume)
-        await trainer.tell(spec)
-        await self._follow(trainer)
+        await trainer.tell(TrainerSpec(self._config.model_dump_json(), self.url, self.token, self._segment, resume))
+        try:
+            await self._follow(trainer)
+        except PartLost as lost:
+            await asyncio.sleep(OWN_REASON_SECONDS)
+            raise PartFailed(str(lost)) from lost
 
     async def _rollout(self, purpose: str) -> None:
-        rollout = await self._start(Part.ROLLOUT, "rollout", sockets=[self._socket])
+        rollout = await self._start(Part.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
         model = await self._model
         engines = {f"engine{i}": f"http://127.0.0.1:{s.getsockname()[1]}" for i, s in enumerate(self._engine_sockets)}
         spec = RolloutSpec(
@@ -104,7 +121,7 @@ class Ring:
             model=model.folder,
             socket_fd=self._socket.fileno(),
             port=self._socket.getsockname()[1],
-            token=self._token,
+            token=self.token,
             engines=engines,
             purpose=purpose,
             version=model.version,
@@ -113,7 +130,7 @@ class Ring:
         await rollout.tell(spec)
         await self._follow(rollout)
         if purpose == "train":
-            raise PartFailed("the rollout process ended before the trainer did", config=False)
+            raise PartFailed("the rollout process ended before the trainer did")
 
     async def _engine(self, index: int) -> None:
         """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine."""
@@ -122,34 +139,48 @@ class Ring:
             engine = await self._start(Part.ENGINE, name, sockets=[made])
             model = await self._model
             config = self._config.model_dump_json()
-            await engine.tell(EngineSpec(name, model.folder, config, made.fileno(), self._token, model.version))
+            await engine.tell(EngineSpec(name, model.folder, config, made.fileno(), self.token, model.version))
             try:
                 await self._follow(engine)
-            except PartFailed as failure:
-                if failure.config or self._engine_restarts == 0:
-                    raise
-                self._engine_restarts -= 1
+                failure = PartFailed(f"{name} ended, though nobody asked it to")
+            except PartFailed as error:
+                failure = error
+            if self._engine_restarts == 0:
+                raise failure
+            self._engine_restarts -= 1
+            self._on_message(Restarted(name, str(failure), self._engine_restarts))
+            engine.signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
+            await engine.ended()
 
-    async def _start(self, part: Part, name: str, *, sockets: list[socket.socket] | None = None) -> Child:
+    async def _start(self, part: Part, name: str, *, sockets: Sequence[socket.socket] = (), arguments: Sequence[str] = ()) -> Child:
         threads = {Part.ENGINE: self._config.engine.threads, Part.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
-        child = Child(part, name, log=log, environ=environ, sockets=sockets or [])
+        child = Child(part, name, log=log, environ=environ, sockets=sockets, arguments=arguments)
         self.children.append(child)
         await child.start()
         return child
 
     async def _follow(self, child: Child) -> None:
         """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the child."""
-        failed: Failed | None = None
         async for message in child.messages():
             if isinstance(message, Failed):
-                failed = message
-            elif isinstance(message, ModelReady) and not self._model.done():
+                raise error_of(child.name, message)
+            if isinstance(message, ModelReady) and not self._model.done():
                 self._model.set_result(message)
             self._on_message(message)
-        status = await child.ended()
-        if failed is not None:
-            raise PartFailed(f"{child.name}: {failed.error}\n{failed.traceback}", config=failed.config)
-        if status != 0:
-            raise PartFailed(str(child.died(status)), config=False)
+        if (status := await child.ended()) != 0:
+            raise PartFailed(str(child.died(status)))
+
+
+def error_of(name: str, said: Failed) -> MidflightError:
+    """The launcher's error for a part's last words: what a user can mend is one message, a crash has its traceback (I9)."""
+    match said.verdict:
+        case Verdict.CONFIG:
+            return ConfigError(said.error)
+        case Verdict.FINAL:
+            return RunFailed(said.error)
+        case Verdict.LOST:
+            return PartLost(f"{name}: {said.error}")
+        case Verdict.CRASH:
+            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}")

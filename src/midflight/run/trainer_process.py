@@ -28,6 +28,7 @@ from midflight.trainer.trainer import Trainer
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher as make_publisher
+from midflight.weights.transports.stale import remove_stale
 
 
 def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
@@ -103,7 +104,8 @@ class ModelWeights:
 async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published: PublishedVersions) -> None:
     folder = Path(config.run.folder)
     save = partial(save_checkpoint, folder / "checkpoints", trainer, cursor="", keep=config.trainer.keep_checkpoints)
-    with make_publisher(config.weights.transport, name=config.run.name, folder=folder / "weights") as weights:
+    await asyncio.to_thread(remove_stale, spec.segment)  # of a trainer of this run that was killed
+    with make_publisher(config.weights.transport, name=spec.segment, folder=folder / "weights") as weights:
         async with RolloutClient(spec.rollout_url, token=spec.token) as service:
             loop = TrainingLoop(
                 trainer,
@@ -115,4 +117,6 @@ async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published:
                 save_every=config.trainer.checkpoint_every,
                 stop_at_reward=config.run.stop_at_reward,
             )
+            if trainer.num_steps == 0:
+                await asyncio.to_thread(save)  # what a crash in the first steps goes back to: the warm start is not made twice
             await loop.run()

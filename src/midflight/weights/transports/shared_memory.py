@@ -5,7 +5,6 @@ Not `multiprocessing.shared_memory`: its resource tracker removes the segment wh
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -22,9 +21,7 @@ from midflight.models.fingerprint import fingerprint
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import aligned, extent, layout
 from midflight.weights.transports.publish import named_shapes
-
-SHARED = Path("/dev/shm")
-_SUFFIX = ".weights"
+from midflight.weights.transports.stale import SHARED, SUFFIX
 
 
 class SharedMemoryPublisher:
@@ -32,7 +29,7 @@ class SharedMemoryPublisher:
 
     A slot is overwritten only after `release` of its version: until then `publish` raises `SlotBusy`. The end of the handover of
     v + 1 is what releases v, so a trainer that meets `SlotBusy` waits for that; a third slot lets it run one version further ahead.
-    The file is reserved in full at the first publish, and locked while its publisher lives (see `remove_stale`).
+    The file is reserved in full at the first publish, and locked while its publisher lives (see `stale.remove_stale`).
     """
 
     def __init__(self, name: str, *, folder: Path | None = None, num_slots: int = 2, threads: int = 1) -> None:
@@ -103,18 +100,6 @@ class SharedMemoryPublisher:
         return [self._folder] if self._folder is not None else [SHARED, Path(tempfile.gettempdir())]
 
 
-def remove_stale(name: str, *, folder: Path | None = None) -> list[Path]:
-    """Removes files that dead publishers left under this name, and returns them. Files of living ones are locked and stay."""
-    removed: list[Path] = []
-    for place in [folder] if folder is not None else [SHARED, Path(tempfile.gettempdir())]:
-        for path in sorted(place.glob(f"{name}-*{_SUFFIX}")):
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path)
-    return removed
-
-
 def _reserve(folders: list[Path], name: str, num_bytes: int) -> tuple[Path, int]:
     """A new locked file with all its memory set aside, in the first folder that has room: path and descriptor.
 
@@ -133,7 +118,7 @@ def _reserve(folders: list[Path], name: str, num_bytes: int) -> tuple[Path, int]
 
 
 def _create(folder: Path, name: str, num_bytes: int) -> tuple[Path, int]:
-    file, path = tempfile.mkstemp(prefix=f"{name}-{os.getpid()}-", suffix=_SUFFIX, dir=folder)
+    file, path = tempfile.mkstemp(prefix=f"{name}-{os.getpid()}-", suffix=SUFFIX, dir=folder)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(file, 0, num_bytes)
