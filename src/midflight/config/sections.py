@@ -89,10 +89,6 @@ class GatewaySection(Section):
     """0 takes a free port."""
     request_seconds: Seconds = 120.0
     """Deadline of one request, pauses excluded; larger tolerates slower engines."""
-    orphan_seconds: Seconds = 30.0
-    """How long a generation survives a lost connection, waiting for its retry."""
-    session_seconds: Seconds = 3600.0
-    """Time-to-live of an idle session."""
     max_sessions: Positive = 10_000
     """Live sessions; further ones are answered 429."""
 
