@@ -102,9 +102,7 @@ class RolloutProcess:
         for engine in self.engines:
             await engine.connect(seconds=ATTACH_SECONDS)
         tokenizer = Tokenizer.load(Path(self._spec.model))
-        serving = Serving(
-            self._config, tokenizer, self.engines, observer=self._observer, version=self._spec.version, anonymous=anonymous
-        )
+        serving = Serving(self._config, tokenizer, self.engines, observer=self._observer, version=self._spec.version, anonymous=anonymous)
         serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
         return serving
 
@@ -122,7 +120,9 @@ class RolloutProcess:
             extra_routes=routes,
         )
         await serve_while(
-            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready(serving.gateway.address))), serving.health.run(), serving.rejoin.run()
+            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready(serving.gateway.address))),
+            serving.health.run(),
+            serving.rejoin.run(),
         )
 
     # --- What the launcher sees --------------------------------------------------------------------------------------

@@ -26,7 +26,9 @@ EVALUATED_TASKS = 256
 """Held-out tasks of the first source that the accuracy is taken on: a standard error of at most 0.03."""
 
 
-async def warm_start(model: PreTrainedModel, tokenizer: Tokenizer, sources: Sequence[Source], config: Config, tell: Callable[[WarmStart], None]) -> None:
+async def warm_start(
+    model: PreTrainedModel, tokenizer: Tokenizer, sources: Sequence[Source], config: Config, tell: Callable[[WarmStart], None]
+) -> None:
     """Trains on answers until exact match on the first source's held-out tasks, sampled, reaches the target.
 
     Waits for its own steps only, each in a thread; ended by the accuracy, by `max_steps`, or by cancellation between steps.
