@@ -47,6 +47,20 @@ def test_it_is_the_fleet_of_the_handover() -> None:
         fleet_of(ScriptedEngine("a"), ScriptedEngine("a"))
 
 
+def test_every_change_of_the_served_version_is_told_however_it_comes() -> None:
+    fleet = fleet_of(ScriptedEngine("a"), ScriptedEngine("b"))
+    told: list[int] = []
+    fleet.on_served = told.append
+    fleet.served("a", 1)
+    assert told == []
+    fleet.quarantine("b", EngineUnavailable("dead"))
+    assert told == [1]
+    fleet.quarantine("a", EngineUnavailable("dead"))
+    fleet.served("b", 2)
+    fleet.hold("b", "handover")
+    assert told == [1, 2]
+
+
 def test_the_served_version_is_the_oldest_of_engines_out_of_quarantine() -> None:
     fleet = fleet_of(ScriptedEngine("a"), ScriptedEngine("b"))
     fleet.served("a", 3)

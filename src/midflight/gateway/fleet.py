@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from midflight.errors import ConfigError, EngineUnavailable
@@ -72,6 +73,8 @@ class Fleet:
     """
 
     def __init__(self, *, observer: Observer | None = None) -> None:
+        self.on_served: Callable[[Version], None] | None = None
+        """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by whose admission depends on it."""
         self._members: dict[str, _Member] = {}
         self._holds = Holds()
         self._line: Line[Lease] = Line()
@@ -259,7 +262,10 @@ class Fleet:
         return self._holds.shut or (bool(healthy) and all(self._holds.owners(name) for name in healthy))
 
     def _changed(self) -> None:
-        """Serves the line, and lets every deadline run or stand as the holds now say."""
+        """Serves the line, lets every deadline run or stand as the holds now say, and tells a new `served_version`."""
+        before = self._last_served
+        if self.served_version() != before and self.on_served is not None:
+            self.on_served(self._last_served)
         self._line.serve()
         held = self._only_held()
         for deadline in self._line.deadlines():

@@ -184,6 +184,7 @@ class RolloutSystem:
             start_version=version,
             first_lease=recovered.next_lease if recovered else 1,
         )
+        self._fleet.on_served = self.queue.served
         self._stream = SeededStream(sources, seed=config.run.seed)
         runner = _runner(config, self._ages, environment, client_for, observer, fates=self._fates, tracked=True)
         recorded = Recorded(runner, self._records, self._fates)
@@ -269,7 +270,6 @@ class RolloutSystem:
     async def publish(self, manifest: WeightManifest) -> None:
         async with self._pinned:
             await self._handover.publish(manifest)
-        self.queue.served(self._fleet.served_version())
         every = self._config.evaluation.eval_every
         if every and manifest.version % every == 0 and self._due.empty():
             self._due.put_nowait(manifest.version)
