@@ -388,23 +388,13 @@ class PackedBatch:
 
     lease: int
     train_version: Version
-    token_ids: Int32
-    """[N]"""
-    loss_mask: Bool
-    """[N], True on the tokens to train on."""
-    logprobs: Float32
-    """[N], behaviour log-probabilities; meaningful where `loss_mask`."""
-    versions: Int32
-    """[N], meaningful where `loss_mask`."""
-    kv_versions: Int32
-    """[N], meaningful where `loss_mask`."""
-    row_offsets: Int32
-    """[R + 1]"""
-    row_rollout: Int32
-    """[R], the rollout of each row."""
-    rewards: Float32
-    """[M]"""
-    rollout_group: Int32
-    """[M], groups numbered from 0 in the batch."""
-    truncated: Bool
-    """[M]"""
+    token_ids: Int32  # [N]
+    loss_mask: Bool  # [N], True on the tokens to train on; the next three are meaningful there
+    logprobs: Float32  # [N], behaviour log-probabilities
+    versions: Int32  # [N]
+    kv_versions: Int32  # [N]
+    row_offsets: Int32  # [R + 1]
+    row_rollout: Int32  # [R], the rollout of each row
+    rewards: Float32  # [M]
+    rollout_group: Int32  # [M], groups numbered from 0 in the batch
+    truncated: Bool  # [M]
