@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Version: TypeAlias = int
 """The number of a published set of weights: 0, 1, 2, ... (not a step, not a checkpoint)."""
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Int32: TypeAlias = NDArray[np.int32]
 Float32: TypeAlias = NDArray[np.float32]
 Bool: TypeAlias = NDArray[np.bool_]
