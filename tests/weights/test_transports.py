@@ -127,7 +127,7 @@ def test_closing_removes_everything_and_may_be_repeated(sender: Publisher):
 
 
 def test_a_slot_is_not_overwritten_before_its_release():
-    with SharedMemoryPublisher(NAME) as sender:
+    with SharedMemoryPublisher(NAME, num_slots=2) as sender:
         first, second = sender.publish(1, tensors(1)), sender.publish(2, tensors(2))
         with pytest.raises(SlotBusy, match="versions 1, 2 hold all slots"):
             sender.publish(3, tensors(3))

@@ -2,7 +2,7 @@
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `TrainingLoop.run` | batches | a batch; the handover before the last; its own step | the group queue; the engines' commits; the step's thread |
+| `TrainingLoop.run` | batches | a batch; its own step; the handover before the last | the group queue; the engines' commits; the step's thread |
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from midflight.types import PackedBatch, Version, WeightManifest
 
 REWARD_WINDOW = 20
 """Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
+
+
+MAX_HANDOVERS = 2
+"""One under way and one that waits for it. The outbox holds one version more: the one that is live."""
 
 
 class Report(Protocol):
@@ -51,8 +55,9 @@ class TrainingLoop:
     """Steps while generation goes on.
 
     With `prefetch` the next batch is drawn during a step; without it (`max_staleness` 0, DECISIONS 2) after the step. The
-    handover of version v runs beside step v + 1. A slot of the outbox is written again only when the handover that
-    replaced its version is over, so that an engine which restarts can always fetch the current version.
+    handover of version v runs beside the steps after it, at most `MAX_HANDOVERS` at once: a slow engine slows the trainer
+    before it falls behind without bound. A version's bytes stay until the next one is live everywhere, so that an engine
+    which restarts can always fetch the current version.
     """
 
     def __init__(
@@ -72,49 +77,59 @@ class TrainingLoop:
         self._save, self._save_every = save, save_every
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._live: Version | None = None
+        self._saved: Version | None = None
 
     async def run(self) -> None:
         """Ends by itself after the last step; any failure ends it and cancels what it started."""
         async with asyncio.TaskGroup() as tasks:
             drawn = tasks.create_task(self._service.take(self._trainer.version))
-            handover = tasks.create_task(self._hand_over(await self._publish()))
+            handovers = deque([tasks.create_task(self._hand_over(await self._publish()))])
             while not self._over():
                 batch = await drawn
                 if self._prefetch:
                     drawn = tasks.create_task(self._service.take(batch.train_version + 1))
-                await self._step(batch)
-                await handover
-                handover = tasks.create_task(self._hand_over(await self._publish()))
+                done = await self._step(batch)
+                if len(handovers) == MAX_HANDOVERS:
+                    await handovers.popleft()  # whose end frees a slot of the outbox
+                handovers.append(tasks.create_task(self._hand_over(await self._publish(), done, after=handovers[-1])))
                 if not self._prefetch and not self._over():
                     drawn = tasks.create_task(self._service.take(self._trainer.version))
                 if self._save_every and self._trainer.num_steps % self._save_every == 0:
-                    await self._checkpoint()
+                    await self._checkpoint(handovers[-1])
             drawn.cancel()
-        await self._checkpoint()
+        await self._checkpoint(None)
         await self._service.finish(self._trainer.version)
 
-    async def _step(self, batch: PackedBatch) -> None:
+    async def _step(self, batch: PackedBatch) -> StepDone:
         started = time.monotonic()
         report = await asyncio.to_thread(self._trainer.step, batch)
         ended = time.monotonic()
         self._rewards.append(float(batch.rewards.mean()))
         num_tokens = int(batch.loss_mask.sum())
-        await self._service.done(StepDone(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics)))
+        return StepDone(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics))
 
     async def _publish(self) -> WeightManifest:
         """Copies the weights out before the next step may change them."""
         return await asyncio.to_thread(self._outbox.publish, self._trainer.version)
 
-    async def _hand_over(self, manifest: WeightManifest) -> None:
-        """Waits until every engine serves the version or is in quarantine; then the version before it may be overwritten."""
+    async def _hand_over(self, manifest: WeightManifest, done: StepDone | None = None, *, after: asyncio.Task[None] | None = None) -> None:
+        """Reports the step; waits for the handover before it, and until every engine serves this version or is in quarantine."""
+        if done is not None:
+            await self._service.done(done)
+        if after is not None:
+            await after
         await self._service.publish(manifest)
         if self._live is not None:
             self._outbox.release(self._live)
         self._live = manifest.version
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, reported: asyncio.Task[None] | None) -> None:
+        """Saves; the rollout side hears of it after the step itself, so it waits for that handover too."""
         await asyncio.to_thread(self._save)
-        await self._service.checkpointed(self._trainer.version)
+        if reported is not None:
+            await reported
+        self._saved = self._trainer.version
+        await self._service.checkpointed(self._saved)
 
     def _over(self) -> bool:
         full = len(self._rewards) == REWARD_WINDOW
