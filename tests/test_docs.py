@@ -1,0 +1,196 @@
+"""What the pages say is there: links, paths, commands, options, code, loops and the tests of the invariants."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from typer.main import get_command
+
+from midflight.cli.commands import app
+from midflight.config import load_config
+from midflight.environments.registry import environment_name, load_environment
+from midflight.observe.summary import Summary
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import Task
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src" / "midflight"
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+
+
+def prose(path: Path) -> str:
+    """The page without its code blocks."""
+    return BLOCK.sub("", path.read_text())
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [body for kind, body in BLOCK.findall(path.read_text()) if kind == language]
+
+
+def anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """Every command of the shell blocks, and those in the text that begin with `midflight`."""
+    lines = [line for block in blocks(path, "bash") for line in block.splitlines()]
+    lines += [code for code in CODE.findall(prose(path)) if code.startswith("midflight ")]
+    for line in lines:
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+@page
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for text, target in LINK.findall(prose(page)):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        assert found.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(found), f"{page.name}: {target} has no such heading"
+        assert not text.endswith(".py") or found.as_posix().endswith(f"/{text}"), f"{page.name} calls {target} {text}"
+
+
+@page
+def test_every_path_named_in_the_text_exists(page: Path) -> None:
+    for code in CODE.findall(prose(page)):
+        if re.fullmatch(r"(src|tests|examples|configs|benchmarks|docs)/[\w./-]+", code) or re.fullmatch(r"\w+/[\w/]+\.py", code):
+            assert (ROOT / code).exists() or (SRC / code).exists(), f"{page.name} names {code}"
+
+
+@page
+def test_every_class_named_in_the_text_exists(page: Path) -> None:
+    for code in set(CODE.findall(prose(page))) - {"None", "TaskGroup"}:
+        if (match := re.fullmatch(r"([A-Z][a-z]+[A-Za-z]*)(?:\.(\w+))?", code)) and "_" not in match[1]:
+            assert re.search(rf"^(class {match[1]}\b|{match[1]} = |{match[1]}: )", source(), re.MULTILINE), f"{page.name} names {code}"
+            assert match[2] is None or re.search(rf"\b{match[2]}\b", source()), f"{page.name} names {code}"
+
+
+@cache
+def source() -> str:
+    return "\n".join(path.read_text() for path in SRC.rglob("*.py"))
+
+
+@page
+def test_every_command_names_files_and_targets_that_exist(page: Path) -> None:
+    for words in commands(page):
+        for word in words:
+            if re.match(r"(src|tests|examples|configs|benchmarks)/", word):
+                assert (ROOT / word).exists(), f"{page.name}: {shlex.join(words)}"
+        if words[0] == "make":
+            for target in (word for word in words[1:] if "=" not in word):
+                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), shlex.join(words)
+
+
+@page
+def test_every_midflight_command_has_arguments_that_are_accepted(page: Path) -> None:
+    known = cast(Any, get_command(app)).commands
+    for words in commands(page):
+        if Path(words[0]).name != "midflight" or len(words) == 1:
+            continue
+        options = {option for parameter in known[words[1]].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, f"{page.name}: {shlex.join(words)}"
+        file = next((ROOT / word for word in words if word.endswith(".toml")), None)
+        load_config(file, [word for before, word in pairwise(words) if before == "--set"])
+
+
+@page
+def test_python_in_the_text_compiles(page: Path) -> None:
+    for number, block in enumerate(blocks(page, "python")):
+        compile(block, f"{page.name}, block {number}", "exec")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_every_configuration_loads(path: Path) -> None:
+    assert load_config(path).environment.sources
+
+
+def test_the_first_two_commands_of_the_readme_are_the_demo_and_the_tests() -> None:
+    first = blocks(ROOT / "README.md", "bash")[0].splitlines()
+    assert [shlex.split(line, comments=True) for line in first] == [["make", "demo"], ["make", "test"]]
+
+
+def test_the_environment_of_the_readme_is_ten_lines_that_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = next(block for block in blocks(ROOT / "README.md", "python") if "@environment" in block)
+    assert len([line for line in block.splitlines() if line]) <= 10
+    (tmp_path / "my_environment.py").write_text(block)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    environment = load_environment("my_environment:spell")
+    assert environment_name(environment) == "spell"
+
+    async def create(*, model: str, messages: list[dict[str, str]]) -> object:
+        reply = messages[0]["content"].removeprefix("reverse ")[::-1]
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=f" {reply}\n"))])
+
+    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    tasks = [Task("1", "words", {"question": "reverse hello", "answer": answer}) for answer in ("olleh", "hello")]
+    assert [run_virtual(lambda task=task: environment(task, client)) for task in tasks] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "most"), [("one_file_grpo.py", 250), ("own_environment.py", 45), ("agent_openai.py", 45)])
+def test_an_example_stays_short_enough_to_be_read(name: str, most: int) -> None:
+    assert len((ROOT / "examples" / name).read_text().splitlines()) <= most
+
+
+def test_the_measured_numbers_are_keys_of_the_summary() -> None:
+    table = (ROOT / "README.md").read_text().partition("measured: begin")[2].partition("measured: end")[0]
+    keys = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert len(keys) >= 10 and set(keys) <= {field.name for field in fields(Summary)}
+
+
+# --- ARCHITECTURE.md -------------------------------------------------------------------------------------------------
+
+
+def section(heading: str) -> str:
+    return re.split(r"^## ", (ROOT / "ARCHITECTURE.md").read_text().partition(f"\n## {heading}\n")[2], flags=re.MULTILINE)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+
+
+def linked(cell: str) -> list[Path]:
+    return [ROOT / target for _, target in LINK.findall(cell)]
+
+
+def test_every_loop_of_the_table_is_in_its_file() -> None:
+    named = [(CODE.findall(cells[0]), linked(cells[1])) for cells in rows(section("Loops")) if cells[0].startswith("`")]
+    assert len(named) > 20
+    for (name, *_), (path,) in named:
+        for part in name.split("."):
+            assert re.search(rf"\b(class|def) {part}\b", path.read_text()), f"{name} is not in {path.name}"
+
+
+def test_every_long_lived_loop_of_the_code_is_in_the_table() -> None:
+    listed = {path for cells in rows(section("Loops")) if cells[0].startswith("`") for path in linked(cells[1])}
+    loops = {
+        path for path in SRC.rglob("*.py") if "testing" not in path.parts and re.search(r"^ +async def run\(self\)", path.read_text(), re.M)
+    }
+    assert loops and loops <= listed, f"not in ARCHITECTURE.md: {sorted(str(p.relative_to(ROOT)) for p in loops - listed)}"
+
+
+def test_every_invariant_is_numbered_where_the_table_says_it_holds_and_is_tested() -> None:
+    table = [cells for cells in rows(section("Invariants")) if re.fullmatch(r"I\d+", cells[0])]
+    assert [cells[0] for cells in table] == [f"I{n}" for n in range(1, 11)]
+    for number, _, holds, tests in table:
+        spelled = re.compile(rf"(?<![A-Za-z0-9]){number}(?![0-9])|(?<![A-Za-z0-9]){number.lower()}_", re.ASCII)
+        for path in linked(holds) + linked(tests):
+            assert spelled.search(path.read_text()), f"{path.relative_to(ROOT)} does not name {number}"
+        assert linked(holds) and linked(tests)
