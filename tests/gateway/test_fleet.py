@@ -309,3 +309,41 @@ def test_who_falls_out_again_and_again_waits_longer_each_time() -> None:
 
     first, second, third = run_virtual(main())
     assert first < second < third
+
+
+def test_i2_an_engine_that_serves_an_older_version_than_it_attested_is_taken_out() -> None:
+    """It was restarted between two readings: its old weights must not answer, or admission would count wrong."""
+
+    async def main() -> None:
+        a, b = ScriptedEngine("a"), ScriptedEngine("b")
+        fleet = fleet_of(a, b)
+        for engine in (a, b):
+            await engine.stage(manifest(1))
+            await engine.commit(1)
+            fleet.served(engine.name, 1)
+        a.die()
+        a.revive()
+        await HealthWatch(fleet, interval_seconds=1, stall_seconds=10).check()
+        assert out(fleet) == {"a": True}
+        assert fleet.served_version() == 1
+
+    run_virtual(main())
+
+
+def test_i2_tokens_older_than_what_their_engine_attested_are_refused_and_made_elsewhere() -> None:
+    async def main() -> None:
+        a, b = ScriptedEngine("a", script=ENDLESS), ScriptedEngine("b", script=ENDLESS)
+        fleet = fleet_of(a, b)
+        for engine in (a, b):
+            await engine.stage(manifest(1))
+            await engine.commit(1)
+            fleet.served(engine.name, 1)
+        a.die()
+        a.revive()
+        generator = Generator(fleet, tokenizer=scripted_tokenizer(), request_seconds=10)
+        for k in range(2):
+            request = GenerateRequest(str(k), (1, 2), 2, SamplingParams(max_tokens=5))
+            assert {c.version async for c in generator.generate(request, affinity=str(k))} == {1}
+        assert out(fleet) == {"a": True}
+
+    run_virtual(main())

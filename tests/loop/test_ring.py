@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from midflight.errors import EngineError, EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
+from midflight.types import PauseMode
 
-from .site import Agents, Site, config, fast_engines
+from .site import MAX_TOKENS, Agents, Site, config, fast_engines
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -49,3 +52,70 @@ def test_i9_an_environment_that_hangs_is_ended_by_its_deadline_and_the_run_goes_
     site.check()
     assert isinstance(site.agents, Agents) and site.agents.num_hung > 2
     assert seconds < 6 * (20 + 20 + 5), "a step waits for a hung rollout and its retry, no longer"
+
+
+class Storm:
+    """Aborts, deaths, stalls, failed handovers and operator's pauses at random instants, on all engines but never for good."""
+
+    def __init__(self, site: Site, seed: int) -> None:
+        self._site, self._random = site, random.Random(f"storm {seed}")
+
+    async def run(self) -> None:
+        """Waits between faults; ended by its task group."""
+        while True:
+            await asyncio.sleep(self._random.uniform(0.05, 1.0))
+            engine = self._random.choice(self._site.engines)
+            match self._random.choice(["abort", "abort_all", "die", "stall", "commit", "stage", "corrupt", "pause"]):
+                case "abort":
+                    engine.interrupt(self._random.randrange(MAX_TOKENS))
+                case "abort_all":
+                    with suppress(EngineUnavailable):
+                        await engine.abort(None)
+                case "die":
+                    engine.die()
+                    await asyncio.sleep(self._random.uniform(0.0, 2.0))
+                    engine.revive()
+                case "stall":
+                    engine.stall()
+                    await asyncio.sleep(self._random.uniform(0.0, 2.0))
+                    engine.unstall()
+                case "commit":
+                    engine.fail_next("commit", EngineError("committing: no."))
+                case "stage":
+                    engine.fail_next("stage", EngineUnavailable("staging: cut off."))
+                case "corrupt":
+                    engine.corrupt_next_commit()
+                case _:
+                    await self._pause()
+
+    async def _pause(self) -> None:
+        control = self._site.control
+        with suppress(EngineError):
+            await control.pause(self._random.choice(list(PauseMode)))
+            await asyncio.sleep(self._random.uniform(0.0, 2.0))
+            await control.resume()
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("seeds", [range(k, k + 10) for k in range(0, 60, 10)], ids=lambda r: f"{r[0]}-{r[-1]}")
+def test_i1_to_i6_hold_whatever_engines_and_operators_do(tmp_path: Path, staleness: int, seeds: range) -> None:
+    async def main(seed: int) -> Site:
+        draw = random.Random(seed)
+        pace = {"step_seconds": draw.choice((0.01, 0.05)), "chunk_tokens": draw.choice((1, 4)), "commit_seconds": draw.choice((0, 0.1))}
+        engines = fast_engines(draw.randint(1, 3), by_version=draw.random() < 0.7, stage_seconds=draw.choice((0, 0.5)), **pace)
+        mode = draw.choice(("auto", *PauseMode))
+        made = config(
+            staleness=staleness, groups=draw.randint(1, 3), size=draw.randint(1, 3), every=draw.choice((0, 2)), steps=4, pause_mode=mode
+        )
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        site = Site(made, folder, engines=engines, agents=Agents(seed, failing=0.03, hanging=0.01), sdk=seed % 10 == 0)
+        await site.run(Storm(site, seed).run(), step_seconds=draw.choice((0.05, 0.5, 2.0)))
+        return site
+
+    spanning = 0
+    for seed in seeds:
+        site = run_virtual(main(seed), seed=seed, max_seconds=20_000)
+        site.check()
+        spanning += site.num_spanning
+    assert staleness == 0 or spanning > 0, "commits fell into no rollout"

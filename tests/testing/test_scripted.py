@@ -163,6 +163,9 @@ def test_orders_come_true_once_each() -> None:
             await engine.commit(2)
         engine.corrupt_next_commit()
         assert await engine.commit(1) == Attestation(1, "corrupt")
+        assert await engine.commit(1) == Attestation(1, "corrupt"), "nothing else is staged"
+        await engine.stage(manifest(1))
+        assert await engine.commit(1) == Attestation(1, manifest(1).fingerprint), "a rejoin brings the published weights"
         engine.hang_next("commit")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(60):

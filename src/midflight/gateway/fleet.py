@@ -20,6 +20,8 @@ class Lease:
 
     def __init__(self, member: _Member, *, tokens: int, deadline: Deadline) -> None:
         self.engine = member.shared.engine
+        self.version = member.version
+        """What the engine had attested when the request was placed: none of its tokens can be older."""
         self.tokens = tokens
         self.deadline = deadline
         self.lost: BaseException | None = None

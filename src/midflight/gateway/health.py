@@ -86,7 +86,10 @@ class HealthWatch:
         except (EngineError, OSError):  # a timeout is an OSError
             self._judge(engine.name, None, state)
         else:
-            if state.error is None:
+            if state.error is None and health.version < state.version:
+                restarted = f"watching engine {engine.name}: it serves version {health.version} after attesting {state.version}."
+                self._condemn(engine.name, EngineUnavailable(f"{restarted} It rejoins at the current version."))
+            elif state.error is None:
                 self._judge(engine.name, health, state)
             elif state.on_probation:
                 await self._readmit(engine, health)

@@ -123,6 +123,7 @@ class Generation:
             return None
         try:
             chunk = await self._deadline.bound(lambda: anext(stream))
+            _check_version(chunk, lease)
             return self._splice.accept(chunk, vocab_size=lease.engine.capabilities.vocab_size)
         except Cut:
             self._trouble = lease.lost
@@ -211,6 +212,14 @@ class Generator:
             yield
         finally:
             del self._active[generation]
+
+
+def _check_version(chunk: Chunk, lease: Lease) -> None:
+    """An engine that came back from a restart unnoticed samples from its old weights: to take its tokens would break admission's count (I2)."""
+    if chunk.version < lease.version:
+        raise EngineUnavailable(
+            f"it answers with version {chunk.version} after attesting {lease.version}; it rejoins at the current version."
+        )
 
 
 async def _close(stream: AsyncIterator[Chunk]) -> None:

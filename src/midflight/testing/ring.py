@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from midflight.config.sections import Config
 from midflight.environments.clients import SharedClients
@@ -19,7 +21,7 @@ from midflight.gateway.http import build_app
 from midflight.gateway.memory import MemoryTransport
 from midflight.observe.observers import Silent
 from midflight.observe.status import Phase
-from midflight.ports import Engine, Observer
+from midflight.ports import Engine, Observer, SessionHandle
 from midflight.run.parts import serve_while
 from midflight.run.service import RolloutService
 from midflight.run.system import RolloutSystem, Serving
@@ -27,6 +29,9 @@ from midflight.run.training import Outbox, Steps, TrainingLoop
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Version
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 class PhaseLog:
@@ -86,9 +91,11 @@ async def open_ring(
     observer: Observer | None = None,
     version: Version = 0,
     checkpoint: Version | None = None,
+    client_for: Callable[[Serving, SessionHandle], AsyncOpenAI] | None = None,
 ) -> AsyncGenerator[Ring]:
     """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`; with `checkpoint` it goes on after a crash.
 
+    `client_for` may give agents another client than the SDK's, such as one that calls the gateway without HTTP.
     Waits at its end for requests that are still being answered; those of ended rollouts are cancelled.
     """
     watching = observer or Silent()
@@ -104,7 +111,7 @@ async def open_ring(
             serving,
             sources=sources,
             environment=environment,
-            client_for=clients.client_for,
+            client_for=partial(client_for, serving) if client_for else clients.client_for,
             store=Store(folder / "store.sqlite", run=config.run.name),
             observer=watching,
             phases=phases,

@@ -232,7 +232,8 @@ class ScriptedEngine:
 
     async def commit(self, version: Version) -> Attestation:
         await self._enter("commit")
-        if self._served.version == version:
+        mended = self._staged is not None and self._staged.version == version and self._staged.fingerprint != self._served.fingerprint
+        if self._served.version == version and not mended:
             return self._served
         if self._staged is None or self._staged.version != version:
             staged = "nothing" if self._staged is None else f"version {self._staged.version}"
@@ -243,6 +244,7 @@ class ScriptedEngine:
         if self._corrupt_commits:
             self._corrupt_commits -= 1
             self._served = Attestation(version, "corrupt")
+        self._staged = None
         return self._served
 
     async def health(self) -> EngineHealth:
