@@ -192,5 +192,6 @@ def test_every_invariant_is_numbered_where_the_table_says_it_holds_and_is_tested
     for number, _, holds, tests in table:
         spelled = re.compile(rf"(?<![A-Za-z0-9]){number}(?![0-9])|(?<![A-Za-z0-9]){number.lower()}_", re.ASCII)
         for path in linked(holds) + linked(tests):
-            assert spelled.search(path.read_text()), f"{path.relative_to(ROOT)} does not name {number}"
+            text = "".join(p.read_text() for p in ([path] if path.is_file() else sorted(path.glob("*.py"))))
+            assert spelled.search(text), f"{path.relative_to(ROOT)} does not name {number}"
         assert linked(holds) and linked(tests)
