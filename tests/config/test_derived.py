@@ -85,6 +85,8 @@ def test_memory_of_a_made_model_is_what_its_sizes_say() -> None:
     assert items["trainer", "weights"] == 4 * 4 * sizes.num_parameters
     # 64 slots of 256 tokens, keys and values of one head of 4 numbers of 4 bytes
     assert items["engines", "keys and values"] == 64 * 256 * 2 * 4 * 4
+    # one version that is live, one whose handover is under way, one that waits for it
+    assert items["weights", "published versions in shared memory"] == 3 * 4 * sizes.num_parameters
 
 
 def test_memory_grows_with_slots_and_engines() -> None:

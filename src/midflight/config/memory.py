@@ -57,7 +57,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size) + LOGIT_COPIES * sizes.vocab_size
     )
     rollouts = buffer_groups(r) * r.group_size + in_flight(r)
-    shared = 2 if config.weights.transport == "shared_memory" else 0
+    shared = 3 if config.weights.transport == "shared_memory" else 0  # slots: live, under way, waiting
     return (
         MemoryItem("trainer", "weights, gradients and AdamW's two moments", 4 * weights),
         MemoryItem(
