@@ -246,7 +246,7 @@ class GroupBuffer:
     def _shed(self, train_version: Version) -> None:
         """Under `wait`, closes what no batch can take in time; nothing, unless a crash or a late message broke the proof's assumptions.
 
-        The tasks are tried again (at least once), as no prompt may be lost to a crash (I8).
+        The tasks are tried again however often, as no prompt may be lost to a crash (I8): the crashes are bounded.
         """
         ordered = sorted(self._finished.values(), key=lambda f: (f.oldest, f.order))
         excess = surplus(
@@ -256,7 +256,8 @@ class GroupBuffer:
             groups_per_step=self._limits.groups_per_step,
         )
         for finished in ordered[:excess]:
-            self._requeue(finished.group.key, at_most=max(1, self._limits.requeues))
+            key = finished.group.key
+            self._close(key, Reason.REQUEUED, successor=replace(key, attempt=key.attempt + 1))
 
     # --- Checkpoints and crashes ---
 

@@ -1,0 +1,154 @@
+"""I8 in one process: the rollout side dies at any instant, without a word, and another goes on from its file and a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
+from midflight.testing.virtual_time import run_virtual
+from midflight.trajectories.schema import State
+from midflight.types import Batch, PackedBatch, Reason, Version
+
+from .site import Agents, Site, config, fast_engines
+
+NUM_TASKS = 8
+Place = tuple[int, int]
+"""(epoch, index): a prompt's place in the stream, whatever its attempts."""
+
+
+class Killed(Exception):
+    """The instant of death."""
+
+
+class Life:
+    """A run from one death to the next; it saves a checkpoint every other step, and at its end."""
+
+    def __init__(self, folder: Path, seed: int, *, staleness: int, version: Version, checkpoint: Version | None, steps: int) -> None:
+        self.site = Site(
+            config(staleness=staleness, every=2, steps=steps),
+            folder,
+            engines=fast_engines(2, by_version=True, version=version),
+            agents=Agents(seed, failing=0.03, longest=1.5),
+            num_tasks=NUM_TASKS,
+            sdk=False,
+        )
+        self.site.trainer = self.trainer = SimulatedTrainer(version=version, on_step=self._on_step)
+        self.checkpoint = checkpoint
+        self.saved: Version = checkpoint or 0
+        """Version of the last checkpoint on disk; version 0 is the model the run began with."""
+        self.stepped: list[Batch] = []
+
+    def _on_step(self, batch: PackedBatch) -> None:
+        self.stepped.append(next(taken for taken in self.site.taken if taken.lease == batch.lease))
+
+    async def run(self, seconds: float | None, grave: Path) -> bool:
+        """Whether it came to its last step. At its death, after `seconds`, `grave` gets the files as they are then."""
+        died = False
+        try:
+            async with self.site.opened(version=self.trainer.version, checkpoint=self.checkpoint) as ring:
+                slow = SlowSteps(ring.system, seconds=lambda: 0.4)
+                await ring.train(self.trainer, self.trainer, self._death(seconds, grave), service=slow, save=self._save)
+        except* Killed:
+            died = True
+        return not died
+
+    def _save(self) -> None:
+        self.saved = self.trainer.version
+
+    async def _death(self, seconds: float | None, grave: Path) -> None:
+        """Waits for its instant. What follows in this process, such as the writer's last words, is not in `grave`."""
+        if seconds is None:
+            return
+        await asyncio.sleep(seconds)
+        grave.mkdir()
+        for file in self.site.folder.glob("store.sqlite*"):
+            shutil.copy(file, grave / file.name)
+        raise Killed
+
+    @property
+    def survived(self) -> Iterable[Place]:
+        """Prompts trained in steps that the last checkpoint contains."""
+        return [(g.key.epoch, g.key.index) for batch in self.stepped if batch.train_version < self.saved for g in batch.groups]
+
+    @property
+    def next_version(self) -> Version:
+        """A number that was never handed out, unless the checkpoint is the newest (DECISIONS 1)."""
+        return self.saved if self.trainer.version <= self.saved else self.trainer.version + 1
+
+
+def states(folder: Path) -> dict[Place, list[tuple[State, Reason | None]]]:
+    """Of every attempt at each prompt."""
+    found: dict[Place, list[tuple[State, Reason | None]]] = {}
+    with sqlite3.connect(folder / "store.sqlite") as file:
+        for epoch, index, state, reason in file.execute(
+            "SELECT epoch, position, state, reason FROM groups ORDER BY epoch, position, attempt"
+        ):
+            found.setdefault((epoch, index), []).append((State(state), Reason(reason) if reason else None))
+    return found
+
+
+def lives(folder: Path, seed: int, staleness: int) -> list[Life]:
+    """One to three deaths, then a life to the end of its steps."""
+    draw = random.Random(seed)
+    deaths = [draw.uniform(0.0, 4.0) for _ in range(draw.randint(1, 3))]
+    made: list[Life] = []
+    version, checkpoint = 0, None
+    for number, seconds in enumerate([*deaths, None]):
+        life = Life(folder, seed + number, staleness=staleness, version=version, checkpoint=checkpoint, steps=9)
+        grave = folder.with_name(f"{folder.name}-{number}")
+        made.append(life)
+        if run_virtual(life.run(seconds, grave), seed=seed, max_seconds=20_000):
+            break
+        folder, version, checkpoint = grave, life.next_version, life.saved
+    return made
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_i8_after_any_deaths_no_prompt_is_lost_and_none_is_trained_twice(tmp_path: Path, staleness: int) -> None:
+    num_deaths = 0
+    for seed in range(10):
+        folder = tmp_path / f"seed-{seed}"
+        folder.mkdir()
+        made = lives(folder, seed, staleness)
+        num_deaths += len(made) - 1
+        trained = Counter(place for life in made for place in life.survived)
+        assert set(trained.values()) == {1}, f"seed {seed}: trained twice: {[p for p, n in trained.items() if n > 1]}"
+
+        found = states(made[-1].site.folder)
+        assert [place for place in sorted(found) if place[0] == 0] == [(0, index) for index in range(NUM_TASKS)], (
+            f"seed {seed}: a prompt lost"
+        )
+        for place, attempts in found.items():
+            last, reason = attempts[-1]
+            assert (last is State.TRAINED) == (place in trained), f"seed {seed}: {place} is {last}, trained {trained[place]} times"
+            assert last is not State.DROPPED or reason in (Reason.NO_REWARD, Reason.TOO_FEW), f"seed {seed}: {place} dropped for {reason}"
+            if place[0] == 0 and last is not State.DROPPED:
+                assert last is State.TRAINED, f"seed {seed}: the epoch is over, but {place} is {last}"
+        for life in made:
+            life.site.check_answers()
+            for batch in life.trainer.batches:
+                ages = batch.train_version - batch.versions[batch.loss_mask]
+                assert ages.min() >= 0 and ages.max() <= staleness
+    assert num_deaths > 10
+
+
+def test_i8_rollouts_that_had_ended_before_the_death_are_not_run_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first = Life(folder, 3, staleness=1, version=0, checkpoint=None, steps=10)
+    grave = tmp_path / "grave"
+    assert not run_virtual(first.run(2.0, grave), seed=3)
+    with sqlite3.connect(grave / "store.sqlite") as file:
+        ended = set(file.execute("SELECT epoch, position, attempt, sample FROM rollouts WHERE reward IS NOT NULL").fetchall())
+    second = Life(grave, 4, staleness=1, version=first.next_version, checkpoint=first.saved, steps=2)
+    assert run_virtual(second.run(None, tmp_path), seed=4)
+    again = {(k.group.epoch, k.group.index, k.group.attempt, k.sample) for k in second.site.received}
+    assert ended and not ended & again
