@@ -52,8 +52,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sync-steps", type=int, default=None, help="measured steps of the synchronous run (default: a sixth)")
     parser.add_argument("--delay", type=float, default=0.5, help="median of the log-normal delay of a reply, in seconds")
     parser.add_argument("--sigma", type=float, default=0.75, help="standard deviation of its logarithm")
-    parser.add_argument("--in-flight", type=int, default=None, help="rollout.max_in_flight")
-    parser.add_argument("--staleness", type=int, default=None, help="rollout.max_staleness of the asynchronous run")
+    # Two cores make at most some 450 rollouts a second, each of which takes 0.75 s on average: so many are in flight then.
+    parser.add_argument("--in-flight", type=int, default=384, help="rollout.max_in_flight")
+    # The demo's 4 versions pass in little more than a second: most steps would wait for the slowest replies.
+    parser.add_argument("--staleness", type=int, default=8, help="rollout.max_staleness of the asynchronous run")
     parser.add_argument("--folder", type=Path, default=Path("runs/overlap"))
     parser.add_argument("--config", type=Path, default=HERE.parent / "configs" / "demo.toml")
     return parser.parse_args()
@@ -72,7 +74,6 @@ def _round(options: argparse.Namespace, model: Path) -> tuple[Measured, ...]:
 def _config(options: argparse.Namespace, model: Path, name: str, *, steps: int, staleness: int | None = None) -> Config:
     """The demo's, from a model that is warm already, with delayed replies, and without evaluations and checkpoints on the way."""
     staleness = options.staleness if staleness is None else staleness
-    given = {"rollout.max_in_flight": options.in_flight, "rollout.max_staleness": staleness}
     return load_config(
         options.config,
         [
@@ -85,7 +86,9 @@ def _config(options: argparse.Namespace, model: Path, name: str, *, steps: int, 
             "trainer.checkpoint_every=0",
             "environment.sources.0.heldout=0",
             "environment.sources.1.heldout=0",
-            *(f"{key}={value}" for key, value in given.items() if value is not None),
+            f"rollout.max_in_flight={options.in_flight}",
+            f"rollout.max_staleness={staleness}",
+            "rollout.buffer_groups=none",
         ],
     )
 
