@@ -34,6 +34,13 @@ class Control:
         self._verify_seconds = verify_seconds
         self._turn = asyncio.Lock()
         self._paused = False
+        self._held_since: float | None = None
+        self._held_seconds = 0.0
+
+    def paused_seconds(self) -> float:
+        """Time the operator has held requests so far, a pause that goes on included: deadlines do not count it."""
+        now = asyncio.get_running_loop().time()
+        return self._held_seconds + (now - self._held_since if self._held_since is not None else 0.0)
 
     @property
     def paused(self) -> bool:
@@ -51,9 +58,9 @@ class Control:
             if self._paused:
                 return
             modes = {engine.name: _mode(engine, mode) for engine in self._healthy()}
-            self._fleet.hold_all(OPERATOR)
+            self._hold()
             async with AsyncExitStack() as guard:
-                guard.callback(self._fleet.release_all, OPERATOR)
+                guard.callback(self._release)
                 await _each(self._healthy(), lambda engine: self._pause(engine, modes[engine.name], guard))
                 await _each(self._healthy(), self._verify)
                 guard.pop_all()
@@ -67,7 +74,7 @@ class Control:
         async with self._turn:
             await _each(self._healthy(), self._let_go)
             self._paused = False
-            self._fleet.release_all(OPERATOR)
+            self._release()
 
     async def abort(self, request_id: str | None) -> int:
         """Aborts one request, or all (`None`), at the engines; says how many were found. Never waits.
@@ -75,6 +82,15 @@ class Control:
         Callers of native `/generate` get their tokens so far; for all others the request is resumed (see `Generator`).
         """
         return self._generator.cancel(request_id)
+
+    def _hold(self) -> None:
+        self._held_since = asyncio.get_running_loop().time()
+        self._fleet.hold_all(OPERATOR)
+
+    def _release(self) -> None:
+        """Idempotent."""
+        self._held_seconds, self._held_since = self.paused_seconds(), None
+        self._fleet.release_all(OPERATOR)
 
     def _healthy(self) -> list[Engine]:
         """Engines out of quarantine: a pause of the others has ended with it."""

@@ -122,12 +122,13 @@ def held_out(sources: Sequence[Source]) -> list[Task]:
 def make_evaluator(
     config: Config, serving: Serving, environment: Environment, client_for: Callable[[SessionHandle], AsyncOpenAI], observer: Observer
 ) -> Evaluator:
-    runner = _runner(config, serving.gateway, environment, client_for, observer, fates=Fates(), tracked=False)
+    runner = _runner(config, serving, serving.gateway, environment, client_for, observer, fates=Fates(), tracked=False)
     return Evaluator(rollouts=runner, slots=asyncio.Semaphore(config.evaluation.max_in_flight), observer=observer)
 
 
 def _runner(
     config: Config,
+    serving: Serving,
     sessions: Sessions,
     environment: Environment,
     client_for: Callable[[SessionHandle], AsyncOpenAI],
@@ -145,6 +146,7 @@ def _runner(
         observer=observer,
         fates=fates,
         tracked=tracked,
+        paused_seconds=serving.control.paused_seconds,
     )
 
 
@@ -186,7 +188,7 @@ class RolloutSystem:
         )
         self._fleet.on_served = self.queue.served
         self._stream = SeededStream(sources, seed=config.run.seed)
-        runner = _runner(config, self._ages, environment, client_for, observer, fates=self._fates, tracked=True)
+        runner = _runner(config, serving, self._ages, environment, client_for, observer, fates=self._fates, tracked=True)
         recorded = Recorded(runner, self._records, self._fates)
         self._rollouts = Rollouts(
             self.queue,
