@@ -195,3 +195,16 @@ def test_every_invariant_is_numbered_where_the_table_says_it_holds_and_is_tested
             text = "".join(p.read_text() for p in ([path] if path.is_file() else sorted(path.glob("*.py"))))
             assert spelled.search(text), f"{path.relative_to(ROOT)} does not name {number}"
         assert linked(holds) and linked(tests)
+
+
+def test_every_number_of_a_decision_or_promise_in_the_code_is_explained() -> None:
+    known = set(re.findall(r"^\| (\w+) \|", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE))
+    files = [path for folder in ("src", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    cited = {
+        number
+        for path in files
+        for listed in re.findall(r"\bDECISIONS ([\d, ]*\d)", path.read_text())
+        for number in re.findall(r"\d+", listed)
+    }
+    cited |= {number for path in files for number in re.findall(r"(?<=[( ])[PS]\d{1,2}(?=[),:;])", path.read_text())}
+    assert cited and cited <= known, f"not in docs/decisions.md: {sorted(cited - known)}"
