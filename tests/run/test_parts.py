@@ -1,0 +1,142 @@
+"""Parts of the launcher without processes: what failures mean, who ends whom, numbers of versions, names in shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, StoreFailed
+from midflight.run.child import failure_of
+from midflight.run.launch import clear, main_task, prepare
+from midflight.run.lineage import PublishedVersions
+from midflight.run.messages import Failed, Restarted, Verdict, decode_message, encode
+from midflight.run.parts import PartLost, first_error, serve_while
+from midflight.run.ring import PartFailed, error_of, listen, segment_name
+
+
+async def _raise(error: Exception) -> None:
+    raise error
+
+
+async def _for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def test_services_run_as_long_as_the_main_part_and_their_failure_ends_it() -> None:
+    ended: list[str] = []
+
+    async def service() -> None:
+        try:
+            await _for_ever()
+        finally:
+            ended.append("service")
+
+    async def main() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    assert asyncio.run(serve_while(main(), service())) == 7
+    assert ended == ["service"]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        asyncio.run(serve_while(_for_ever(), _raise(RunFailed("broken"))))
+    assert str(first_error(caught.value)) == "broken"
+
+
+def test_a_service_that_ends_early_is_no_error() -> None:
+    async def main() -> str:
+        await asyncio.sleep(0.01)
+        return "done"
+
+    assert asyncio.run(serve_while(main(), asyncio.sleep(0))) == "done"
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "kind", "has_traceback"),
+    [
+        (ModelNotFound("no model"), Verdict.CONFIG, ConfigError, False),
+        (RunFailed("budget spent"), Verdict.FINAL, RunFailed, False),
+        (StoreFailed("disk full"), Verdict.FINAL, RunFailed, False),
+        (PartLost("gone"), Verdict.LOST, PartLost, False),
+        (ZeroDivisionError("x"), Verdict.CRASH, PartFailed, True),
+        (BadReward("odd"), Verdict.CRASH, PartFailed, True),
+    ],
+)  # fmt: skip
+def test_i9_a_failure_says_whether_a_restart_helps_and_shows_its_traceback_only_for_a_crash(
+    error: Exception, verdict: Verdict, kind: type[Exception], has_traceback: bool
+) -> None:
+    try:
+        raise ExceptionGroup("outer", [ExceptionGroup("inner", [error])])
+    except ExceptionGroup as group:
+        said = failure_of(group)
+    assert said.verdict is verdict and str(error) in said.error
+    assert decode_message(encode(said)) == said
+    shown = error_of("trainer", said)
+    assert type(shown) is kind
+    assert ("Traceback" in str(shown)) == has_traceback
+
+
+def test_messages_of_the_launcher_itself_survive_the_wire() -> None:
+    for message in (Restarted("engine0", "died", 1), Failed("x", "", Verdict.FINAL)):
+        assert decode_message(encode(message)) == message
+
+
+def test_version_numbers_go_on_above_every_one_that_was_handed_out(tmp_path: Path) -> None:
+    published = PublishedVersions(tmp_path / "published")
+    assert published.highest() is None and published.resumed_as(4) == 4
+    published.note(4)
+    assert published.resumed_as(4) == 4, "nothing was handed out after the checkpoint"
+    published.note(7)
+    assert PublishedVersions(tmp_path / "published").resumed_as(4) == 8
+
+
+def test_runs_in_different_folders_share_no_name_and_one_keeps_its_own(tmp_path: Path) -> None:
+    assert segment_name(tmp_path / "a") != segment_name(tmp_path / "b")
+    assert segment_name(tmp_path / "a") == segment_name(tmp_path / "x" / ".." / "a")
+    assert segment_name(tmp_path).startswith("midflight-")
+
+
+def test_a_port_that_is_taken_is_named_with_the_remedy() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunFailed, match=rf"127\.0\.0\.1:{port}.*gateway\.port"):
+            listen("127.0.0.1", port)
+
+
+def test_a_new_run_removes_only_what_a_run_makes_and_a_resumed_one_needs_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "published").write_text("9")
+    prepare(tmp_path, resume=False)
+    assert (tmp_path / "notes.txt").exists() and not (tmp_path / "checkpoints").exists() and not (tmp_path / "published").exists()
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        prepare(tmp_path, resume=True)
+    with pytest.raises(ConfigError, match=r"run\.folder"):
+        prepare(tmp_path / "notes.txt" / "below", resume=False)
+    clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
+
+
+def test_an_interruption_is_the_exit_status_and_a_second_one_does_not_cut_the_ending_short() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(os.kill, os.getpid(), signal.SIGINT)
+        try:
+            await _for_ever()
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.05)
+            ended.append("whole")
+
+    assert main_task(work()) == 130
+    assert ended == ["whole"]
+
+
+def test_errors_in_groups_reach_the_command_line_as_themselves() -> None:
+    with pytest.raises(RunFailed, match="reason"):
+        main_task(serve_while(_for_ever(), _raise(RunFailed("reason"))))
