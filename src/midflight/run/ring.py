@@ -17,18 +17,21 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, MidflightError, RunFailed
-from midflight.run.messages import EngineSpec, Failed, Message, ModelReady, Part, Restarted, RolloutSpec, TrainerSpec, Verdict
-from midflight.run.parts import PartLost, serve_while
+from midflight.run.messages import EngineSpec, Failed, Message, ModelReady, Part, Restarted, RolloutSpec, Spec, TrainerSpec, Verdict
+from midflight.run.parts import PartLost, first_error, serve_while
 from midflight.run.process import Child, stop_all
 from midflight.weights.transports.stale import remove_stale
 
 WRITING_SECONDS = 2.0
 """Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
+LAST_WORDS_SECONDS = 0.5
+"""To read what ended processes left in their pipes."""
 OWN_REASON_SECONDS = 1.0
 """For a part that was lost to say why itself: its message is on its way when its connections break."""
 
@@ -96,6 +99,7 @@ class Ring:
             for made in (self._socket, *self._engine_sockets):
                 made.close()
             await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
+            await self._last_words()
             remove_stale(self._segment)
 
     @property
@@ -114,21 +118,22 @@ class Ring:
 
     async def _rollout(self, purpose: str) -> None:
         rollout = await self._start(Part.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
-        model = await self._model
         engines = {f"engine{i}": f"http://127.0.0.1:{s.getsockname()[1]}" for i, s in enumerate(self._engine_sockets)}
-        spec = RolloutSpec(
-            config=self._config.model_dump_json(),
-            model=model.folder,
-            socket_fd=self._socket.fileno(),
-            port=self._socket.getsockname()[1],
-            token=self.token,
-            engines=engines,
-            purpose=purpose,
-            version=model.version,
-            checkpoint=model.checkpoint,
-        )
-        await rollout.tell(spec)
-        await self._follow(rollout)
+
+        def spec(model: ModelReady) -> Spec:
+            return RolloutSpec(
+                config=self._config.model_dump_json(),
+                model=model.folder,
+                socket_fd=self._socket.fileno(),
+                port=self._socket.getsockname()[1],
+                token=self.token,
+                engines=engines,
+                purpose=purpose,
+                version=model.version,
+                checkpoint=model.checkpoint,
+            )
+
+        await self._brief_and_follow(rollout, spec)
         if purpose == "train":
             raise PartFailed("the rollout process ended before the trainer did")
 
@@ -137,11 +142,12 @@ class Ring:
         name, made = f"engine{index}", self._engine_sockets[index]
         while True:
             engine = await self._start(Part.ENGINE, name, sockets=[made])
-            model = await self._model
             config = self._config.model_dump_json()
-            await engine.tell(EngineSpec(name, model.folder, config, made.fileno(), self.token, model.version))
             try:
-                await self._follow(engine)
+                await self._brief_and_follow(
+                    engine,
+                    lambda model, config=config: EngineSpec(name, model.folder, config, made.fileno(), self.token, model.version),
+                )
                 failure = PartFailed(f"{name} ended, though nobody asked it to")
             except PartFailed as error:
                 failure = error
@@ -160,6 +166,26 @@ class Ring:
         self.children.append(child)
         await child.start()
         return child
+
+    async def _brief_and_follow(self, child: Child, spec: Callable[[ModelReady], Spec]) -> None:
+        """Hears the child from its start, and tells it its spec as soon as there is a model; its failure may come before."""
+
+        async def brief() -> None:
+            await child.tell(spec(await asyncio.shield(self._model)))
+
+        try:
+            await serve_while(self._follow(child), brief())
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+    async def _last_words(self) -> None:
+        """What parts said while they ended: the last status. Waits for nothing but bytes that are there."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                for child in self.children:
+                    async for message in child.messages():
+                        if not isinstance(message, Failed):
+                            self._on_message(message)
 
     async def _follow(self, child: Child) -> None:
         """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the child."""

@@ -133,6 +133,9 @@ class RolloutProcess:
 
     async def report(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group."""
-        while True:
-            await asyncio.sleep(REPORT_SECONDS)
+        try:
+            while True:
+                await asyncio.sleep(REPORT_SECONDS)
+                self._launcher.tell(Progress(self._state.status()))
+        finally:
             self._launcher.tell(Progress(self._state.status()))

@@ -86,7 +86,7 @@ class TrainingLoop:
             handovers = deque([tasks.create_task(self._hand_over(await self._publish()))])
             while not self._over():
                 batch = await drawn
-                if self._prefetch:
+                if self._prefetch and self._trainer.num_steps + 1 < self._steps:
                     drawn = tasks.create_task(self._service.take(batch.train_version + 1))
                 done = await self._step(batch)
                 if len(handovers) == MAX_HANDOVERS:
