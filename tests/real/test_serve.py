@@ -96,7 +96,13 @@ def test_a_server_is_healthy_and_lists_its_model(served: Served) -> None:
 def test_the_sdk_gets_chat_and_completions_streamed_and_whole_alike(served: Served) -> None:
     async def main() -> None:
         async with client_of(served) as client:
-            ask: dict[str, Any] = dict(model="policy", messages=[{"role": "user", "content": "hello"}], max_tokens=20, n=2, seed=5)
+            ask: dict[str, Any] = {
+                "model": "policy",
+                "messages": [{"role": "user", "content": "hello"}],
+                "max_tokens": 20,
+                "n": 2,
+                "seed": 5,
+            }
             answer = await client.chat.completions.create(**ask)
             texts = ["", ""]
             async for chunk in await client.chat.completions.create(**ask, stream=True):

@@ -1,0 +1,117 @@
+"""I9: what goes wrong is said once, at once, to the reader who can mend it, with the right exit status. Real processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .processes import CONFIG, Command, alive
+
+pytestmark = pytest.mark.timeout(120)
+
+MODULES = {
+    "broken.py": "raise ValueError('half written')\n",
+    "failing.py": "async def solve(task, client):\n    raise LookupError('no key for ' + task.source)\n",
+    "odd.py": (
+        "import math\n"
+        "async def solve(task, client):\n"
+        "    answer = await client.completions.create(model='policy', prompt='x', max_tokens=2)\n"
+        "    n = sum(map(ord, answer.choices[0].text)) % 6\n"
+        "    return task.data['absent'] if n == 0 else [0.5, 0.5, 1.0, math.nan, 'yes'][n - 1]\n"
+    ),
+}
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    (tmp_path / "small.toml").write_text(CONFIG)
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    started: list[Command] = []
+
+    def start(*sets: str, folder: str = "run") -> Command:
+        overrides = [x for one in sets for x in (["--set", one] if "=" in one else [one])]
+        started.append(Command("train", "small.toml", "--folder", folder, "--set", "run.steps=3", *overrides, folder=tmp_path))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.end()
+
+
+def check_one_message(command: Command, status: int, *words: str) -> None:
+    """Exit status, one message on standard error with these words, and no traceback."""
+    assert command.wait() == status, command.said
+    errors = command.errors.read_text()
+    assert errors.startswith("midflight: ") and errors.count("midflight: ") == 1, errors
+    for word in words:
+        assert word in errors, errors
+    assert "Traceback" not in command.said
+
+
+def test_an_environment_that_cannot_be_imported_is_said_before_any_training(train: Callable[..., Command]) -> None:
+    warm = ("warm_start.target_accuracy=1.0", "warm_start.max_steps=100000")
+    check_one_message(train("environment.entry=broken:solve", *warm), 2, "broken", "ValueError: half written", "mend that module")
+
+
+def test_an_unknown_environment_is_said_with_the_names_that_there_are(train: Callable[..., Command]) -> None:
+    check_one_message(train("environment.entry=failing:slove"), 2, "'slove'", "Did you mean 'solve'?")
+
+
+def test_an_environment_that_always_fails_ends_the_run_with_its_error_and_without_restarts(train: Callable[..., Command]) -> None:
+    command = train("environment.entry=failing:solve")
+    check_one_message(command, 1, "groups in a row got no reward", "no key for spell_backward", "mend the environment")
+    assert "restarts are left" not in command.said
+
+
+def test_i10_odd_rewards_and_missing_fields_cost_their_rollouts_and_the_run_goes_on(train: Callable[..., Command], tmp_path: Path) -> None:
+    command = train("environment.entry=odd:solve", "rollout.retries=0")
+    assert command.wait() == 0, command.said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["failed_rollouts"] > 0 and summary["steps"] == 3 and summary["failed_requests"] == 0
+    assert summary["sources"]["spell_backward"]["reward"] >= 0.5, "a failure never lowers a reward"
+
+
+def test_a_port_that_is_taken_and_a_folder_that_cannot_be_written_are_named(train: Callable[..., Command], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        check_one_message(train(f"gateway.port={port}"), 1, f"127.0.0.1:{port}", "gateway.port")
+    (tmp_path / "file").write_text("")
+    check_one_message(train(folder="file/run"), 2, "file/run", "run.folder")
+
+
+def test_a_model_that_is_missing_or_damaged_is_named(train: Callable[..., Command], tmp_path: Path) -> None:
+    check_one_message(train("model.path=nowhere"), 2, "nowhere")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    sizes = {"vocab_size": 262, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128}
+    (damaged / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes}))
+    (damaged / "model.safetensors").write_bytes(b"not a model")
+    check_one_message(train("model.path=damaged"), 2, "damaged")
+
+
+def test_a_damaged_checkpoint_is_named_and_a_crash_shows_its_traceback_within_a_second(
+    train: Callable[..., Command], tmp_path: Path
+) -> None:
+    command = train("run.steps=100000", "trainer.checkpoint_every=1", "run.restarts=0")
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    command.until(latest.exists, "checkpoint")
+    command.until(lambda: "rollout" in command.parts() and "training  step" in command.said, "training")
+    parts = [pid for found in command.parts().values() for pid in found]
+    killed = time.monotonic()
+    command.kill("rollout")
+    assert command.wait(10) == 1
+    assert time.monotonic() - killed < 5
+    assert "rollout ended with signal SIGKILL" in command.errors.read_text()
+    assert not [pid for pid in parts if alive(pid)]
+
+    weights = latest.parent / latest.read_text().strip() / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    check_one_message(train("--resume"), 2, "model.safetensors", "does not match the hash", "older checkpoint")
