@@ -124,10 +124,10 @@ class TrainingLoop:
         self._live = manifest.version
 
     async def _checkpoint(self, reported: asyncio.Task[None] | None) -> None:
-        """Saves; the rollout side hears of it after the step itself, so it waits for that handover too."""
-        await asyncio.to_thread(self._save)
+        """Waits for that handover, then saves: a checkpoint ahead of the journal would lose a step's line in a crash (I8)."""
         if reported is not None:
             await reported
+        await asyncio.to_thread(self._save)
         self._saved = self._trainer.version
         await self._service.checkpointed(self._saved)
 
