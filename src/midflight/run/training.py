@@ -97,7 +97,8 @@ class TrainingLoop:
                 if self._save_every and self._trainer.num_steps % self._save_every == 0:
                     await self._checkpoint(handovers[-1])
             drawn.cancel()
-        await self._checkpoint(None)
+        if self._saved != self._trainer.version:
+            await self._checkpoint(None)
         await self._service.finish(self._trainer.version)
 
     async def _step(self, batch: PackedBatch) -> StepDone:
