@@ -120,6 +120,7 @@ class Rollouts:
                 task = self._stream.task_at(key.epoch, key.index)
                 self._records.admitted(key, task)
                 groups.create_task(self._group(key, task), name=f"group {key}")
+                await asyncio.sleep(0)  # the agents of a group start together: milliseconds in which nobody else is heard
 
     def _draw(self) -> GroupKey:
         return self._stream.next()[0]
