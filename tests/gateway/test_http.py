@@ -229,7 +229,8 @@ def test_silence_in_a_stream_is_filled_with_comments() -> None:
 
 def test_a_client_who_goes_takes_his_generation_with_him() -> None:
     async def main() -> None:
-        async with offered(ScriptedGenerator(seconds_per_token=1.0)) as it:
+        long = "a longer answer than anyone waits for<|end|>"
+        async with offered(ScriptedGenerator(texts=[long, long, long], seconds_per_token=1.0)) as it:
             for stream in (False, True):
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(2.5):
