@@ -88,7 +88,7 @@ def test_text_completions_take_batches_and_keep_their_order() -> None:
     async def main() -> None:
         async with offered() as it:
             client = it.sdk()
-            batch = await client.completions.create(model="policy", prompt=[[97, 98], [99]], n=2, max_tokens=3, logprobs=0)
+            batch = await client.completions.create(model="policy", prompt=[[97, 98], [99]], n=2, max_tokens=3, logprobs=0, seed=1)
             assert [c.index for c in batch.choices] == [0, 1, 2, 3]
             assert batch.usage.prompt_tokens == 3
             assert [len(c.logprobs.tokens) for c in batch.choices] == [len(c.logprobs.token_logprobs) for c in batch.choices]
