@@ -9,7 +9,7 @@ from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected
 from midflight.gateway.call import Answer, Asked, CompletionCall, Delta, Event, Messages, Text, TokenIds
 from midflight.gateway.sampling import request_seed
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Reason, RolloutKey, SamplingParams, Turn
+from midflight.types import FinishReason, Reason, RolloutKey, SamplingParams, Turn
 
 CHAT = Messages(({"role": "user", "content": "hi"},))
 
@@ -241,3 +241,48 @@ def test_a_faulty_call_is_refused_before_anything_runs(call: CompletionCall, err
     with pytest.raises(error, match=words):
         gateway.prepare(gateway.session_for(path_token=None, api_key=None), call)
     assert generator.requests == []
+
+
+def test_i8_recorded_turns_are_given_again_and_only_what_is_missing_is_generated() -> None:
+    async def main() -> None:
+        first = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>"]), Seen())
+        handle = first.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = first.session_for(path_token=handle.api_key, api_key=None)
+        turns = [(await first.answers(first.prepare(session, CompletionCall((Text(t),)))))[0].turn for t in ("a", "b")]
+
+        generator = ScriptedGenerator(texts=["no<|end|>", "at last<|end|>"])
+        second = make_gateway(generator, Seen())
+        second.replay(KEY, turns)
+        handle = second.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = second.session_for(path_token=handle.api_key, api_key=None)
+        again = [(await second.answers(second.prepare(session, CompletionCall((Text(t),)))))[0] for t in ("a", "b", "c", "a")]
+        assert [answer.turn for answer in again[:2]] == turns, "ids, log-probabilities, versions and finish, as they were"
+        assert [answer.text for answer in again] == ["yo", "ja", "no", "at last"], "a recorded turn is given once"
+        assert len(generator.requests) == 2
+        record = second.close(handle.session_id)
+        assert sum(row.num_trainable for row in record.rows) == sum(len(answer.turn.output_ids) for answer in again)
+
+        handle = second.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = second.session_for(path_token=handle.api_key, api_key=None)
+        generator.texts.append("new<|end|>")
+        (answer,) = await second.answers(second.prepare(session, CompletionCall((Text("a"),))))
+        assert answer.text == "new", "a retry of the rollout starts afresh"
+
+    run_virtual(main())
+
+
+def test_i8_a_recorded_turn_longer_than_is_asked_now_is_generated_anew() -> None:
+    async def main() -> None:
+        first = make_gateway(ScriptedGenerator(texts=["long<|end|>"]), Seen())
+        handle = first.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = first.session_for(path_token=handle.api_key, api_key=None)
+        (answer,) = await first.answers(first.prepare(session, CompletionCall((Text("a"),))))
+
+        second = make_gateway(ScriptedGenerator(texts=["long<|end|>"]), Seen())
+        second.replay(KEY, [answer.turn])
+        handle = second.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = second.session_for(path_token=handle.api_key, api_key=None)
+        (short,) = await second.answers(second.prepare(session, CompletionCall((Text("a"),), asked=Asked(max_tokens=2))))
+        assert len(short.turn.output_ids) == 2 and short.turn.finish.reason is FinishReason.LENGTH
+
+    run_virtual(main())

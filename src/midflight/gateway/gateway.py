@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,6 +15,7 @@ from typing import Protocol
 from midflight.errors import MidflightError, RequestRejected, SessionClosed, Unauthorized, UnknownModel, nearest
 from midflight.gateway.call import Answer, CompletionCall, Delta, Sink
 from midflight.gateway.registry import OpenSession, SessionRegistry
+from midflight.gateway.replay import RecordedTurns, Replay
 from midflight.gateway.sampling import Limits, check_prompt, params_for, samples_the_policy
 from midflight.gateway.session import OpenTurn, Session
 from midflight.gateway.tree import Prompt
@@ -96,6 +97,7 @@ class Gateway:
         """Told each completed turn of a tracked session and its number there, from 0, before the agent sees it; set by who keeps them (I8)."""
         self.num_running = 0
         """Choices under way."""
+        self._recorded: dict[RolloutKey, RecordedTurns] = {}
         self._generator = generator
         self._observer = observer
         self._run_name, self._run_seed = run_name, run_seed
@@ -109,7 +111,14 @@ class Gateway:
 
     def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool) -> OpenSession:
         """`sampling` gives defaults, and the temperature that counts as the policy's. Too many sessions: `Overloaded`."""
-        return self._sessions.open(key, sampling=sampling, tracked=tracked, address=self.address)
+        handle = self._sessions.open(key, sampling=sampling, tracked=tracked, address=self.address)
+        if tracked and key in self._recorded:
+            self._sessions.get(handle.session_id).recorded = self._recorded.pop(key)
+        return handle
+
+    def replay(self, key: RolloutKey, turns: Iterable[Turn]) -> None:
+        """The next tracked session of this rollout is given these turns again instead of new ones, as far as its agent asks for them (I8)."""
+        self._recorded[key] = RecordedTurns(turns)
 
     def close(self, session_id: str) -> SessionRecord:
         """Ends the session; what runs in it is cancelled with `SessionClosed`. Closing again gives the record without rows."""
@@ -236,7 +245,11 @@ class Gateway:
         session = job.session
         started = asyncio.get_running_loop().time()
         affinity = session.session_id if session.key is not None else ""
-        generation = self._generator.generate(choice.request, affinity=affinity, may_abort=job.call.may_abort)
+        recorded = session.recorded.take(choice.request)
+        if recorded is not None:
+            generation: Generation = Replay(recorded)
+        else:
+            generation = self._generator.generate(choice.request, affinity=affinity, may_abort=job.call.may_abort)
         open_turn = session.begin(choice.prompt, policy_sampled=choice.policy_sampled, request=choice.number)
         matcher = StopMatcher(self.tokenizer, choice.request.sampling.stop, min_tokens=choice.request.sampling.min_tokens)
         self.num_running += 1

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from midflight.gateway.call import Messages, Source, Text
+from midflight.gateway.replay import RecordedTurns
 from midflight.gateway.rows import harvest
 from midflight.gateway.sampling import SEED_SPACE, request_seed
 from midflight.gateway.tree import Prompt, TokenTree, packed
@@ -65,6 +66,7 @@ class Session:
         self.sampling = sampling
         self.tracked = tracked
         self.tree = TokenTree(tokenizer)
+        self.recorded = RecordedTurns()
         self.closed = False
         self.failed_requests = 0
         self.oldest_version: Version | None = None

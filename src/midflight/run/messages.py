@@ -77,10 +77,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class WarmStart(msgspec.Struct, frozen=True, tag="warm_start"):
-    """How the supervised warm start stands; `accuracy` is held-out exact match at temperature 1."""
+    """How the supervised warm start stands; `accuracy` is held-out exact match at temperature 1; no `loss`: the step was skipped."""
 
     step: int
-    loss: float
+    loss: float | None
     accuracy: float | None = None
 
 

@@ -173,7 +173,8 @@ class RolloutSystem:
         self._version = version
         self._writer = StoreWriter(store)
         self._records = Records(self._writer)
-        serving.gateway.on_turn = self._records.turn_completed
+        self._gateway = serving.gateway
+        self._gateway.on_turn = self._records.turn_completed
         self._ages = GroupAges(serving.gateway)
         self._fates = Fates()
         limits = BufferLimits.of(config.rollout)
@@ -217,6 +218,8 @@ class RolloutSystem:
         self.queue.restore(waiting=found.waiting, unfinished=[u.key for u in found.unfinished])
         for unfinished in found.unfinished:
             recorded.restore(unfinished.finished)
+            for key, turns in unfinished.turns.items():
+                self._gateway.replay(key, turns)
 
     # --- The run of it -----------------------------------------------------------------------------------------------
 

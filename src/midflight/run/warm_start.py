@@ -13,6 +13,7 @@ from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.environments.rewards import exact_match
 from midflight.environments.sources import Source
+from midflight.errors import StepSkipped
 from midflight.models.names import named_tensors
 from midflight.observe.observers import Silent
 from midflight.run.messages import WarmStart
@@ -41,7 +42,10 @@ async def warm_start(
     trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule)
     examples = _examples(tokenizer, sources, seed=config.run.seed)
     for step in range(1, section.max_steps + 1):
-        loss = await asyncio.to_thread(trainer.step, [next(examples) for _ in range(section.batch)])
+        try:
+            loss = await asyncio.to_thread(trainer.step, [next(examples) for _ in range(section.batch)])
+        except StepSkipped:
+            loss = None  # it costs the step: the weights are as they were
         accuracy = None
         if step % section.evaluate_every == 0:
             accuracy = await asyncio.to_thread(held_out.measure, seed=step)
