@@ -52,8 +52,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sync-steps", type=int, default=None, help="measured steps of the synchronous run (default: a sixth)")
     parser.add_argument("--delay", type=float, default=0.5, help="median of the log-normal delay of a reply, in seconds")
     parser.add_argument("--sigma", type=float, default=0.75, help="standard deviation of its logarithm")
-    # Two cores make at most some 450 rollouts a second, each of which takes 0.75 s on average: so many are in flight then.
-    parser.add_argument("--in-flight", type=int, default=384, help="rollout.max_in_flight")
+    # One for each slot of the demo's engine. More would ask the two cores for more than they have; see docs/benchmarks.md.
+    parser.add_argument("--in-flight", type=int, default=128, help="rollout.max_in_flight")
     # The demo's 4 versions pass in little more than a second: most steps would wait for the slowest replies.
     parser.add_argument("--staleness", type=int, default=8, help="rollout.max_staleness of the asynchronous run")
     parser.add_argument("--folder", type=Path, default=Path("runs/overlap"))

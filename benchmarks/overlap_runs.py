@@ -147,11 +147,8 @@ class Watch:
         steps = read_journal(config.run.folder / "metrics.jsonl").steps
         first, last, num_steps = steps[warmup - 1], steps[-1], len(steps) - warmup
         samples = num_steps * config.rollout.groups_per_step * config.rollout.group_size
-        names = self._cpu[-1].keys()
-        cpu = {
-            name: float(np.diff(np.interp([first.seconds, last.seconds], self._seconds, [c.get(name, 0.0) for c in self._cpu]))[0])
-            for name in names
-        }
+        names = sorted({name for reading in self._cpu for name in reading})
+        cpu = {name: self._used(name, first.seconds, last.seconds) for name in names}
         waits = [line.waits or {} for line in steps[warmup:]]
         return Measured(
             samples_per_second=samples / (last.seconds - first.seconds),
@@ -160,6 +157,11 @@ class Watch:
             waits={name: sum(w.get(name, 0.0) for w in waits) / num_steps for name in sorted({n for w in waits for n in w})},
             handover=(_median([s.stage_seconds for s in steps[warmup:]]), _median([s.pause_seconds for s in steps[warmup:]])),
         )
+
+    def _used(self, name: str, start: float, end: float) -> float:
+        """CPU seconds of a process between two times of the run, by its readings; the last report comes when it has ended."""
+        readings = [(seconds, cpu[name]) for seconds, cpu in zip(self._seconds, self._cpu, strict=True) if name in cpu]
+        return float(np.diff(np.interp([start, end], *zip(*readings, strict=True)))[0])
 
 
 def _median(values: Sequence[float | None]) -> float:
