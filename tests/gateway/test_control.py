@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
