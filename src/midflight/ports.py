@@ -70,12 +70,6 @@ class WeightReceiver(Protocol):
         ...
 
 
-class Detokenizer(Protocol):
-    """Turns growing token sequences into text. Both ways of a tokenizer that stations other than `text` need."""
-
-    def decode(self, token_ids: tuple[int, ...]) -> str: ...
-
-
 class SessionHandle(Protocol):
     """An open session, as an environment's runner sees it. `base_url` and `api_key` are what the agent gets."""
 

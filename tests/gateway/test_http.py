@@ -6,11 +6,12 @@ import logging
 
 import openai
 import pytest
+import uvicorn
 from prometheus_client import CollectorRegistry, Counter
 from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, Seen, make_gateway, offered
 
 from midflight.errors import EngineUnavailable, NoEngine
-from midflight.gateway.http import build_app, server
+from midflight.gateway.http import build_app
 from midflight.gateway.stream import KEEP_ALIVE_SECONDS
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode, Reason
@@ -289,7 +290,8 @@ def test_over_a_real_socket_the_sdk_sees_the_same(caplog: pytest.LogCaptureFixtu
         registry = CollectorRegistry()
         Counter("midflight_tests", "counts", registry=registry).inc()
         gateway = make_gateway(generator, seen)
-        web = server(build_app(gateway, RecordingControl(), metrics=registry), host="127.0.0.1", port=0)
+        app = build_app(gateway, RecordingControl(), metrics=registry)
+        web = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, access_log=False, log_level="warning", lifespan="off"))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(web.serve())
             while not web.started:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -59,11 +58,6 @@ def build_app(
     if metrics is not None:
         routes.append(Route("/metrics", MetricsEndpoint(metrics), methods=["GET"]))
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
-
-
-def server(app: Starlette, *, host: str, port: int) -> uvicorn.Server:
-    """A server without an access log: paths hold the secrets of sessions."""
-    return uvicorn.Server(uvicorn.Config(app, host=host, port=port, access_log=False, log_level="warning", lifespan="off"))
 
 
 class CompletionEndpoint:
