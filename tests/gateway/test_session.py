@@ -15,6 +15,7 @@ from midflight.gateway.registry import SessionRegistry
 from midflight.gateway.sampling import request_seed
 from midflight.gateway.session import Session
 from midflight.testing.script import scripted_tokenizer
+from midflight.text.formats import AssistantMessage
 from midflight.types import Chunk, Finish, FinishReason, GroupKey, Reason, RolloutKey, SamplingParams
 
 TOKENIZER = scripted_tokenizer()
@@ -103,7 +104,7 @@ def test_an_ended_session_says_so_and_hands_its_tokens_over_once() -> None:
     session = sessions.get(handle.session_id)
     turn = session.begin(session.plan(Messages(({"role": "user", "content": "x"},))), policy_sampled=True, request=1)
     session.received(turn, Chunk((1,), (-1.0,), 0, 0, Finish(FinishReason.LENGTH)), num_overshoot=0)
-    session.finished(turn, turn.closed(num_resumes=0), reply="x")
+    session.finished(turn, turn.closed(num_resumes=0), reply="x", message=AssistantMessage("x"))
     assert len(sessions.close(handle.session_id).rows) == 1
     again = sessions.close(handle.session_id)
     assert (again.rows, again.num_turns, again.truncated) == ((), 1, True)
@@ -156,7 +157,7 @@ def test_every_generated_token_is_trained_in_one_row_or_has_one_reason(
             if text == "aaa":
                 session.abandoned(turn)
             else:
-                session.finished(turn, turn.closed(num_resumes=0), reply=text)
+                session.finished(turn, turn.closed(num_resumes=0), reply=text, message=AssistantMessage(text))
                 histories.append((*messages, {"role": "assistant", "content": text}))
     record = session.close()
     for row in record.rows:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from midflight.gateway.tree import Prompt
 from midflight.text import Message
-from midflight.types import Turn
+from midflight.text.formats import AssistantMessage, Piece, Tool
+from midflight.types import Grammar, Json, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,9 @@ class Messages:
     """A prompt to be written by the chat template."""
 
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """Names of the template's own, such as `enable_thinking`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,20 @@ class Asked:
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] | None = None
+    grammar: Grammar | None = None
+    top_logprobs: int | None = None
+
+
+class ToolChoice(StrEnum):
+    """Whether the answer may, must or must not call a tool. With `NONE` nothing is looked for: what looks like a call is content."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +85,11 @@ class CompletionCall:
     prompt_param: str = "prompt"
     """What the client calls the prompt."""
     max_tokens_param: str = "max_tokens"
+    tool_choice: ToolChoice = ToolChoice.NONE
+    forced_tool: str | None = None
+    """With `REQUIRED`: the one tool that must be called."""
+    parallel_tool_calls: bool = True
+    """False shows the agent the first call only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +100,15 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    pieces: tuple[Piece, ...] = ()
+    """Of a chat: the text, parsed."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Alternatives of each token, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished choice. `text` is what the agent sees, without the stop string; `tail` what no `Delta` has carried yet."""
+    """A finished choice. `text` is what the agent sees, without the stop string; `tail` and `tail_pieces` what no `Delta` has carried yet."""
 
     choice: int
     request_id: str
@@ -87,6 +116,11 @@ class Answer:
     turn: Turn
     text: str
     tail: str
+    message: AssistantMessage
+    """Of a chat: `text`, parsed."""
+    tail_pieces: tuple[Piece, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Alternatives of each token of the turn, where they were asked for."""
 
 
 Event: TypeAlias = Delta | Answer

@@ -6,6 +6,7 @@ A call is `prepare`d synchronously (every fault of the client shows there) and t
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
@@ -13,14 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from midflight.errors import MidflightError, RequestRejected, SessionClosed, Unauthorized, UnknownModel, nearest
-from midflight.gateway.call import Answer, CompletionCall, Delta, Sink
+from midflight.gateway.call import Answer, CompletionCall, Delta, Messages, Sink, Source, ToolChoice
 from midflight.gateway.registry import OpenSession, SessionRegistry
 from midflight.gateway.replay import RecordedTurns, Replay
 from midflight.gateway.sampling import Limits, check_prompt, params_for, samples_the_policy
 from midflight.gateway.session import OpenTurn, Session
+from midflight.gateway.telling import Telling
 from midflight.gateway.tree import Prompt
 from midflight.ports import Observer
-from midflight.text import StopMatcher, Tokenizer
+from midflight.text import Tokenizer
+from midflight.text.formats import MessageFormat
 from midflight.types import Chunk, GenerateRequest, RolloutKey, SamplingParams, SessionRecord, Turn, Version
 
 MAX_CHOICES = 1024
@@ -86,9 +89,11 @@ class Gateway:
         run_seed: int = 0,
         max_sessions: int = 10_000,
         anonymous: bool = True,
+        message_format: MessageFormat | None = None,
     ) -> None:
-        """`anonymous`: requests without a session's token are answered, untracked."""
+        """`anonymous`: requests without a session's token are answered, untracked. `message_format`: default, by the chat template."""
         self.tokenizer = tokenizer
+        self.message_format = message_format or MessageFormat(tokenizer)
         self.model = model
         self.limits = limits
         self.address = "http://127.0.0.1"
@@ -103,6 +108,7 @@ class Gateway:
         self._run_name, self._run_seed = run_name, run_seed
         self._anonymous = anonymous
         self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions)
+        self._prefix = secrets.token_hex(4)
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
         self._serial = 0
@@ -157,7 +163,11 @@ class Gateway:
         prompts = [session.plan(source) for source in call.sources]
         for prompt in prompts:
             check_prompt(prompt.ids, self.limits, param=call.prompt_param)
-        params = [params_for(call, len(prompt.ids), defaults=session.sampling, limits=self.limits) for prompt in prompts]
+        calls = [self._constrained(call, prompt) for prompt in prompts]
+        params = [
+            params_for(each, len(prompt.ids), defaults=session.sampling, limits=self.limits)
+            for each, prompt in zip(calls, prompts, strict=True)
+        ]
         choices = [
             self._choice(session, call, place * call.n + k, prompt, sampling, number)
             for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
@@ -165,6 +175,10 @@ class Gateway:
             for k in range(call.n)
         ]
         return Job(session, call, tuple(choices))
+
+    def count(self, session: Session, source: Source) -> int:
+        """Tokens of a prompt, as `prepare` would send it."""
+        return len(session.plan(source).ids)
 
     async def run(self, job: Job, sink: Sink) -> None:
         """Waits for the answers; each event goes to `sink`. Ended by the answers, by the request's deadline (inside the
@@ -205,6 +219,25 @@ class Gateway:
 
     # --- Inside ------------------------------------------------------------------------------------------------------
 
+    def _constrained(self, call: CompletionCall, prompt: Prompt) -> CompletionCall:
+        """A tool call that must come is sampled under a grammar, and so is a response format after thinking."""
+        source, grammar = call.sources[0], call.asked.grammar
+        if not isinstance(source, Messages):
+            return call
+        if call.tool_choice is ToolChoice.REQUIRED:
+            tools = [tool for tool in source.tools if call.forced_tool in (None, tool.name)]
+            grammar = self.message_format.calls_grammar(tools, parallel=call.parallel_tool_calls, prompt_text=prompt.text)
+        elif grammar is not None:
+            grammar = self.message_format.after_thinking(grammar, prompt_text=prompt.text)
+        return replace(call, asked=replace(call.asked, grammar=grammar))
+
+    def _telling(self, call: CompletionCall, choice: Choice) -> Telling:
+        parser = None
+        if isinstance(call.sources[0], Messages):
+            parser = self.message_format.parser(choice.prompt.text, calls=call.tool_choice is not ToolChoice.NONE)
+        keep = self.message_format.kept_token_ids
+        return Telling(self.tokenizer, choice.request.sampling, parser, keep=keep, one_call=not call.parallel_tool_calls)
+
     def _choice(self, session: Session, call: CompletionCall, index: int, prompt: Prompt, sampling: SamplingParams, number: int) -> Choice:
         self._serial += 1
         seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=call.asked.seed, choice=index % call.n)
@@ -213,7 +246,7 @@ class Gateway:
             index=index,
             prompt=prompt,
             request=GenerateRequest(
-                request_id=own or f"{session.session_id}.{self._serial:08d}",
+                request_id=own or f"{session.session_id}.{self._prefix}{self._serial:08d}",
                 input_ids=prompt.ids,
                 num_prompt_tokens=len(prompt.ids),
                 sampling=replace(sampling, seed=seed),
@@ -251,41 +284,42 @@ class Gateway:
         else:
             generation = self._generator.generate(choice.request, affinity=affinity, may_abort=job.call.may_abort)
         open_turn = session.begin(choice.prompt, policy_sampled=choice.policy_sampled, request=choice.number)
-        matcher = StopMatcher(self.tokenizer, choice.request.sampling.stop, min_tokens=choice.request.sampling.min_tokens)
+        telling = self._telling(job.call, choice)
         self.num_running += 1
         try:
-            shown = await self._receive(job, choice, generation, open_turn, matcher=matcher, sink=sink)
+            await self._receive(job, choice, generation, open_turn, telling=telling, sink=sink)
             turn = open_turn.closed(num_resumes=generation.num_resumes)
-            tail = matcher.take() + matcher.finish() if job.call.stream else self._text(turn, choice.request.sampling)
-            session.finished(open_turn, turn, reply=shown + tail)
+            tail, pieces = telling.end() if job.call.stream else telling.whole(turn.output_ids)
+            session.finished(open_turn, turn, reply=telling.text, message=telling.message)
             self._tell(session, turn)
         finally:
             self.num_running -= 1
             session.abandoned(open_turn)
         self._report(session, turn, seconds=asyncio.get_running_loop().time() - started)
-        sink(Answer(choice.index, choice.request.request_id, choice.prompt, turn, shown + tail, tail))
+        sink(
+            Answer(
+                choice=choice.index,
+                request_id=choice.request.request_id,
+                prompt=choice.prompt,
+                turn=turn,
+                text=telling.text,
+                tail=tail,
+                message=telling.message,
+                tail_pieces=pieces,
+                top_logprobs=tuple(open_turn.top_logprobs),
+            )
+        )
 
     async def _receive(
-        self, job: Job, choice: Choice, generation: Generation, open_turn: OpenTurn, *, matcher: StopMatcher, sink: Sink
-    ) -> str:
-        """Waits for chunks until the finish; gives the text shown so far (none unless the call streams)."""
-        shown: list[str] = []
+        self, job: Job, choice: Choice, generation: Generation, open_turn: OpenTurn, *, telling: Telling, sink: Sink
+    ) -> None:
+        """Waits for chunks until the finish; tells them as they come if the call streams."""
         async with aclosing(generation):
             async for chunk in generation:
                 job.session.received(open_turn, chunk, num_overshoot=generation.num_overshoot)
                 if job.call.stream and chunk.token_ids:
-                    matcher.feed(chunk.token_ids)
-                    shown.append(matcher.take())
-                    sink(Delta(choice.index, shown[-1], chunk.token_ids, chunk.logprobs))
-        return "".join(shown)
-
-    def _text(self, turn: Turn, sampling: SamplingParams) -> str:
-        """What the agent sees of a whole answer: no special tokens, nothing from the stop string on."""
-        if not sampling.stop:
-            return self.tokenizer.decode(turn.output_ids, skip_special=True)
-        matcher = StopMatcher(self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
-        matcher.feed(turn.output_ids)
-        return matcher.take() + matcher.finish()
+                    text, pieces = telling.push(chunk.token_ids)
+                    sink(Delta(choice.index, text, chunk.token_ids, chunk.logprobs, pieces, chunk.top_logprobs))
 
     def _tell(self, session: Session, turn: Turn) -> None:
         """Nothing of a session that has ended meanwhile: its rows are handed over already."""

@@ -11,15 +11,16 @@ import json
 from collections.abc import Sequence
 
 from midflight.text import Message
+from midflight.text.formats import AssistantMessage
 from midflight.types import Json
 
 EMPTY = b""
 """Digest of a conversation without messages."""
 
 
-def assistant_reply(text: str) -> dict[str, Json]:
+def assistant_reply(message: AssistantMessage) -> dict[str, Json]:
     """The message that stands for an answer in the requests that follow."""
-    return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": message.content}
 
 
 def extended(digest: bytes, message: Message) -> bytes:

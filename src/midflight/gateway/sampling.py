@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass
 
 from midflight.errors import ContextExceeded, RequestRejected
-from midflight.gateway.call import Asked, CompletionCall
+from midflight.gateway.call import Asked, CompletionCall, ToolChoice
 from midflight.gateway.tree import packed
-from midflight.types import RolloutKey, SamplingParams
+from midflight.types import Feature, RolloutKey, SamplingParams
 
 SEED_SPACE = 2**64
 
@@ -20,6 +20,8 @@ class Limits:
     max_context: int
     """Prompt plus answer, in tokens."""
     vocab_size: int
+    features: frozenset[Feature] = frozenset()
+    """What every engine can do."""
 
 
 def check_prompt(ids: tuple[int, ...], limits: Limits, *, param: str) -> None:
@@ -40,6 +42,7 @@ def check_prompt(ids: tuple[int, ...], limits: Limits, *, param: str) -> None:
 def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: Limits) -> SamplingParams:
     """Client over session over dialect. A default of `max_tokens` shrinks to the room there is, an explicit one must fit."""
     asked, own = call.asked, defaults or SamplingParams()
+    _check_features(call, limits)
     room = limits.max_context - num_prompt_tokens
     default = own.max_tokens if defaults is not None else (call.default_max_tokens or room)
     max_tokens = min(default, room) if asked.max_tokens is None else asked.max_tokens
@@ -59,6 +62,12 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
         stop=own.stop if asked.stop is None else asked.stop,
         stop_token_ids=_stop_token_ids(asked, own, limits),
         ignore_eos=own.ignore_eos if asked.ignore_eos is None else asked.ignore_eos,
+        frequency_penalty=own.frequency_penalty if asked.frequency_penalty is None else asked.frequency_penalty,
+        presence_penalty=own.presence_penalty if asked.presence_penalty is None else asked.presence_penalty,
+        repetition_penalty=own.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty,
+        logit_bias=_logit_bias(asked, own, limits),
+        grammar=asked.grammar or own.grammar,
+        top_logprobs=asked.top_logprobs or 0,
     )
 
 
@@ -79,6 +88,31 @@ def _min_tokens(asked: Asked, own: SamplingParams, max_tokens: int) -> int:
     if asked.min_tokens is not None and asked.min_tokens > max_tokens:
         raise RequestRejected(f"min_tokens is {asked.min_tokens}, above max_tokens = {max_tokens}: lower it.", param="min_tokens")
     return min(own.min_tokens if asked.min_tokens is None else asked.min_tokens, max_tokens)
+
+
+def _check_features(call: CompletionCall, limits: Limits) -> None:
+    """What the engines cannot do is refused by the client's own name for it."""
+    asked = call.asked
+    grammar_param = "tool_choice" if call.tool_choice is ToolChoice.REQUIRED else "response_format"
+    wanted = [
+        ("frequency_penalty", asked.frequency_penalty, Feature.PENALTIES),
+        ("presence_penalty", asked.presence_penalty, Feature.PENALTIES),
+        ("repetition_penalty", asked.repetition_penalty not in (None, 1), Feature.PENALTIES),
+        ("logit_bias", asked.logit_bias, Feature.LOGIT_BIAS),
+        ("top_logprobs", asked.top_logprobs, Feature.TOP_LOGPROBS),
+        (grammar_param, asked.grammar, Feature.GRAMMARS),
+    ]
+    for param, value, feature in wanted:
+        if value and feature not in limits.features:
+            raise RequestRejected(f"{param} is not supported by the engines behind this endpoint: leave it out.", param=param)
+
+
+def _logit_bias(asked: Asked, own: SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
+    bias = own.logit_bias if asked.logit_bias is None else asked.logit_bias
+    bad = next((i for i, _ in bias if not 0 <= i < limits.vocab_size), None)
+    if bad is not None:
+        raise RequestRejected(f"logit_bias names token {bad}: send ids from 0 to {limits.vocab_size - 1}.", param="logit_bias")
+    return bias
 
 
 def _stop_token_ids(asked: Asked, own: SamplingParams, limits: Limits) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from midflight.gateway.rows import harvest
 from midflight.gateway.sampling import SEED_SPACE, request_seed
 from midflight.gateway.tree import Prompt, TokenTree, packed
 from midflight.text import Tokenizer
+from midflight.text.formats import AssistantMessage
 from midflight.types import Chunk, Finish, FinishReason, Reason, RolloutKey, SamplingParams, Segment, SessionRecord, Turn, Version
 
 
@@ -29,6 +30,7 @@ class OpenTurn:
     num_overshoot: int = 0
     """Tokens received and cut so far."""
     finish: Finish | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
 
     def add(self, chunk: Chunk) -> None:
         """I6: every token comes with a log-probability and the version that the engine attests."""
@@ -37,6 +39,7 @@ class OpenTurn:
         self.output_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.finish = chunk.finish
+        self.top_logprobs += chunk.top_logprobs
         last = self.segments[-1] if self.segments else None
         if last is not None and (last.version, last.kv_version) == (chunk.version, chunk.kv_version):
             start = self.segments.pop().start
@@ -77,8 +80,8 @@ class Session:
 
     def plan(self, source: Source) -> Prompt:
         match source:
-            case Messages(messages):
-                return self.tree.plan_chat(messages)
+            case Messages():
+                return self.tree.plan_chat(source.messages, tools=source.tools, options=source.options)
             case Text(text):
                 return self.tree.plan_text(text)
             case _:
@@ -110,10 +113,10 @@ class Session:
         if chunk.token_ids:
             self.oldest_version = chunk.version if self.oldest_version is None else min(self.oldest_version, chunk.version)
 
-    def finished(self, open_turn: OpenTurn, turn: Turn, *, reply: str) -> None:
+    def finished(self, open_turn: OpenTurn, turn: Turn, *, reply: str, message: AssistantMessage) -> None:
         self._open.discard(open_turn)
         if self.key is not None:
-            self.tree.record(open_turn.prompt, turn, reply=reply, request=open_turn.request)
+            self.tree.record(open_turn.prompt, turn, reply=reply, request=open_turn.request, message=message)
 
     def abandoned(self, turn: OpenTurn) -> None:
         """The request was cancelled or failed: its tokens are dropped(abandoned), once (I3). After `finished` it does nothing."""

@@ -70,7 +70,9 @@ class Splice:
         if finish is None and chunk.finish is not None:
             self.interrupted = chunk.finish.reason is FinishReason.ABORT
             finish = self.end_at_seam() if self.interrupted else chunk.finish
-        return replace(chunk, token_ids=chunk.token_ids[:kept], logprobs=chunk.logprobs[:kept], finish=finish)
+        return replace(
+            chunk, token_ids=chunk.token_ids[:kept], logprobs=chunk.logprobs[:kept], finish=finish, top_logprobs=chunk.top_logprobs[:kept]
+        )
 
     def end_at_seam(self) -> Finish | None:
         """How the answer ends if nothing more is sent: at a stop id, or with no budget left (P4). `None`: it goes on."""

@@ -5,14 +5,15 @@ I4: a prompt that continues a recorded turn holds that turn's ids verbatim; only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from midflight.gateway.history import assistant_reply, digests, extended
 from midflight.text import Message, Tokenizer
-from midflight.types import Turn
+from midflight.text.formats import AssistantMessage, Tool
+from midflight.types import Json, Turn
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
@@ -66,9 +67,10 @@ class TokenTree:
         self.num_mismatches = 0
         """Prompts whose text, tokenised anew, would have had other ids than those reused."""
 
-    def plan_chat(self, messages: Sequence[Message]) -> Prompt:
+    def plan_chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), options: Mapping[str, Json] | None = None) -> Prompt:
         """The prompt of a conversation: the longest recorded prefix verbatim, the rest tokenised."""
-        text = self._tokenizer.render(messages, add_generation_prompt=True)
+        written = [tool.as_json() for tool in tools] or None
+        text = self._tokenizer.render(messages, tools=written, add_generation_prompt=True, options=options)
         chain = digests(messages)
         known = [node for digest in reversed(chain) if (node := self._by_history.get(digest)) is not None]
         for node in known:
@@ -94,7 +96,7 @@ class TokenTree:
         ids = tuple(token_ids)
         return Prompt(ids, None, parent=self._longest_prefix(ids))
 
-    def record(self, prompt: Prompt, turn: Turn, *, reply: str, request: int) -> Node:
+    def record(self, prompt: Prompt, turn: Turn, *, reply: str, request: int, message: AssistantMessage | None = None) -> Node:
         """Adds a finished turn. `turn.prompt_ids` are the ids of `prompt`."""
         assert turn.prompt_ids == prompt.ids, "I4: the turn was sampled from the ids that were planned"
         spoken = self._tokenizer.decode(turn.output_ids)
@@ -105,7 +107,7 @@ class TokenTree:
             prompt.parent.children.append(node)
         self.nodes.append(node)
         if prompt.history is not None:
-            self._by_history.setdefault(extended(prompt.history, assistant_reply(reply)), node)
+            self._by_history.setdefault(extended(prompt.history, assistant_reply(message or AssistantMessage(reply))), node)
         return node
 
     def _continued(self, node: Node, text: str) -> tuple[int, ...] | None:

@@ -103,7 +103,11 @@ class Serving:
             tokenizer,
             observer,
             model=config.model.name,
-            limits=GatewayLimits(max_context=smallest.max_context, vocab_size=smallest.vocab_size),
+            limits=GatewayLimits(
+                max_context=smallest.max_context,
+                vocab_size=smallest.vocab_size,
+                features=frozenset.intersection(*(e.capabilities.features for e in engines)),
+            ),
             run_name=config.run.name,
             run_seed=config.run.seed,
             max_sessions=config.gateway.max_sessions,

@@ -24,12 +24,15 @@ class StopMatcher:
     begins earliest, then the one named first. How tokens were grouped into chunks makes no difference (I5).
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, min_tokens: int = 0) -> None:
-        """A stop string completed by one of the first `min_tokens` tokens does not stop. Empty stop strings never match."""
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, min_tokens: int = 0, keep: frozenset[int] = frozenset()
+    ) -> None:
+        """A stop string completed by one of the first `min_tokens` tokens does not stop. Empty stop strings never match.
+        Special tokens are no text, but for those in `keep`."""
         self._stop = tuple(s for s in stop if s)
         self._window = max((len(s) for s in self._stop), default=1) - 1
         self._min_tokens = min_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=True)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=True, keep=keep)
         self._num_tokens = 0
         self._text = ""
         """Text not yet given out, preceded by up to `_window` letters that were."""

@@ -48,12 +48,22 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelNotFound(f"compiling the chat template failed: {error}. Correct chat_template in the model folder.") from error
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None, add_generation_prompt: bool = False) -> str:
-        """The conversation as one text. A template that refuses it (`raise_exception`) raises `RequestRejected`."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = False,
+        options: Mapping[str, Json] | None = None,
+    ) -> str:
+        """The conversation as one text. A template that refuses it (`raise_exception`) raises `RequestRejected`.
+
+        `options` are names of the template's own, such as `enable_thinking`.
+        """
         chat = [_with_reasoning_names(message) for message in messages]
         try:
             return self._compiled.render(
-                **self._special_tokens,
+                **{**(options or {}), **self._special_tokens},
                 messages=chat,
                 tools=None if tools is None else list(tools),
                 documents=None,

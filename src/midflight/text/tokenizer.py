@@ -55,16 +55,27 @@ class Tokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.backend.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False, keep: frozenset[int] = frozenset()) -> str:
+        """`keep`: special tokens that are written all the same."""
+        if keep and skip_special:
+            hidden = self.special_token_ids - keep
+            return self.backend.decode([i for i in token_ids if i not in hidden], skip_special_tokens=False)
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special)
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = False,
+        options: Mapping[str, Json] | None = None,
+    ) -> str:
         """The conversation as the model's chat template writes it; `RequestRejected` where the template refuses it."""
         if self.template is None:
             raise ModelNotFound(
                 "rendering messages: the model folder has no chat template. Add chat_template.jinja to it, or use text completions."
             )
-        return self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options)
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:

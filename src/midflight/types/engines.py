@@ -1,0 +1,71 @@
+"""Engines and the weights they serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midflight.types.names import Feature, LogprobKind, PauseMode, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do; the gateway and the handover ask here and never by the engine's name."""
+
+    pause_modes: frozenset[PauseMode]
+    logprob_kind: LogprobKind
+    honours_seed: bool
+    """The same seed gives the same tokens, whatever the batch and the interruptions."""
+    versions_per_token: bool
+    stops_on_strings: bool
+    aborts_single_requests: bool
+    stages_weights: bool
+    """Weights can be brought in while decoding goes on, and committed later."""
+    max_context: int
+    vocab_size: int
+    max_running: int
+    """Requests decoded together; more wait inside the engine."""
+    features: frozenset[Feature] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """A reading of an engine. Progress, not liveness: two readings with work and equal `num_tokens` show a stall."""
+
+    version: Version
+    paused: bool
+    num_tokens: int
+    """Output tokens since the engine started."""
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Where one tensor lies in a packed buffer. `dtype` is a safetensors name (F32, BF16, ...); offsets are in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """A published version: where its bytes are and what they must hash to. Names are checkpoint names."""
+
+    version: Version
+    fingerprint: str
+    """Of names, dtypes, shapes and bytes: `models.fingerprint`. What an engine serves is compared with it (I7)."""
+    transport: str
+    """`shared_memory` (location: path of a mapped file) or `file` (location: path of a safetensors file)."""
+    location: str
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attestation:
+    """What an engine says it serves after a commit."""
+
+    version: Version
+    fingerprint: str

@@ -1,0 +1,105 @@
+"""Names of kinds of values that every station uses, and the closed sets."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Version: TypeAlias = int
+"""The number of a published set of weights: 0, 1, 2, ... (not a step, not a checkpoint)."""
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Int32: TypeAlias = NDArray[np.int32]
+Float32: TypeAlias = NDArray[np.float32]
+Bool: TypeAlias = NDArray[np.bool_]
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight, and to their keys and values, while an engine is paused."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    ABORT = "abort"
+    DRAIN = "drain"
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended. `ABORT` is never shown to an agent: the gateway resumes such a request."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class StalePolicy(StrEnum):
+    """What is done with a group that is, or would become, older than `max_staleness`."""
+
+    WAIT = "wait"
+    DROP = "drop"
+    MASK = "mask"
+    REQUEUE = "requeue"
+
+
+class LogprobKind(StrEnum):
+    """Of which distribution an engine gives the log-probability of a sampled token."""
+
+    SAMPLED = "sampled"
+    """After temperature and every truncation, renormalised: exactly the distribution sampled from."""
+    TEMPERATURE = "temperature"
+    """softmax(logits / temperature), before truncation."""
+    RAW = "raw"
+    """softmax(logits)."""
+
+
+class Feature(StrEnum):
+    """Ways of sampling that not every engine has; the gateway refuses by name what no engine can do."""
+
+    PENALTIES = "penalties"
+    """`frequency_penalty`, `presence_penalty` and `repetition_penalty`."""
+    LOGIT_BIAS = "logit_bias"
+    TOP_LOGPROBS = "top_logprobs"
+    GRAMMARS = "grammars"
+
+
+class GrammarKind(StrEnum):
+    """In which language a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON schema as JSON text; `{"type": "object"}` is any object."""
+    REGEX = "regex"
+    LARK = "lark"
+    """llguidance's Lark dialect: `%json {...}` for embedded schemas, `<name>` or `<[id]>` for special tokens."""
+
+
+class Fate(StrEnum):
+    """What became of a token the gateway received (invariant I3): exactly one of these."""
+
+    IN_FLIGHT = "in_flight"
+    WAITING = "waiting"
+    TRAINED = "trained"
+    MASKED = "masked"
+    DROPPED = "dropped"
+    EVALUATED = "evaluated"
+    UNTRACKED = "untracked"
+
+
+class Reason(StrEnum):
+    """Why a token was masked, or a token, rollout or group was dropped."""
+
+    STALE = "stale"
+    OVERSHOOT = "overshoot"
+    UNCHOSEN = "unchosen"
+    NOT_POLICY_SAMPLED = "not_policy_sampled"
+    NO_REWARD = "no_reward"
+    TOO_FEW = "too_few"
+    ZERO_SPREAD = "zero_spread"
+    TOO_LONG = "too_long"
+    REQUEUED = "requeued"
+    NOT_FINITE = "not_finite"
+    RESTARTED = "restarted"
+    SHUTDOWN = "shutdown"
+    ABANDONED = "abandoned"
+    """The request was cancelled or failed before its answer was complete."""

@@ -1,0 +1,158 @@
+"""Tasks, rollouts, and what a step of the trainer eats.
+
+Shapes: `T` is the number of tokens of a row. Times are seconds, on the clock of the running event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from midflight.types.names import Bool, Float32, Int32, Json, Reason, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem. `data` is whatever the environment and its reward need; `id` is unique within `source`."""
+
+    id: str
+    source: str
+    data: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupKey:
+    """A group is one attempt at one position of the task stream (DECISIONS 6)."""
+
+    epoch: int
+    index: int
+    """Position in the epoch's order."""
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RolloutKey:
+    group: GroupKey
+    sample: int
+
+    def __str__(self) -> str:
+        g = self.group
+        return f"{g.epoch}-{g.index}-{g.attempt}-{self.sample}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A packed-ready token record. Every array has shape [T]; entries where `loss_mask` is False are context.
+
+    `logprobs`, `versions` and `kv_versions` are meaningful only where the token was generated (`generated`);
+    `loss_mask` is True on the generated tokens that this row trains on: each generated token in exactly one row (I3).
+    """
+
+    token_ids: Int32
+    generated: Bool
+    loss_mask: Bool
+    logprobs: Float32
+    versions: Int32
+    kv_versions: Int32
+
+    def __post_init__(self) -> None:
+        lengths = {len(a) for a in (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions)}
+        assert len(lengths) == 1, f"I6: per-token arrays of lengths {lengths}"
+
+    @property
+    def num_trainable(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def oldest_version(self) -> Version | None:
+        """The smallest version among trainable tokens, `None` if there is none."""
+        return int(self.versions[self.loss_mask].min()) if self.loss_mask.any() else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionRecord:
+    """What the gateway hands over when a session closes."""
+
+    session_id: str
+    rows: tuple[Row, ...]
+    num_turns: int
+    num_branches: int
+    truncated: bool
+    """Some turn ended by `length`."""
+    masked: Mapping[Reason, int] = field(default_factory=dict[Reason, int])
+    """Generated tokens kept as context but not trained, by reason."""
+    dropped: Mapping[Reason, int] = field(default_factory=dict[Reason, int])
+    """Generated tokens that are in no row, by reason."""
+    failed_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """The token record of one rollout, with its reward. A reward of `None` says that the infrastructure failed (I10)."""
+
+    key: RolloutKey
+    task_id: str
+    source: str
+    reward: float | None
+    rows: tuple[Row, ...]
+    truncated: bool = False
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(row.num_trainable for row in self.rows)
+
+    @property
+    def oldest_version(self) -> Version | None:
+        return min((v for row in self.rows if (v := row.oldest_version) is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The trajectories of one task, compared with each other for the advantage."""
+
+    key: GroupKey
+    task_id: str
+    source: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> Version | None:
+        """Age of a group is that of its oldest trainable token; `None` when nothing in it is trainable."""
+        return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(t.num_trainable for t in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What one step of the trainer eats: a lease on whole groups (DECISIONS 13)."""
+
+    lease: int
+    train_version: Version
+    """The version whose weights begin the step: ages are counted from here (DECISIONS 2)."""
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """A batch as flat arrays, for the wire and the trainer. N tokens, R rows, M rollouts.
+
+    Row r holds tokens [row_offsets[r], row_offsets[r + 1]). Rollouts without rows still count in their group's baseline.
+    """
+
+    lease: int
+    train_version: Version
+    token_ids: Int32  # [N]
+    loss_mask: Bool  # [N], True on the tokens to train on; the next three are meaningful there
+    logprobs: Float32  # [N], behaviour log-probabilities
+    versions: Int32  # [N]
+    kv_versions: Int32  # [N]
+    row_offsets: Int32  # [R + 1]
+    row_rollout: Int32  # [R], the rollout of each row
+    rewards: Float32  # [M]
+    rollout_group: Int32  # [M], groups numbered from 0 in the batch
+    truncated: Bool  # [M]
