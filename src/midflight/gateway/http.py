@@ -17,15 +17,21 @@ from starlette.types import Receive, Scope, Send
 from midflight.errors import MidflightError, UnknownModel, nearest
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
-from midflight.gateway.dialects.exchange import Exchange, Reply
+from midflight.gateway.dialects.exchange import Dialect, Reply
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.faults import Fault, fault_of, log_unexpected, plain_fault
 from midflight.gateway.gateway import Gateway
 from midflight.gateway.operator import Control, operator_routes
 from midflight.gateway.session import Session
 from midflight.gateway.stream import AnswerStream
-from midflight.gateway.wire import ClientGone, bearer, read_body, send_bytes, send_fault, send_json, with_client
+from midflight.gateway.wire import ClientGone, api_key, read_body, send_bytes, send_fault, send_json, with_client
 from midflight.types import Json
+
+DIALECTS = (
+    Dialect("/v1/chat/completions", ChatExchange),
+    Dialect("/v1/completions", CompletionExchange),
+    Dialect("/generate", NativeExchange),
+)
 
 
 def build_app(
@@ -42,12 +48,7 @@ def build_app(
 
     `now` gives Unix seconds for the `created` field, and nothing else.
     """
-    completions: list[tuple[str, Callable[[bytes], Exchange]]] = [
-        ("/v1/chat/completions", ChatExchange),
-        ("/v1/completions", CompletionExchange),
-        ("/generate", NativeExchange),
-    ]
-    endpoints = {path: CompletionEndpoint(gateway, exchange, now=now) for path, exchange in completions}
+    endpoints = {dialect.path: CompletionEndpoint(gateway, dialect, now=now) for dialect in DIALECTS}
     models = ModelsEndpoint(gateway, now=now)
     routes: list[BaseRoute] = []
     for prefix in ("/s/{token}", ""):
@@ -63,21 +64,21 @@ def build_app(
 class CompletionEndpoint:
     """One dialect's route."""
 
-    def __init__(self, gateway: Gateway, exchange: Callable[[bytes], Exchange], *, now: Callable[[], float]) -> None:
+    def __init__(self, gateway: Gateway, dialect: Dialect, *, now: Callable[[], float]) -> None:
         self._gateway = gateway
-        self._exchange = exchange
+        self._dialect = dialect
         self._now = now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Waits for the body, then for the answer; ended by them, or by the client who goes."""
         session: Session | None = None
         try:
-            session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=bearer(scope))
-            exchange = self._exchange(await read_body(receive))
+            session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=api_key(scope))
+            exchange = self._dialect.exchange(await read_body(receive))
             job = self._gateway.prepare(session, exchange.call)
             reply = Reply(job, self._gateway.model, int(self._now()), self._gateway.tokenizer)
             if exchange.call.stream:
-                await with_client(scope, receive, AnswerStream(self._gateway, exchange, reply).run(send))
+                await with_client(scope, receive, AnswerStream(self._gateway, self._dialect, exchange, reply).run(send))
             else:
                 answers = await with_client(scope, receive, self._gateway.answers(job))
                 await send_json(send, exchange.whole(reply, answers))
@@ -86,7 +87,7 @@ class CompletionEndpoint:
         except Exception as error:  # the edge: every error becomes an answer
             log_unexpected(error)
             self._gateway.failed(session, error)
-            await send_fault(send, fault_of(error))
+            await send_fault(send, self._dialect.fault(error))
 
 
 class ModelsEndpoint:
@@ -96,7 +97,7 @@ class ModelsEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=bearer(scope))
+            self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=api_key(scope))
             await send_json(send, self._body(scope["path_params"].get("model")))
         except MidflightError as error:
             await send_fault(send, fault_of(error))

@@ -7,10 +7,11 @@ import asyncio
 from starlette.types import Send
 
 from midflight.gateway.call import Answer, Event
-from midflight.gateway.dialects.exchange import Exchange, Reply
-from midflight.gateway.faults import fault_of, log_unexpected
+from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
+from midflight.gateway.faults import log_unexpected
 from midflight.gateway.gateway import Gateway
 from midflight.gateway.wire import send_more, sse, start_stream
+from midflight.types import Json
 
 KEEP_ALIVE_SECONDS = 10.0
 """Silence after which a comment is sent: proxies and clients cut connections that say nothing, often after 30 s."""
@@ -51,8 +52,9 @@ class Outbox:
 class AnswerStream:
     """Runs one streaming job. Nothing is sent before the first event, so that an early error still gets its own status."""
 
-    def __init__(self, gateway: Gateway, exchange: Exchange, reply: Reply) -> None:
+    def __init__(self, gateway: Gateway, dialect: Dialect, exchange: Exchange, reply: Reply) -> None:
         self._gateway = gateway
+        self._dialect = dialect
         self._exchange = exchange
         self._reply = reply
         self._outbox = Outbox()
@@ -93,19 +95,23 @@ class AnswerStream:
         elif self._started:
             log_unexpected(self._outbox.error)
             self._gateway.failed(self._reply.job.session, self._outbox.error)
-            await self._send(send, rest + sse(fault_of(self._outbox.error).body), last=True)
+            await self._send(send, rest + self._sse(self._dialect.fault(self._outbox.error).body), last=True)
 
     async def _send(self, send: Send, frames: bytes, *, last: bool = False) -> None:
         if not self._started:
             self._started = True
             await start_stream(send)
-            frames = b"".join(sse(frame) for frame in self._exchange.opening(self._reply)) + frames
+            frames = b"".join(self._sse(frame) for frame in self._exchange.opening(self._reply)) + frames
         await send_more(send, frames, last=last)
 
     def _frames(self, events: list[Event]) -> bytes:
         self._answers += [event for event in events if isinstance(event, Answer)]
-        return b"".join(sse(frame) for event in events for frame in self._exchange.frames(self._reply, event))
+        return b"".join(self._sse(frame) for event in events for frame in self._exchange.frames(self._reply, event))
 
     def _closing(self) -> bytes:
         answers = sorted(self._answers, key=lambda answer: answer.choice)
-        return b"".join(sse(frame) for frame in self._exchange.closing(self._reply, answers)) + b"data: [DONE]\n\n"
+        closing = b"".join(self._sse(frame) for frame in self._exchange.closing(self._reply, answers))
+        return closing if self._dialect.named_events else closing + b"data: [DONE]\n\n"
+
+    def _sse(self, frame: Json) -> bytes:
+        return sse(frame, named=self._dialect.named_events)

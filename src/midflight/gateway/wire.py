@@ -34,12 +34,22 @@ class BodyTooLarge(RequestRejected):
 
 
 def bearer(scope: Scope) -> str | None:
-    """The API key of a request."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            kind, _, key = value.decode("latin-1").partition(" ")
-            return key.strip() if kind.lower() == "bearer" else None
-    return None
+    """The token in the `Authorization` header."""
+    value = header(scope, b"authorization")
+    if value is None:
+        return None
+    kind, _, key = value.partition(" ")
+    return key.strip() if kind.lower() == "bearer" else None
+
+
+def api_key(scope: Scope) -> str | None:
+    """The session's token, from whichever header the client's SDK sends its key in."""
+    return header(scope, b"x-midflight-session") or header(scope, b"x-api-key") or bearer(scope)
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first value of a header; `name` in lower case."""
+    return next((value.decode("latin-1") for known, value in scope["headers"] if known == name), None)
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -80,9 +90,10 @@ async def _until_gone(receive: Receive) -> NoReturn:
     raise ClientGone
 
 
-def sse(value: Json) -> bytes:
-    """One server-sent event."""
-    return b"data: " + _encode(value) + b"\n\n"
+def sse(value: Json, *, named: bool = False) -> bytes:
+    """One server-sent event; `named` by its `type`."""
+    data = b"data: " + _encode(value) + b"\n\n"
+    return b"event: " + str(value["type"]).encode() + b"\n" + data if named and isinstance(value, dict) else data
 
 
 async def send_json(send: Send, value: Json, *, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from midflight.gateway.call import Answer, CompletionCall, Event
+from midflight.gateway.faults import Fault, fault_of
 from midflight.gateway.gateway import Job
 from midflight.text import Tokenizer
 from midflight.types import Json
@@ -42,5 +43,18 @@ class Exchange(Protocol):
         ...
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
-        """Frames after the last answer, before `[DONE]`."""
+        """Frames after the last answer, before `[DONE]` where the dialect has it."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A wire format as a route: where it is, how a body is read, and how its errors and its stream look."""
+
+    path: str
+    exchange: Callable[[bytes], Exchange]
+    """Parses a body; raises `RequestRejected`."""
+    fault: Callable[[BaseException], Fault] = fault_of
+    """An error as this dialect's clients read it; in a stream its body is the last frame."""
+    named_events: bool = False
+    """Frames are preceded by an `event:` line with their `type`, and no `[DONE]` ends the stream."""
