@@ -18,7 +18,10 @@ class Cut(Exception):
 
 
 class Deadline:
-    """Seconds left of a request on the loop's clock. Runs from its making; `stop` and `start` are idempotent (DECISIONS 17)."""
+    """Seconds left of a request on the loop's clock. Runs from its making; `stop` and `start` are idempotent (DECISIONS 17).
+
+    One timer serves all waits of the request, because there is one for every token; `close` ends it with the request.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -29,6 +32,10 @@ class Deadline:
         """When the clock was last started, `None` while it stands."""
         self._cut = False
         self._scope: asyncio.Timeout | None = None
+        """The wait under way."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Runs from the first wait on, while the clock does."""
+        self._waited = False
 
     @property
     def left(self) -> float:
@@ -42,17 +49,22 @@ class Deadline:
     def stop(self) -> None:
         if self._since is not None:
             self._left, self._since = self.left, None
-            self._reschedule()
+            self._set_timer()
 
     def start(self) -> None:
         if self._since is None:
             self._since = self._loop.time()
-            self._reschedule()
+            self._set_timer()
 
     def cut(self) -> None:
         """Ends the current wait, or the next one, with `Cut`."""
         self._cut = True
-        self._reschedule()
+        self._end_wait()
+
+    def close(self) -> None:
+        """No more waits. Idempotent."""
+        self._waited = False
+        self._set_timer()
 
     async def bound(self, begin: Callable[[], Awaitable[T]]) -> T:
         """Waits for what `begin` returns; ended by it, by `cut` (raises `Cut`) or by the end of the time (raises `Expired`).
@@ -60,10 +72,15 @@ class Deadline:
         One wait at a time. Nothing is begun when the wait has been cut before.
         """
         self._raise_if_cut()
-        scope = asyncio.timeout_at(self._when())
+        if not self._waited:
+            self._waited = True
+            self._set_timer()
+        scope = asyncio.timeout(None)
         try:
             async with scope:
                 self._scope = scope
+                if self._since is not None and self.left <= 0:
+                    self._end_wait()
                 return await begin()
         except TimeoutError:
             if not scope.expired():
@@ -78,11 +95,12 @@ class Deadline:
             self._cut = False
             raise Cut
 
-    def _when(self) -> float | None:
-        if self._cut:
-            return self._loop.time()  # at once
-        return None if self._since is None else self._since + self._left
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        runs = self._waited and self._since is not None
+        self._timer = self._loop.call_later(max(0.0, self.left), self._end_wait) if runs else None
 
-    def _reschedule(self) -> None:
+    def _end_wait(self) -> None:
         if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(self._when())
+            self._scope.reschedule(self._loop.time())

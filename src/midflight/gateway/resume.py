@@ -6,9 +6,8 @@ import asyncio
 import collections.abc
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, contextmanager, suppress
-from typing import Protocol, runtime_checkable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 
 from midflight.errors import EngineError, EngineUnavailable, NoEngine, RequestTimeout
 from midflight.gateway.deadline import Cut, Deadline, Expired
@@ -23,11 +22,6 @@ after a pause, so reaching it means that the request itself kills engines or tha
 
 _CLOSE_SECONDS = 5.0
 """For telling an engine that nobody reads its answer any more; a dead one must not delay the resume for longer."""
-
-
-@runtime_checkable
-class _Closable(Protocol):
-    async def aclose(self) -> None: ...
 
 
 class Generation:
@@ -80,7 +74,7 @@ class Generation:
     async def _run(self) -> AsyncGenerator[Chunk, None]:
         """Attempts until the answer has ended. The last chunk is given when engine and registry have been left, so a caller
         that reads no further leaves nothing behind."""
-        with self._generator.registered(self):
+        with closing(self._deadline), self._generator.registered(self):
             final = self._closing_chunk()
             while final is None:
                 lease = await self._place()
@@ -224,7 +218,8 @@ def _check_version(chunk: Chunk, lease: Lease) -> None:
 
 async def _close(stream: AsyncIterator[Chunk]) -> None:
     """Tells the engine to stop. Waits for that, `_CLOSE_SECONDS` at most; an engine that cannot be told is no concern here."""
-    if isinstance(stream, _Closable):
+    aclose: Callable[[], Awaitable[None]] | None = getattr(stream, "aclose", None)
+    if aclose is not None:
         with suppress(EngineError, OSError):  # a timeout is an OSError
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await stream.aclose()
+                await aclose()

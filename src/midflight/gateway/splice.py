@@ -70,6 +70,8 @@ class Splice:
         if finish is None and chunk.finish is not None:
             self.interrupted = chunk.finish.reason is FinishReason.ABORT
             finish = self.end_at_seam() if self.interrupted else chunk.finish
+        if kept == len(chunk.token_ids) and finish is chunk.finish:
+            return chunk
         return replace(
             chunk, token_ids=chunk.token_ids[:kept], logprobs=chunk.logprobs[:kept], finish=finish, top_logprobs=chunk.top_logprobs[:kept]
         )

@@ -1,0 +1,86 @@
+"""Memory of the gateway with many live sessions of 2 000 tokens over four turns: `python gateway_memory.py SESSIONS`."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from midflight.gateway.call import Asked, CompletionCall, Messages
+from midflight.gateway.gateway import Gateway
+from midflight.gateway.sampling import Limits
+from midflight.observe.prometheus import Metrics
+from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, RolloutKey, SamplingParams
+
+TURNS, PROMPT, ANSWER = 4, 247, 250
+"""Per turn: 247 letters of the user, 250 tokens of answer, and the template's three marks."""
+
+
+class Instant:
+    """A generation that is there at once."""
+
+    num_overshoot = 0
+    num_resumes = 0
+
+    def __init__(self, request: GenerateRequest) -> None:
+        letters = b"abcdefghijklmnopqrstuvwxyz"
+        ids = tuple(letters[(request.sampling.seed + k) % 26] for k in range(request.sampling.max_tokens))
+        self._chunks = [Chunk(ids, tuple(-0.001 * k for k in range(len(ids))), 0, 0, Finish(FinishReason.LENGTH))]
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if not self._chunks:
+            raise StopAsyncIteration
+        return self._chunks.pop()
+
+    async def aclose(self) -> None:
+        return None
+
+
+class InstantGenerator:
+    def generate(self, request: GenerateRequest, *, affinity: str, may_abort: bool = False) -> Instant:
+        return Instant(request)
+
+    def forget(self, affinity: str) -> None:
+        return None
+
+
+def resident_mb() -> float:
+    return next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+
+
+async def main(sessions: int) -> None:
+    with TemporaryDirectory() as folder:
+        write_byte_tokenizer(Path(folder))
+        tokenizer = Tokenizer.load(Path(folder))
+    limits = Limits(max_context=8192, vocab_size=262)
+    gateway = Gateway(InstantGenerator(), tokenizer, Metrics(), model="policy", limits=limits, max_sessions=sessions)
+    empty, started = resident_mb(), time.process_time()
+    for number in range(sessions):
+        handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
+        session = gateway.session_for(path_token=handle.api_key, api_key=None)
+        messages: list[dict[str, object]] = []
+        for turn in range(TURNS):
+            messages.append({"role": "user", "content": f"{number:06d}.{turn:02d}".ljust(PROMPT, "q")})
+            call = CompletionCall(sources=(Messages(tuple(messages)),), asked=Asked(max_tokens=ANSWER))
+            [answer] = await gateway.answers(gateway.prepare(session, call))
+            messages.append({"role": "assistant", "content": answer.text})
+    spent = time.process_time() - started
+    full, peak = resident_mb(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    tokens = sessions * TURNS * (PROMPT + ANSWER + 3)
+    print(
+        f"{sessions} sessions of {tokens // sessions} tokens in {TURNS} turns: {full:.0f} MB resident ({empty:.0f} MB before, peak {peak:.0f} MB), "
+        f"{(full - empty) * 2**20 / tokens:.1f} bytes a token; {1e6 * spent / (sessions * TURNS):.0f} us CPU a turn"
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

@@ -1,0 +1,232 @@
+"""The servers that `gateway.py` measures, each a process of its own: `python gateway_sides.py SIDE PORT [UPSTREAM_PORT]`.
+
+| side | what it is |
+|---|---|
+| upstream | a static OpenAI server: the same chat answer to every request, at once |
+| engine | a trivial engine on the gateway's wire: the letter `a` as every token, a step as soon as the one before was sent |
+| midflight | the gateway over that engine, every session and token recorded |
+| aiohttp | a proxy of ten lines over `upstream` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import uvloop
+from aiohttp import ClientSession, TCPConnector, WSMsgType, web
+
+from midflight.engines.wire import STREAM_PATH, Abort, Hello, Step, Submit, decode_client_frame, encode
+from midflight.types import Capabilities, EngineHealth, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode
+
+ANSWER_TOKENS = 16
+"""Of an answer that does not stream."""
+CAPABILITIES = Capabilities(
+    pause_modes=frozenset(PauseMode),
+    logprob_kind=LogprobKind.SAMPLED,
+    honours_seed=True,
+    versions_per_token=True,
+    stops_on_strings=False,
+    aborts_single_requests=True,
+    stages_weights=True,
+    max_context=8192,
+    vocab_size=262,
+    max_running=1024,
+)
+
+
+# --- A static upstream -----------------------------------------------------------------------------------------------
+
+
+class StaticUpstream(asyncio.Protocol):
+    """HTTP as little as it can be: headers are skipped, the body's length is all that is read of a request."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
+            head = self._buffer[:end].lower()
+            at = head.find(b"content-length:")
+            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self._buffer) < end + 4 + length:
+                return
+            body, self._buffer = self._buffer[end + 4 : end + 4 + length], self._buffer[end + 4 + length :]
+            self._transport.write(STREAM if b'"stream":true' in body else WHOLE)
+
+
+def _http(body: bytes, kind: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-type: " + kind + b"\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+
+
+def _chat(choice: dict[str, object], kind: str, **more: object) -> bytes:
+    return json.dumps({"id": "chatcmpl-1", "object": kind, "created": 1, "model": "policy", "choices": [choice], **more}).encode()
+
+
+STREAM_TOKENS = 256
+_USAGE = {"prompt_tokens": 20, "completion_tokens": ANSWER_TOKENS, "total_tokens": 20 + ANSWER_TOKENS}
+_MESSAGE = {"role": "assistant", "content": "a" * ANSWER_TOKENS}
+WHOLE = _http(_chat({"index": 0, "message": _MESSAGE, "finish_reason": "length"}, "chat.completion", usage=_USAGE), b"application/json")
+_FRAMES = [_chat({"index": 0, "delta": {"content": "a"}, "finish_reason": None}, "chat.completion.chunk") for _ in range(STREAM_TOKENS)]
+STREAM = _http(b"".join(b"data: " + f + b"\n\n" for f in _FRAMES) + b"data: [DONE]\n\n", b"text/event-stream")
+
+
+async def upstream(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(StaticUpstream, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+# --- A trivial engine ------------------------------------------------------------------------------------------------
+
+
+class TrivialEngine:
+    """Every running request gets one token a step; a step costs what its message costs. No keys, no values, no model."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, GenerateRequest] = {}
+        self._lengths: dict[int, int] = {}
+        self._work = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._num_tokens = 0
+
+    async def stream(self, request: web.Request) -> web.WebSocketResponse:
+        socket_ = web.WebSocketResponse(compress=False, max_msg_size=0)
+        await socket_.prepare(request)
+        await socket_.send_bytes(encode(Hello("trivial", CAPABILITIES)))
+        async with asyncio.TaskGroup() as tasks:
+            stepping = tasks.create_task(self._step_all(socket_))
+            async for message in socket_:
+                if message.type is WSMsgType.BINARY:
+                    self._take(decode_client_frame(message.data))
+            stepping.cancel()
+        return socket_
+
+    def _take(self, frame: Submit | Abort) -> None:
+        if isinstance(frame, Abort):
+            self._running.pop(frame.handle, None)
+        else:
+            self._running[frame.handle], self._lengths[frame.handle] = frame.request, frame.request.num_output_tokens
+            self._work.set()
+
+    async def _step_all(self, socket_: web.WebSocketResponse) -> None:
+        while True:
+            await self._work.wait()
+            await self._open.wait()
+            await socket_.send_bytes(encode(self._step()))
+            if not self._running:
+                self._work.clear()
+            await asyncio.sleep(0)
+
+    def _step(self) -> Step:
+        handles = list(self._running)
+        finishes: list[tuple[int, Finish]] = []
+        for handle in handles:
+            self._lengths[handle] += 1
+            if self._lengths[handle] >= self._running[handle].sampling.max_tokens:
+                del self._running[handle]
+                finishes.append((handle, Finish(FinishReason.LENGTH)))
+        self._num_tokens += len(handles)
+        now = time.monotonic()
+        return Step(
+            version=0,
+            handles=np.array(handles, dtype="<i4").tobytes(),
+            token_ids=np.full(len(handles), ord("a"), dtype="<i4").tobytes(),
+            logprobs=np.full(len(handles), -0.5, dtype="<f4").tobytes(),
+            kv_versions=np.zeros(len(handles), dtype="<i4").tobytes(),
+            finishes=tuple(finishes),
+            started=now,
+            ended=now,
+            num_running=len(handles),
+        )
+
+    async def health(self, request: web.Request) -> web.Response:
+        state = EngineHealth(0, not self._open.is_set(), self._num_tokens, len(self._running), 0)
+        return web.json_response({name: getattr(state, name) for name in EngineHealth.__slots__})
+
+    async def pause(self, request: web.Request) -> web.Response:
+        self._open.clear()
+        return web.json_response({})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        self._open.set()
+        return web.json_response({})
+
+
+async def engine(port: int) -> None:
+    trivial = TrivialEngine()
+    app = web.Application()
+    app.add_routes([web.get(STREAM_PATH, trivial.stream), web.get("/health", trivial.health)])
+    app.add_routes([web.post("/pause_generation", trivial.pause), web.post("/continue_generation", trivial.resume)])
+    await _serve(app, port)
+
+
+# --- The gateway, and a proxy ----------------------------------------------------------------------------------------
+
+
+async def midflight(port: int, engine_port: int) -> None:
+    from midflight.config.sections import Config
+    from midflight.engines.remote import RemoteEngine
+    from midflight.gateway.http import build_app
+    from midflight.observe.prometheus import Metrics
+    from midflight.run.http_server import serve_app
+    from midflight.run.parts import serve_while
+    from midflight.run.system import Serving
+    from midflight.text.byte_tokenizer import write_byte_tokenizer
+    from midflight.text.tokenizer import Tokenizer
+    from midflight.types import GroupKey, RolloutKey, SamplingParams
+
+    metrics = Metrics()
+    remote = RemoteEngine("trivial", f"http://127.0.0.1:{engine_port}", token=None, observer=metrics)
+
+    async def main() -> None:
+        await remote.connect(seconds=30)
+        with TemporaryDirectory() as folder:
+            write_byte_tokenizer(Path(folder))
+            tokenizer = Tokenizer.load(Path(folder))
+        serving = Serving(Config(), tokenizer, [remote], observer=metrics, version=0, anonymous=True)
+        sampling = SamplingParams(max_tokens=ANSWER_TOKENS)
+        tokens = [serving.gateway.open(RolloutKey(GroupKey(0, k), 0), sampling=sampling, tracked=True).api_key for k in range(SESSIONS)]
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            await serve_app(build_app(serving.gateway, serving.control), listener, ready=lambda: print(json.dumps(tokens), flush=True))
+
+    await serve_while(main(), remote.run())
+
+
+SESSIONS = 4096
+"""Opened before the start: each request of the load goes to a session of its own, as those of an agent's first turn do."""
+
+
+async def aiohttp_proxy(port: int, upstream_port: int) -> None:
+    async with ClientSession(connector=TCPConnector(limit=0)) as session:
+
+        async def forward(request: web.Request) -> web.StreamResponse:
+            async with session.post(f"http://127.0.0.1:{upstream_port}{request.path}", data=await request.read()) as answer:
+                return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+
+        app = web.Application()
+        app.add_routes([web.post("/{path:.*}", forward)])
+        await _serve(app, port)
+
+
+async def _serve(app: web.Application, port: int) -> None:
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    side, *ports = sys.argv[1:]
+    mains = {"upstream": upstream, "engine": engine, "midflight": midflight, "aiohttp": aiohttp_proxy}
+    uvloop.run(mains[side](*map(int, ports)))
