@@ -71,7 +71,7 @@ class Deadline:
 
         One wait at a time. Nothing is begun when the wait has been cut before.
         """
-        self._raise_if_cut()
+        self.raise_if_cut()
         if not self._waited:
             self._waited = True
             self._set_timer()
@@ -85,12 +85,13 @@ class Deadline:
         except TimeoutError:
             if not scope.expired():
                 raise
-            self._raise_if_cut()
+            self.raise_if_cut()
             raise Expired from None
         finally:
             self._scope = None
 
-    def _raise_if_cut(self) -> None:
+    def raise_if_cut(self) -> None:
+        """Raises the `Cut` that came while nothing was waited for."""
         if self._cut:
             self._cut = False
             raise Cut

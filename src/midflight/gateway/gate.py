@@ -76,6 +76,9 @@ class Line(Generic[T]):
 
         A place found for a request that has just ended is given back.
         """
+        deadline.raise_if_cut()
+        if not self._waiters and (place := choose()) is not None:
+            return place
         waiter = _Waiter(choose, deadline)
         self._arrivals += 1
         entry = (ticket, self._arrivals, waiter)

@@ -1,0 +1,67 @@
+"""Unmodified clients of other people against servers in processes of their own.
+
+These tests run in virtual environments that hold the clients and not Midflight (`make test-clients`). Two servers are started
+with the interpreter named by `MIDFLIGHT_PYTHON`: `midflight serve` with a made model, whose weights are random, and the same
+gateway over the scripted engine, whose model answers by rule (see scripted_server.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PYTHON = os.environ.get("MIDFLIGHT_PYTHON", str(HERE.parents[1] / ".venv" / "bin" / "python"))
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1", "max_context=4096")
+
+
+@contextmanager
+def process(folder: Path, *command: object, says: str) -> Iterator[str]:
+    """A server; gives the rest of the line of its output that begins with `says`."""
+    output = folder / "output.txt"
+    with output.open("wb") as file:
+        running = subprocess.Popen([PYTHON, *map(str, command)], cwd=folder, env=ENVIRON, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield _said(running, output, says)
+    finally:
+        running.send_signal(signal.SIGINT)
+        try:
+            running.wait(20)
+        except subprocess.TimeoutExpired:
+            running.kill()
+
+
+def _said(running: subprocess.Popen[bytes], output: Path, says: str) -> str:
+    until = time.monotonic() + 60
+    while time.monotonic() < until and running.poll() is None:
+        for line in output.read_text().splitlines():
+            if line.startswith(says):
+                return line.removeprefix(says).strip()
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not say {says!r}: {output.read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL of `midflight serve` with random weights: what it says is noise, what grammars force upon it is not."""
+    folder = tmp_path_factory.mktemp("serve")
+    sizes = [part for size in SIZES for part in ("--set", f"model.{size}")]
+    subprocess.run([PYTHON, "-m", "midflight", "new-model", folder / "model", *sizes], check=True, env=ENVIRON, capture_output=True)
+    command = ("-m", "midflight", "serve", "--model", folder / "model", "--port", 0, "--max-context", 4096)
+    with process(folder, *command, says="ready: ") as url:
+        yield url.removesuffix("/v1")
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL of the gateway over an engine that answers by rule."""
+    with process(tmp_path_factory.mktemp("scripted"), HERE / "scripted_server.py", says="ready: ") as url:
+        yield url
