@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -41,8 +42,8 @@ def batch(
 def distribution(probabilities: list[float], settings: SamplingBatch) -> dict[int, float]:
     """Every token that many seeds sample, with its recorded probability."""
     logits = torch.tensor(probabilities, dtype=torch.float64).log().expand(len(settings.seeds), -1)
-    token_ids, logprobs = sample(logits, settings)
-    return {int(t): math.exp(p) for t, p in zip(token_ids, logprobs, strict=True)}
+    sampled = sample(logits, settings)
+    return {int(t): math.exp(p) for t, p in zip(sampled.token_ids, sampled.logprobs, strict=True)}
 
 
 def test_i5_the_noise_is_splitmix64_written_out_in_integers() -> None:
@@ -55,9 +56,9 @@ def test_i5_the_noise_is_splitmix64_written_out_in_integers() -> None:
 
 def test_frequencies_are_the_probabilities_and_logprobs_are_theirs() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, -1)
-    token_ids, logprobs = sample(logits, batch(20_000))
-    assert np.bincount(token_ids) / 20_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.015)
-    assert np.exp(logprobs) == pytest.approx(np.array([0.5, 0.3, 0.2])[token_ids], abs=1e-6)
+    sampled = sample(logits, batch(20_000))
+    assert np.bincount(sampled.token_ids) / 20_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.015)
+    assert np.exp(sampled.logprobs) == pytest.approx(np.array([0.5, 0.3, 0.2])[sampled.token_ids], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +91,8 @@ def test_truncated_and_plain_rows_of_one_batch_do_not_disturb_each_other() -> No
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     mixed = batch(3)
     mixed.top_p[1], mixed.temperature[2] = 0.5, 0.0
-    ids, logprobs = sample(logits, mixed)
+    all_rows = sample(logits, mixed)
+    columns = [f.name for f in fields(SamplingBatch) if getattr(mixed, f.name) is not None]
     for row in range(3):
-        alone = SamplingBatch(*(getattr(mixed, f)[row : row + 1] for f in SamplingBatch.__dataclass_fields__))
-        one_id, one_logprob = sample(logits[row : row + 1], alone)
-        assert (one_id[0], one_logprob[0]) == (ids[row], logprobs[row])
+        alone = sample(logits[row : row + 1], SamplingBatch(**{f: getattr(mixed, f)[row : row + 1] for f in columns}))
+        assert (alone.token_ids[0], alone.logprobs[0]) == (all_rows.token_ids[row], all_rows.logprobs[row])

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from midflight.errors import RequestRejected
 from midflight.types import Finish, Version
 
 Ints = NDArray[np.int64]
@@ -19,6 +20,14 @@ def _no_ints() -> Ints:
 
 def _no_floats() -> NDArray[np.float64]:
     return np.empty(0)
+
+
+def _no_columns() -> Ints:
+    return np.empty((0, 0), dtype=np.int64)
+
+
+def _no_float_columns() -> NDArray[np.float64]:
+    return np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +42,15 @@ class StepOutput:
     token_ids: Ints = field(default_factory=_no_ints)
     logprobs: NDArray[np.float64] = field(default_factory=_no_floats)
     kv_versions: Ints = field(default_factory=_no_ints)
+    top_ids: Ints = field(default_factory=_no_columns)
+    """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1; W is 0 where nobody asks."""
+    top_logprobs: NDArray[np.float64] = field(default_factory=_no_float_columns)
+    """[R, W]"""
     outlets: Ints = field(default_factory=_no_ints)
     finishes: tuple[tuple[int, int, Finish], ...] = ()
     """(handle, outlet, how it ended)"""
+    failures: tuple[tuple[int, int, RequestRejected], ...] = ()
+    """(handle, outlet, why it could not go on): these requests ended too."""
     touched: frozenset[int] = frozenset()
     """Outlets with a request in the step, also those whose request got no token yet."""
     started: float = 0.0
@@ -47,14 +62,19 @@ class StepOutput:
         if len(self.touched) == 1:
             return self
         rows = np.flatnonzero(self.outlets == outlet)
+        top_ids = self.top_ids[rows] if self.top_ids.size else self.top_ids
+        width = int((top_ids >= 0).sum(1).max(initial=0))
         return StepOutput(
             version=self.version,
             handles=self.handles[rows],
             token_ids=self.token_ids[rows],
             logprobs=self.logprobs[rows],
             kv_versions=self.kv_versions[rows],
+            top_ids=top_ids[:, :width],
+            top_logprobs=(self.top_logprobs[rows] if self.top_logprobs.size else self.top_logprobs)[:, :width],
             outlets=self.outlets[rows],
             finishes=tuple(f for f in self.finishes if f[1] == outlet),
+            failures=tuple(f for f in self.failures if f[1] == outlet),
             touched=frozenset({outlet}),
             started=self.started,
             ended=self.ended,

@@ -55,6 +55,8 @@ class ChunkStreams:
             stream = self._streams.get(handle) if chunk.finish is None else self._streams.pop(handle, None)
             if stream is not None:
                 stream.put(chunk)
+        for handle, _, error in step.failures:
+            self.reject(handle, error)
 
     def reject(self, handle: int, error: Exception) -> None:
         """Ends one request with an error; an unknown one has been closed meanwhile."""
@@ -70,9 +72,19 @@ class ChunkStreams:
 
 def step_chunks(step: StepOutput, finishes: dict[int, Finish]) -> list[tuple[int, Chunk]]:
     """One chunk per token, and one without tokens per request that ended without one. `finishes` is used up."""
-    rows = zip(step.handles.tolist(), step.token_ids.tolist(), step.logprobs.tolist(), step.kv_versions.tolist(), strict=True)
-    chunks = [(h, Chunk((token,), (logprob,), step.version, kv, finishes.pop(h, None))) for h, token, logprob, kv in rows]
+    columns = (step.handles, step.token_ids, step.logprobs, step.kv_versions)
+    rows = zip(*(column.tolist() for column in columns), _likeliest(step), strict=True)
+    chunks = [(h, Chunk((token,), (logprob,), step.version, kv, finishes.pop(h, None), top)) for h, token, logprob, kv, top in rows]
     return chunks + [(h, empty_chunk(step.version, finish)) for h, finish in finishes.items()]
+
+
+def _likeliest(step: StepOutput) -> list[tuple[tuple[tuple[int, float], ...], ...]]:
+    """What `Chunk.top_logprobs` is for each row. A row that asked has one alternative at least, the sampled token."""
+    if not step.top_ids.size:
+        return [()] * len(step.handles)
+    pairs = zip(step.top_ids.tolist(), step.top_logprobs.tolist(), strict=True)
+    rows = [tuple((i, p) for i, p in zip(*row, strict=True) if i >= 0) for row in pairs]
+    return [(row,) if row else () for row in rows]
 
 
 def empty_chunk(version: Version, finish: Finish) -> Chunk:

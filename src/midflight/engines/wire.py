@@ -38,7 +38,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     capabilities: Capabilities
 
 
-class Step(msgspec.Struct, tag="step", frozen=True):
+class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine."""
 
     version: Version
@@ -54,6 +54,10 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     started: float
     ended: float
     num_running: int
+    top_ids: bytes = b""
+    """int32, as many for each token, -1 where a request asked for fewer than another; absent where nobody asks"""
+    top_logprobs: bytes = b""
+    """float32, one for each of `top_ids`"""
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):
@@ -93,17 +97,22 @@ def pack_step(step: StepOutput, numbers: dict[int, int]) -> Step:
         started=step.started,
         ended=step.ended,
         num_running=step.num_running,
+        top_ids=step.top_ids.astype("<i4").tobytes(),
+        top_logprobs=step.top_logprobs.astype("<f4").tobytes(),
     )
 
 
 def unpack_step(frame: Step) -> StepOutput:
     handles = np.frombuffer(frame.handles, dtype="<i4").astype(np.int64)
+    columns = (len(handles), len(frame.top_ids) // 4 // max(1, len(handles)))
     return StepOutput(
         version=frame.version,
         handles=handles,
         token_ids=np.frombuffer(frame.token_ids, dtype="<i4").astype(np.int64),
         logprobs=np.frombuffer(frame.logprobs, dtype="<f4").astype(np.float64),
         kv_versions=np.frombuffer(frame.kv_versions, dtype="<i4").astype(np.int64),
+        top_ids=np.frombuffer(frame.top_ids, dtype="<i4").astype(np.int64).reshape(columns),
+        top_logprobs=np.frombuffer(frame.top_logprobs, dtype="<f4").astype(np.float64).reshape(columns),
         outlets=np.zeros_like(handles),
         finishes=tuple((handle, 0, finish) for handle, finish in frame.finishes),
         touched=frozenset({0}),

@@ -42,19 +42,20 @@ class SamplingParams:
     """(token id, what is added to its logit)."""
     grammar: Grammar | None = None
     top_logprobs: int = 0
-    """How many of the likeliest tokens to report at each position, the sampled one not counted among them."""
+    """How many of the likeliest tokens to report at each position. The sampled one is among them only where it is that likely; fewer are
+    reported where fewer are possible (truncation, a grammar; one at temperature 0)."""
 
     @property
     def samples_the_policy(self) -> bool:
         """Whether the distribution sampled is the policy's own, up to its temperature (DECISIONS 11)."""
-        return not (self._is_truncated or self._is_penalised or self.logit_bias or self.grammar)
+        return not (self._is_truncated or self.is_penalised or self.logit_bias or self.grammar)
 
     @property
     def _is_truncated(self) -> bool:
         return self.temperature <= 0 or self.top_p < 1 or self.top_k is not None or self.min_p > 0 or self.min_tokens > 0
 
     @property
-    def _is_penalised(self) -> bool:
+    def is_penalised(self) -> bool:
         return bool(self.frequency_penalty or self.presence_penalty) or self.repetition_penalty != 1
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.decode_thread import DecodeThread
+from midflight.engines.embedded.grammar import Constraint, Grammars
 from midflight.engines.embedded.runner import Runner
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.table import Submission
@@ -28,6 +29,7 @@ from midflight.types import (
     Capabilities,
     Chunk,
     EngineHealth,
+    Feature,
     Finish,
     GenerateRequest,
     LogprobKind,
@@ -50,6 +52,8 @@ class Generation:
     versions: tuple[Version, ...]
     kv_versions: tuple[Version, ...]
     finish: Finish
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Empty unless asked for."""
 
 
 class EmbeddedEngine:
@@ -85,6 +89,11 @@ class EmbeddedEngine:
         self._counter = itertools.count(1)
         self._live: dict[int, str] = {}
         """Request id by handle, of requests that have not ended."""
+        self._grammars = Grammars(tokenizer, vocab_size=self._capabilities.vocab_size)
+        self._compiling: dict[int, str] = {}
+        """Request id by ticket, of requests whose grammar is being compiled; an abort takes the ticket away."""
+        self._one_compilation = asyncio.Lock()
+        """Compiling takes one core at most away from decoding."""
         self._local = ChunkStreams()
         self._outlets: dict[int, Outlet] = {_LOCAL: self._local}
         self._lease: asyncio.TimerHandle | None = None
@@ -120,11 +129,11 @@ class EmbeddedEngine:
     # --- Requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end."""
-        submission = self._submission(request, _LOCAL)
+        """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end; the first also for `prepared`."""
+        submission = await self.prepared(request, outlet=_LOCAL)
         stream = self._local.open(submission.handle)
         try:
-            self._submit(submission)
+            self.submit(submission)
             while True:
                 chunk = await stream.next()
                 yield chunk
@@ -135,12 +144,13 @@ class EmbeddedEngine:
                 self.abort_handles(frozenset({submission.handle}))
 
     async def abort(self, request_id: str | None) -> None:
+        self._compiling = {t: known for t, known in self._compiling.items() if request_id not in (None, known)}
         handles = None if request_id is None else frozenset(h for h, known in self._live.items() if known == request_id)
         if handles is None or handles:
             await asyncio.wrap_future(self._thread.call(lambda: self._scheduler.abort(handles)))
 
     def open_outlet(self, outlet: Outlet) -> int:
-        """Registers a receiver of whole steps; its number goes to `submit`."""
+        """Registers a receiver of whole steps; its number goes to `prepared`."""
         number = next(self._counter)
         self._outlets[number] = outlet
         return number
@@ -150,11 +160,27 @@ class EmbeddedEngine:
         self._outlets.pop(number, None)
         self.abort_handles(handles)
 
-    def submit(self, request: GenerateRequest, *, outlet: int) -> int:
-        """Checks and queues a request; its handle appears in the steps given to the outlet."""
-        submission = self._submission(request, outlet)
-        self._submit(submission)
-        return submission.handle
+    async def prepared(self, request: GenerateRequest, *, outlet: int) -> Submission:
+        """Checks a request, to be queued by `submit`. `RequestRejected` if it is not in order.
+
+        Waits only where it has a grammar: for those before it to be compiled, and for the thread that compiles it.
+        """
+        self._check(request)
+        if request.sampling.grammar is None:
+            return self._submission(request, outlet)
+        ticket = next(self._counter)
+        self._compiling[ticket] = request.request_id
+        try:
+            async with self._one_compilation:
+                constraint = await asyncio.to_thread(self._constraint, request)
+            return self._submission(request, outlet, constraint, aborted=ticket not in self._compiling)
+        finally:
+            self._compiling.pop(ticket, None)
+
+    def submit(self, submission: Submission) -> None:
+        """Queues a prepared request; its handle appears in the steps given to its outlet."""
+        self._thread.post(lambda: self._scheduler.submit(submission))
+        self._live[submission.handle] = submission.request.request_id
 
     def abort_handles(self, handles: frozenset[int]) -> None:
         """Ends these requests without waiting for it."""
@@ -162,17 +188,26 @@ class EmbeddedEngine:
             self._thread.post(lambda: self._scheduler.abort(handles))
 
     def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Generates in the calling thread, where `run` does not: for warm starts and tests. In the order of `requests`."""
+        """Generates in the calling thread, where `run` does not: for warm starts and tests. In the order of `requests`.
+
+        The error of a request whose grammar fails is raised when all others have ended.
+        """
         if self._loop is not None:
             raise EngineError("generating inline: the engine's loop runs. Use `generate` while it does.")
-        submissions = [self._submission(r, _LOCAL) for r in requests]
+        for request in requests:
+            self._check(request)
+        submissions = [self._submission(r, _LOCAL, self._constraint(r)) for r in requests]
         for submission in submissions:
             self._scheduler.submit(submission)
         chunks: dict[int, list[Chunk]] = {s.handle: [] for s in submissions}
+        failures: list[Exception] = []
         while self._scheduler.has_work():
             step = self._scheduler.step()
             for handle, chunk in step_chunks(step, {h: f for h, _, f in step.finishes}):
                 chunks[handle].append(chunk)
+            failures += [error for _, _, error in step.failures]
+        if failures:
+            raise failures[0]
         return [_joined(chunks[s.handle]) for s in submissions]
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
@@ -242,16 +277,21 @@ class EmbeddedEngine:
 
     # --- Between the threads -----------------------------------------------------------------------------------------
 
-    def _submission(self, request: GenerateRequest, outlet: int) -> Submission:
+    def _check(self, request: GenerateRequest) -> None:
         check_request(request, vocab_size=self._capabilities.vocab_size, max_context=self._capabilities.max_context)
+
+    def _constraint(self, request: GenerateRequest) -> Constraint | None:
+        """Blocking, for as long as the grammar takes to compile."""
+        grammar = request.sampling.grammar
+        return None if grammar is None else self._grammars.constraint(grammar, request.input_ids[request.num_prompt_tokens :])
+
+    def _submission(
+        self, request: GenerateRequest, outlet: int, constraint: Constraint | None = None, *, aborted: bool = False
+    ) -> Submission:
         sampling = request.sampling
         matcher = StopMatcher(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens) if any(sampling.stop) else None
         ends = () if sampling.ignore_eos else tuple(sorted(self._tokenizer.eos_token_ids))
-        return Submission(next(self._counter), outlet, request, (*ends, *sampling.stop_token_ids), matcher)
-
-    def _submit(self, submission: Submission) -> None:
-        self._thread.post(lambda: self._scheduler.submit(submission))
-        self._live[submission.handle] = submission.request.request_id
+        return Submission(next(self._counter), outlet, request, (*ends, *sampling.stop_token_ids), matcher, constraint, aborted)
 
     def _deliver(self, step: StepOutput) -> None:
         """Called by the decode thread, once per step."""
@@ -259,7 +299,7 @@ class EmbeddedEngine:
         self._loop.call_soon_threadsafe(self._on_step, step)
 
     def _on_step(self, step: StepOutput) -> None:
-        for handle, _, _ in step.finishes:
+        for handle, _, _ in (*step.finishes, *step.failures):
             self._live.pop(handle, None)
         for number in step.touched:
             outlet = self._outlets.get(number)
@@ -283,6 +323,7 @@ def _capabilities(model: PreTrainedModel, *, max_context: int, max_running: int)
         max_context=max_context,
         vocab_size=int(model.config.get_text_config().vocab_size),
         max_running=max_running,
+        features=frozenset(Feature),
     )
 
 
@@ -295,4 +336,5 @@ def _joined(chunks: list[Chunk]) -> Generation:
         versions=tuple(c.version for c in chunks for _ in c.token_ids),
         kv_versions=tuple(c.kv_version for c in chunks for _ in c.token_ids),
         finish=finish,
+        top_logprobs=tuple(top for c in chunks for top in c.top_logprobs),
     )

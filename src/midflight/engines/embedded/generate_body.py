@@ -11,7 +11,7 @@ import msgspec
 from midflight.errors import RequestRejected
 from midflight.text.stop import StopMatcher
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, SamplingParams
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
 
 
 class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,6 +31,12 @@ class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+    """Token ids as text: JSON knows no other keys."""
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    """In llguidance's Lark dialect."""
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -42,6 +48,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
     rid: str | None = None
     sampling_params: SamplingBody = SamplingBody()
     return_logprob: bool = False
+    top_logprobs_num: int = 0
+    """Answered where `return_logprob` is true."""
     stream: bool = False
 
 
@@ -51,14 +59,16 @@ def read_request(body: GenerateBody, tokenizer: Tokenizer) -> GenerateRequest:
         raise RequestRejected("generating: the body needs one of input_ids and text. Send exactly one.", param="input_ids")
     ids = tuple(body.input_ids) if body.input_ids is not None else tokenizer.encode(body.text or "")
     return GenerateRequest(
-        request_id=body.rid or uuid.uuid4().hex, input_ids=ids, num_prompt_tokens=len(ids), sampling=_sampling(body.sampling_params)
+        request_id=body.rid or uuid.uuid4().hex,
+        input_ids=ids,
+        num_prompt_tokens=len(ids),
+        sampling=_sampling(body.sampling_params, top_logprobs=body.top_logprobs_num),
     )
 
 
-def _sampling(body: SamplingBody) -> SamplingParams:
-    for name, neutral in (("n", 1), ("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
-        if getattr(body, name) != neutral:
-            raise RequestRejected(f"sampling: {name} {getattr(body, name)} is not supported here. Send {neutral} or nothing.", param=name)
+def _sampling(body: SamplingBody, *, top_logprobs: int) -> SamplingParams:
+    if body.n != 1:
+        raise RequestRejected(f"sampling: n {body.n} is not supported here. Send 1 or nothing.", param="n")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return SamplingParams(
         max_tokens=body.max_new_tokens,
@@ -71,7 +81,28 @@ def _sampling(body: SamplingBody) -> SamplingParams:
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         seed=random.getrandbits(63) if body.sampling_seed is None else body.sampling_seed,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        grammar=_grammar(body),
+        top_logprobs=top_logprobs,
     )
+
+
+def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    bad = next((key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
+    if bad is not None:
+        raise RequestRejected(f"sampling: logit_bias names {bad!r}. Send token ids as its keys.", param="logit_bias")
+    return tuple((int(key), value) for key, value in bias.items())
+
+
+def _grammar(body: SamplingBody) -> Grammar | None:
+    texts = {GrammarKind.JSON_SCHEMA: body.json_schema, GrammarKind.REGEX: body.regex, GrammarKind.LARK: body.ebnf}
+    given = [Grammar(kind, text) for kind, text in texts.items() if text is not None]
+    if len(given) > 1:
+        raise RequestRejected("sampling: an answer has one form. Send one of json_schema, regex and ebnf.", param="json_schema")
+    return given[0] if given else None
 
 
 class FinishBody(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,6 +127,7 @@ class MetaBody(msgspec.Struct, frozen=True):
     weight_version: str | None
     weight_versions: tuple[SpanBody, ...]
     output_token_logprobs: tuple[tuple[float, int, None], ...] | None = None
+    output_top_logprobs: tuple[tuple[tuple[float, int, None], ...], ...] | None = None
 
 
 class AnswerBody(msgspec.Struct, frozen=True):
@@ -113,12 +145,14 @@ class Answer:
         self._text = ""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._top: list[tuple[tuple[float, int, None], ...]] = []
         self._versions: list[int] = []
         self._finish: Finish | None = None
 
     def add(self, chunk: Chunk) -> None:
         self._ids += chunk.token_ids
         self._logprobs += chunk.logprobs
+        self._top += [tuple((p, i, None) for i, p in likeliest) for likeliest in chunk.top_logprobs]
         self._versions += [chunk.version] * len(chunk.token_ids)
         self._finish = chunk.finish
         self._matcher.feed(chunk.token_ids)
@@ -137,6 +171,7 @@ class Answer:
             weight_version=spans[-1].version if spans else None,
             weight_versions=spans,
             output_token_logprobs=pairs if self._wants_logprobs else None,
+            output_top_logprobs=tuple(self._top) if self._wants_logprobs and self._request.sampling.top_logprobs else None,
         )
         return AnswerBody(text=self._text, output_ids=tuple(self._ids), meta_info=meta)
 

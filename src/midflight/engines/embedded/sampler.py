@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midflight.engines.embedded.adjust import Biases, Masks, Penalties, biased, masked, penalised
+
 
 def _signed(value: int) -> int:
     """The two's complement reading of 64 unsigned bits: torch computes modulo 2^64 on signed words."""
@@ -40,14 +42,32 @@ class SamplingBatch:
     """Absolute index that the sampled token will have."""
     suppressed: NDArray[np.int64]
     """[R, W] ids that may not be sampled, padded with -1."""
+    penalties: Penalties | None = None
+    biases: Biases | None = None
+    masks: Masks | None = None
+    num_top: NDArray[np.int64] | None = None
+    """How many of the likeliest ids to report; `None`: of no row."""
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """From logits [R, V] to token ids [R], and the log-probability [R] of each under the distribution sampled: after temperature and truncation, renormalised.
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """What was chosen for R rows, and the likeliest: at most W of each row, likeliest first (ties: lower id), filled up with id -1."""
 
-    Temperature 0 is greedy, with all mass (log-probability 0) on the chosen token.
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+    """[R] of the chosen."""
+    top_ids: NDArray[np.int64]
+    """[R, W]"""
+    top_logprobs: NDArray[np.float64]
+    """[R, W]"""
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+    """From logits [R, V]. All log-probabilities are of the distribution sampled: after adjustments, temperature and truncation, renormalised.
+
+    Temperature 0 is greedy, with all mass (log-probability 0) on the chosen token, which is then the only likely one.
     """
-    logits = _suppress(logits.double(), batch.suppressed)
+    logits = _suppress(_adjusted(logits.double(), batch), batch.suppressed)
     greedy = batch.temperature == 0
     temperature = _column(np.where(greedy, 1.0, batch.temperature), logits)
     log_p = torch.log_softmax(logits / temperature, dim=-1)
@@ -58,8 +78,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[NDArray[np.int64], NDA
     token_ids = scores.argmax(-1)
     if greedy.any():
         token_ids = torch.where(_vector(greedy, logits), logits.argmax(-1), token_ids)
+        if batch.num_top is not None:
+            log_p = torch.where(_column(greedy, logits), _certain(token_ids, like=log_p), log_p)
     logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
-    return token_ids.cpu().numpy(), np.where(greedy, 0.0, logprobs)
+    return Sampled(token_ids.cpu().numpy(), np.where(greedy, 0.0, logprobs), *_likeliest(log_p, batch.num_top))
 
 
 def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
@@ -79,6 +101,14 @@ def _mix(z: Tensor) -> Tensor:
     z *= _MULTIPLIER_2
     z ^= (z >> 31) & (2**33 - 1)
     return z
+
+
+def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    if batch.penalties is not None:
+        logits = penalised(logits, batch.penalties)
+    if batch.biases is not None:
+        logits = biased(logits, batch.biases)
+    return logits if batch.masks is None else masked(logits, batch.masks)
 
 
 def _suppress(logits: Tensor, suppressed: NDArray[np.int64]) -> Tensor:
@@ -115,6 +145,25 @@ def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
     keep &= (mass_before < top_p) | (top_p >= 1)
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter_(-1, order, keep)
+
+
+def _certain(token_ids: Tensor, *, like: Tensor) -> Tensor:
+    """The log-probabilities [R, V] of distributions with all mass on one id each."""
+    return torch.full_like(like, -torch.inf).scatter_(-1, token_ids[:, None], 0.0)
+
+
+def _likeliest(log_p: Tensor, num_top: NDArray[np.int64] | None) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The `num_top` [R] likeliest ids of each row of [R, V] that are possible at all, and their log-probabilities."""
+    width = 0 if num_top is None else min(int(num_top.max(initial=0)), log_p.shape[-1])
+    ids, logprobs = np.full((len(log_p), width), -1), np.zeros((len(log_p), width))
+    if num_top is None or not width:
+        return ids, logprobs
+    rows = np.flatnonzero(num_top)
+    values, order = log_p[torch.from_numpy(rows).to(log_p.device)].sort(dim=-1, descending=True, stable=True)
+    values, order = values[:, :width].cpu().numpy(), order[:, :width].cpu().numpy()
+    kept = (np.arange(width) < num_top[rows, None]) & np.isfinite(values)
+    ids[rows], logprobs[rows] = np.where(kept, order, -1), np.where(kept, values, 0.0)
+    return ids, logprobs
 
 
 def _vector(values: NDArray[np.generic], like: Tensor) -> Tensor:

@@ -9,12 +9,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from midflight.engines.embedded.adjust import Masks
 from midflight.engines.embedded.prompts import SharedPrompts
 from midflight.engines.embedded.runner import Runner, StepBatch
-from midflight.engines.embedded.sampler import sample
+from midflight.engines.embedded.sampler import Sampled, sample
 from midflight.engines.embedded.table import SlotTable, Submission
 from midflight.engines.output import StepOutput
+from midflight.errors import RequestRejected
 from midflight.types import Finish, FinishReason, PauseMode, Version
 
 Ints = NDArray[np.int64]
@@ -32,6 +35,7 @@ class Scheduler:
         self._waiting: deque[Submission] = deque()
         self._prompts = SharedPrompts()
         self._finishes: list[tuple[int, int, Finish]] = []
+        self._failures: list[tuple[int, int, RequestRejected]] = []
         self._drain_before = 0
         """While draining, requests with a smaller handle still run."""
         self._last_handle = 0
@@ -120,16 +124,18 @@ class Scheduler:
         touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self.num_running
         logits = self._runner.forward(batch)
         self._mark_cached(batch)
-        slots = batch.slots[batch.wanted]
-        token_ids, logprobs = sample(logits, self._table.sampling(slots)) if len(slots) else (slots, np.empty(0))
-        kv_versions = self._postprocess(slots, token_ids)
+        slots, logits, masks = self._constrained(batch.slots[batch.wanted], logits)
+        sampled = sample(logits, self._table.sampling(slots, masks)) if len(slots) else _nothing_sampled()
+        kv_versions = self._postprocess(slots, sampled.token_ids)
         return self._flush(
             StepOutput(
                 version=self.version,
                 handles=self._table.handles[slots],
-                token_ids=token_ids,
-                logprobs=logprobs,
+                token_ids=sampled.token_ids,
+                logprobs=sampled.logprobs,
                 kv_versions=kv_versions,
+                top_ids=sampled.top_ids,
+                top_logprobs=sampled.top_logprobs,
                 outlets=self._table.outlets[slots],
                 touched=touched,
                 started=started,
@@ -183,6 +189,22 @@ class Scheduler:
             table.leading[slot] = False
             self._prompts.complete(table.prompt(slot), slot)
 
+    def _constrained(self, slots: Ints, logits: Tensor) -> tuple[Ints, Tensor, Masks | None]:
+        """What grammars allow. A request whose grammar allows nothing ends here, alone: the slots and logits [R, V] left are the others'."""
+        rows = np.flatnonzero(self._table.constrained[slots])
+        if not len(rows):
+            return slots, logits, None
+        kept, allowed = np.ones(len(slots), dtype=np.bool_), list[NDArray[np.bool_]]()
+        for row in rows.tolist():
+            try:
+                allowed.append(self._table.constraint(int(slots[row])).allowed())
+            except RequestRejected as error:
+                kept[row] = False
+                self._fail(int(slots[row]), error)
+        rows = (np.cumsum(kept) - 1)[rows[kept[rows]]]
+        masks = Masks(rows, np.stack(allowed)) if allowed else None
+        return (slots, logits, masks) if kept.all() else (slots[kept], logits[torch.from_numpy(kept).to(logits.device)], masks)
+
     def _postprocess(self, slots: Ints, token_ids: Ints) -> Ints:
         """Appends the tokens and ends what they end; returns the version of the oldest key each token attended to."""
         table = self._table
@@ -191,16 +213,25 @@ class Scheduler:
         self.num_tokens += len(slots)
         stopped = (table.stop_ids[slots] == token_ids[:, None]).any(1)
         full = table.length[slots] >= table.limit[slots]
-        for row in np.flatnonzero(stopped | full | table.has_matcher[slots]).tolist():
+        for row in np.flatnonzero(stopped | full | table.has_matcher[slots] | table.constrained[slots]).tolist():
             slot, token_id = int(slots[row]), int(token_ids[row])
-            finish = Finish(FinishReason.STOP, token_id) if stopped[row] else self._matched(slot, token_id)
+            try:
+                finish = Finish(FinishReason.STOP, token_id) if stopped[row] else self._finish(slot, token_id)
+            except RequestRejected as error:
+                self._fail(slot, error)
+                continue
             if finish is not None or full[row]:
                 self._end(slot, finish or _LENGTH)
         return kv_versions
 
-    def _matched(self, slot: int, token_id: int) -> Finish | None:
+    def _finish(self, slot: int, token_id: int) -> Finish | None:
+        """What follows from a token that is no stop id; `RequestRejected` where the grammar gives up on it."""
         submission = self._table.submissions[slot]
         assert submission is not None
+        if submission.constraint is not None:
+            submission.constraint.advance((token_id,))
+            if submission.constraint.ended:
+                return Finish(FinishReason.STOP, token_id)
         match = submission.matcher.feed((token_id,)) if submission.matcher else None
         return Finish(FinishReason.STOP, match.stop) if match else None
 
@@ -242,20 +273,39 @@ class Scheduler:
             table.leading[slot] = True
 
     def _finished_before(self, submission: Submission) -> Finish | None:
-        """How a resumed request ends with the tokens it brings, if it does."""
+        """How a request ends with the tokens it brings, if it does."""
         request, matcher = submission.request, submission.matcher
+        if submission.aborted:
+            return _ABORT
+        if submission.constraint is not None and submission.constraint.ended:
+            return Finish(FinishReason.STOP, request.input_ids[-1])
         match = matcher.feed(request.input_ids[request.num_prompt_tokens :]) if matcher else None
         if match:
             return Finish(FinishReason.STOP, match.stop)
         return _LENGTH if request.remaining <= 0 or len(request.input_ids) >= self._table.max_context else None
 
     def _end(self, slot: int, finish: Finish) -> None:
-        submission = self._table.release(slot)
-        self._prompts.end(submission.request.input_ids, slot)
+        submission = self._release(slot)
         self._finishes.append((submission.handle, submission.outlet, finish))
 
+    def _fail(self, slot: int, error: RequestRejected) -> None:
+        submission = self._release(slot)
+        self._failures.append((submission.handle, submission.outlet, error))
+
+    def _release(self, slot: int) -> Submission:
+        submission = self._table.release(slot)
+        self._prompts.end(submission.request.input_ids, slot)
+        return submission
+
     def _flush(self, output: StepOutput) -> StepOutput:
-        if not self._finishes:
+        if not (self._finishes or self._failures):
             return output
         finishes, self._finishes = tuple(self._finishes), []
-        return replace(output, finishes=finishes, touched=output.touched | {outlet for _, outlet, _ in finishes})
+        failures, self._failures = tuple(self._failures), []
+        touched = output.touched | {outlet for _, outlet, _ in (*finishes, *failures)}
+        return replace(output, finishes=finishes, failures=failures, touched=touched)
+
+
+def _nothing_sampled() -> Sampled:
+    no_ids, no_logprobs = np.empty(0, dtype=np.int64), np.empty(0)
+    return Sampled(no_ids, no_logprobs, no_ids.reshape(0, 0), no_logprobs.reshape(0, 0))

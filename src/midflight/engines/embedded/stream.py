@@ -13,6 +13,7 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.output import StepOutput
 from midflight.engines.wire import Abort, EngineFrame, Hello, Rejected, Submit, decode_client_frame, encode, pack_step
 from midflight.errors import EngineUnavailable, RequestRejected
+from midflight.types import GenerateRequest
 
 _MAX_FRAMES = 16_384
 """Steps a client may lag behind; one that lags more is cut off, so that its frames do not fill the memory."""
@@ -27,11 +28,18 @@ class StreamOutlet:
         self._error: Exception | None = None
         self.numbers: dict[int, int] = {}
         """The client's number of each live handle."""
+        self.compiling: dict[int, asyncio.Task[None]] = {}
+        """By the client's number, requests whose grammar is being compiled."""
 
     def put(self, step: StepOutput) -> None:
         self.send(pack_step(step, self.numbers))
         for handle, _, _ in step.finishes:
             self.numbers.pop(handle, None)
+        for handle, _, error in step.failures:
+            self.reject(self.numbers.pop(handle), error)
+
+    def reject(self, number: int, error: RequestRejected) -> None:
+        self.send(Rejected(number, error.code, str(error), error.param))
 
     def send(self, frame: EngineFrame) -> None:
         if len(self._frames) >= _MAX_FRAMES:
@@ -65,8 +73,9 @@ async def serve_stream(engine: EmbeddedEngine, socket: WebSocket) -> None:
             sending = tasks.create_task(_send_all(outlet, socket))
             # Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
             with contextlib.suppress(WebSocketDisconnect, EngineUnavailable, msgspec.DecodeError):
-                await _receive_all(engine, outlet, number, socket)
-            sending.cancel()
+                await _receive_all(engine, outlet, number, socket, tasks)
+            for task in (sending, *outlet.compiling.values()):
+                task.cancel()
     finally:
         engine.close_outlet(number, frozenset(outlet.numbers))
 
@@ -82,15 +91,33 @@ async def _send_all(outlet: StreamOutlet, socket: WebSocket) -> None:
             await socket.close(code=1011, reason=str(error)[:100])
 
 
-async def _receive_all(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, socket: WebSocket) -> None:
-    """Waits for the client's frames; ended by `WebSocketDisconnect`."""
+async def _receive_all(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, socket: WebSocket, tasks: asyncio.TaskGroup) -> None:
+    """Waits for the client's frames; ended by `WebSocketDisconnect`. What waits for its grammar does so in a task of `tasks`."""
     while True:
         frame = decode_client_frame(await socket.receive_bytes())
         match frame:
+            case Submit(handle=handle, request=request) if request.sampling.grammar is None:
+                await _submit(engine, outlet, number, handle, request)
             case Submit(handle=handle, request=request):
-                try:
-                    outlet.numbers[engine.submit(request, outlet=number)] = handle
-                except RequestRejected as error:
-                    outlet.send(Rejected(handle, error.code, str(error), error.param))
+                task = outlet.compiling[handle] = tasks.create_task(_compile(engine, outlet, number, handle, request))
+                task.add_done_callback(lambda _, done=handle: outlet.compiling.pop(done, None))
+            case Abort(handle=handle) if handle in outlet.compiling:
+                outlet.compiling[handle].cancel()
             case Abort(handle=handle):
                 engine.abort_handles(frozenset(inner for inner, outer in outlet.numbers.items() if outer == handle))
+
+
+async def _compile(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, handle: int, request: GenerateRequest) -> None:
+    """Waits for the grammar; ended by the client's abort or its disconnection. What an ended engine means is for the sender to say."""
+    with contextlib.suppress(EngineUnavailable):
+        await _submit(engine, outlet, number, handle, request)
+
+
+async def _submit(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, handle: int, request: GenerateRequest) -> None:
+    """Waits for what `prepared` waits for. A refusal is an answer."""
+    try:
+        submission = await engine.prepared(request, outlet=number)
+        engine.submit(submission)
+        outlet.numbers[submission.handle] = handle
+    except RequestRejected as error:
+        outlet.reject(handle, error)

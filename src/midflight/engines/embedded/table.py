@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from midflight.engines.embedded.adjust import Biases, Masks, Penalties
+from midflight.engines.embedded.grammar import Constraint
 from midflight.engines.embedded.sampler import SamplingBatch
 from midflight.text.stop import StopMatcher
 from midflight.types import GenerateRequest
@@ -24,6 +26,10 @@ class Submission:
     request: GenerateRequest
     stop_ids: tuple[int, ...]
     matcher: StopMatcher | None
+    constraint: Constraint | None = None
+    """Of a request with a grammar; at the end of the tokens so far."""
+    aborted: bool = False
+    """Before it came here, while its grammar was compiled."""
 
 
 class SlotTable:
@@ -53,6 +59,9 @@ class SlotTable:
         self.top_k = np.zeros(n, dtype=np.int64)
         self.stop_ids = np.full((n, 2), -1, dtype=np.int64)
         self.has_matcher = np.zeros(n, dtype=np.bool_)
+        self.constrained, self.penalised, self.biased = (np.zeros(n, dtype=np.bool_) for _ in range(3))
+        """Rows that need more than the arrays here say; a step in which there is none pays for none."""
+        self.num_top = np.zeros(n, dtype=np.int64)
         self.submissions: list[Submission | None] = [None] * n
         self._free = list(range(n))
 
@@ -78,6 +87,8 @@ class SlotTable:
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = sampling.temperature, sampling.top_p, sampling.min_p
         self.top_k[slot] = sampling.top_k or 0
         self.has_matcher[slot] = submission.matcher is not None
+        self.constrained[slot], self.num_top[slot] = submission.constraint is not None, sampling.top_logprobs
+        self.penalised[slot], self.biased[slot] = sampling.is_penalised, bool(sampling.logit_bias)
         self._set_stop_ids(slot, submission.stop_ids)
         return slot
 
@@ -91,13 +102,21 @@ class SlotTable:
 
     def prompt(self, slot: int) -> tuple[int, ...]:
         """The tokens that the request in the slot came with."""
-        submission = self.submissions[slot]
-        assert submission is not None
-        return submission.request.input_ids
+        return self._submission(slot).request.input_ids
 
-    def sampling(self, slots: Ints) -> SamplingBatch:
-        """How to sample the next token of each slot."""
+    def constraint(self, slot: int) -> Constraint:
+        """Of a slot that is `constrained`."""
+        constraint = self._submission(slot).constraint
+        assert constraint is not None
+        return constraint
+
+    def sampling(self, slots: Ints, masks: Masks | None = None) -> SamplingBatch:
+        """How to sample the next token of each slot. Where a grammar leaves only ends of turn, it wins over `min_tokens`."""
         below = self.length[slots] < self.least[slots]
+        suppressed = np.where(below[:, None], self.stop_ids[slots], -1)
+        if masks is not None:
+            masks, nothing_else = masks.without(suppressed[masks.rows])
+            suppressed[masks.rows[nothing_else]] = -1
         return SamplingBatch(
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
@@ -105,12 +124,41 @@ class SlotTable:
             min_p=self.min_p[slots],
             seeds=self.seeds[slots],
             positions=self.length[slots],
-            suppressed=np.where(below[:, None], self.stop_ids[slots], -1),
+            suppressed=suppressed,
+            penalties=self._penalties(slots) if self.penalised[slots].any() else None,
+            biases=self._biases(slots) if self.biased[slots].any() else None,
+            masks=masks,
+            num_top=self.num_top[slots] if self.num_top[slots].any() else None,
         )
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
         self.tokens[slots, self.length[slots]] = token_ids
         self.length[slots] += 1
+
+    def _submission(self, slot: int) -> Submission:
+        submission = self.submissions[slot]
+        assert submission is not None
+        return submission
+
+    def _penalties(self, slots: Ints) -> Penalties:
+        rows = np.flatnonzero(self.penalised[slots])
+        asking = slots[rows]
+        params = [self._submission(slot).request.sampling for slot in asking.tolist()]
+        return Penalties(
+            rows=rows,
+            tokens=self.tokens[asking, : int(self.length[asking].max())],
+            num_prompt=np.array([self._submission(slot).request.num_prompt_tokens for slot in asking.tolist()]),
+            length=self.length[asking],
+            repetition=np.array([p.repetition_penalty for p in params]),
+            frequency=np.array([p.frequency_penalty for p in params]),
+            presence=np.array([p.presence_penalty for p in params]),
+        )
+
+    def _biases(self, slots: Ints) -> Biases:
+        rows = np.flatnonzero(self.biased[slots]).tolist()
+        triples = [(row, *pair) for row in rows for pair in self._submission(int(slots[row])).request.sampling.logit_bias]
+        row, token_id, value = zip(*triples, strict=True)
+        return Biases(np.array(row), np.array(token_id), np.array(value, dtype=np.float64))
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]

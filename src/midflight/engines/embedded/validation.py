@@ -7,11 +7,16 @@ import math
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.types import GenerateRequest, SamplingParams
 
+MAX_BIASED = 300
+"""Ids with a bias: each is written anew at every step, and OpenAI's endpoint takes no more either."""
+MAX_TOP_LOGPROBS = 20
+
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
     """Raises `RequestRejected` or `ContextExceeded`, naming the value and the remedy."""
     _check_ids("input_ids", request.input_ids, vocab_size)
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", tuple(i for i, _ in request.sampling.logit_bias), vocab_size)
     check_sampling(request.sampling)
     length, prompt = len(request.input_ids), request.num_prompt_tokens
     if length == 0:
@@ -38,6 +43,14 @@ def check_sampling(sampling: SamplingParams) -> None:
     _require(s.max_tokens >= 1, "max_tokens", s.max_tokens, "an integer of at least 1")
     _require(0 <= s.min_tokens <= s.max_tokens, "min_tokens", s.min_tokens, f"an integer from 0 to max_tokens ({s.max_tokens})")
     _require(0 <= s.seed < 2**64, "seed", s.seed, "an integer of 64 unsigned bits")
+    _require(-2 <= s.frequency_penalty <= 2, "frequency_penalty", s.frequency_penalty, "a number from -2 to 2")
+    _require(-2 <= s.presence_penalty <= 2, "presence_penalty", s.presence_penalty, "a number from -2 to 2")
+    # Far outside this range a logit becomes infinite, and an infinite one is no distribution.
+    _require(1e-3 <= s.repetition_penalty <= 1e3, "repetition_penalty", s.repetition_penalty, "a number from 0.001 to 1000")
+    _require(len(s.logit_bias) <= MAX_BIASED, "logit_bias", f"{len(s.logit_bias)} ids", f"at most {MAX_BIASED} ids")
+    for token_id, bias in s.logit_bias:
+        _require(-100 <= bias <= 100, "logit_bias", f"{bias} for token {token_id}", "numbers from -100 to 100")
+    _require(0 <= s.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", s.top_logprobs, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
 
 
 def _require(holds: bool, param: str, value: object, expected: str) -> None:
