@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated
 
-from pydantic import Field, JsonValue
-
-from midflight.errors import RequestRejected
-from midflight.gateway.call import Answer, CompletionCall, Delta, Event, Messages
+from midflight.gateway.call import Answer, Delta, Event
+from midflight.gateway.dialects.chat_body import ChatBody, chat_call
 from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.dialects.fields import SamplingBody, Tokens, parse
-from midflight.gateway.dialects.wording import token_bytes, token_text, usage, weight_versions
-from midflight.text import Message, Tokenizer
-from midflight.types import Json
+from midflight.gateway.dialects.fields import parse
+from midflight.gateway.dialects.wording import TopLogprobs, call_id, logprob_entries, usage, usage_so_far, weight_versions
+from midflight.text import Tokenizer
+from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
+from midflight.types import FinishReason, Json
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Roles as templates know them."""
-
-
-class ChatBody(SamplingBody):
-    messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+_Object = dict[str, Json]
 
 
 class ChatExchange:
@@ -32,127 +21,134 @@ class ChatExchange:
 
     def __init__(self, body: bytes) -> None:
         parsed = parse(ChatBody, body)
-        if parsed.top_logprobs:
-            raise RequestRejected(
-                f"top_logprobs is {parsed.top_logprobs}: only the sampled token's is known, send 0.", param="top_logprobs"
-            )
-        renamed = parsed.max_completion_tokens is not None
+        self.call = chat_call(parsed)
         self._logprobs = bool(parsed.logprobs)
         self._token_ids = bool(parsed.return_token_ids)
+        self._names_as_ids = bool(parsed.return_tokens_as_token_ids)
         self._include_usage = parsed.include_usage
-        self.call = CompletionCall(
-            sources=(Messages(tuple(_message(m, place) for place, m in enumerate(parsed.messages))),),
-            asked=parsed.asked(parsed.max_completion_tokens if renamed else parsed.max_tokens),
-            n=parsed.n or 1,
-            stream=bool(parsed.stream),
-            model=parsed.model,
-            prompt_param="messages",
-            max_tokens_param="max_completion_tokens" if renamed else "max_tokens",
-        )
+        self._usage_so_far = parsed.continuous_usage
+        self._num_streamed = 0
+        """Tokens of all choices."""
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
-        body = self._envelope(reply, "chat.completion", [self._choice(reply, answer) for answer in answers])
+        body = _envelope(reply, "chat.completion", [self._choice(reply, answer) for answer in answers])
         body["usage"] = usage(answers)
         if self._token_ids:
             body["prompt_token_ids"] = list(answers[0].prompt.ids)
         return body
 
     def opening(self, reply: Reply) -> Iterable[Json]:
-        first = True
         for choice in reply.job.choices:
             chunk = self._chunk(reply, choice.index, {"role": "assistant", "content": ""})
-            if first and self._token_ids:
+            if choice is reply.job.choices[0] and self._token_ids:
                 chunk["prompt_token_ids"] = list(choice.prompt.ids)
-            first = False
             yield chunk
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Delta):
-            if event.text or self._logprobs or self._token_ids:
-                yield self._chunk(reply, event.choice, {"content": event.text}, delta=event)
+            self._num_streamed += len(event.token_ids)
+            deltas = self._deltas(reply, event.choice, event.pieces)
+            of_tokens = self._of_tokens(reply.tokenizer, event)
+            if of_tokens and not deltas:
+                deltas = [{}]
+            for place, delta in enumerate(deltas):
+                yield self._chunk(reply, event.choice, delta, **(of_tokens if place == 0 else {}))
         else:
-            if event.tail:
-                yield self._chunk(reply, event.choice, {"content": event.tail})
-            yield self._chunk(reply, event.choice, {}, answer=event)
+            for delta in self._deltas(reply, event.choice, event.tail_pieces):
+                yield self._chunk(reply, event.choice, delta)
+            yield self._chunk(reply, event.choice, {}, **self._finish(event))
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         if self._include_usage:
-            body = self._envelope(reply, "chat.completion.chunk", [])
+            body = _envelope(reply, "chat.completion.chunk", [])
             body["usage"] = usage(answers)
             yield body
 
     def _choice(self, reply: Reply, answer: Answer) -> Json:
         turn = answer.turn
-        choice: dict[str, Json] = {
+        choice: _Object = {
             "index": answer.choice,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": self._content(reply.tokenizer, turn.output_ids, turn.logprobs),
-            "finish_reason": turn.finish.reason.value,
+            "message": _message(answer.message, answer.request_id),
+            "logprobs": self._content(reply.tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs),
+            **self._finish(answer),
         }
-        if isinstance(turn.finish.matched, str):
-            choice["stop_reason"] = turn.finish.matched
         if self._token_ids:
-            choice |= {"token_ids": list(turn.output_ids), "weight_versions": weight_versions(turn)}
+            choice["token_ids"] = list(turn.output_ids)
         return choice
 
-    def _chunk(
-        self, reply: Reply, index: int, message: dict[str, Json], *, delta: Delta | None = None, answer: Answer | None = None
-    ) -> dict[str, Json]:
-        choice: dict[str, Json] = {"index": index, "delta": message, "finish_reason": answer.turn.finish.reason.value if answer else None}
-        if delta is not None:
-            choice["logprobs"] = self._content(reply.tokenizer, delta.token_ids, delta.logprobs)
-        if self._token_ids and delta is not None:
-            choice["token_ids"] = list(delta.token_ids)
-        if self._token_ids and answer is not None:
-            choice["weight_versions"] = weight_versions(answer.turn)
-        return self._envelope(reply, "chat.completion.chunk", [choice])
+    def _finish(self, answer: Answer) -> _Object:
+        finish = answer.turn.finish
+        called = bool(answer.message.tool_calls) and finish.reason is FinishReason.STOP
+        ended: _Object = {"finish_reason": "tool_calls" if called else finish.reason.value}
+        if isinstance(finish.matched, str):
+            ended["stop_reason"] = finish.matched
+        if self._token_ids:
+            ended["weight_versions"] = weight_versions(answer.turn)
+        return ended
 
-    def _content(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float]) -> Json:
+    def _deltas(self, reply: Reply, choice: int, pieces: Sequence[Piece]) -> list[_Object]:
+        request_id = reply.job.choices[choice].request.request_id
+        return [delta for piece in pieces for delta in _piece(piece, request_id)]
+
+    def _of_tokens(self, tokenizer: Tokenizer, event: Delta) -> _Object:
+        """What is told of tokens themselves: it comes with them, even while their text is held back."""
+        told: _Object = {}
+        if self._logprobs:
+            told["logprobs"] = self._content(tokenizer, event.token_ids, event.logprobs, event.top_logprobs)
+        if self._token_ids:
+            told["token_ids"] = list(event.token_ids)
+        return told
+
+    def _content(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Json:
         if not self._logprobs:
             return None
-        return {
-            "content": [
-                {"token": token_text(tokenizer, i), "logprob": p, "bytes": token_bytes(tokenizer, i), "top_logprobs": []}
-                for i, p in zip(token_ids, logprobs, strict=True)
-            ],
-            "refusal": None,
-        }
+        return {"content": logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=self._names_as_ids), "refusal": None}
 
-    def _envelope(self, reply: Reply, kind: str, choices: list[Json]) -> dict[str, Json]:
-        return {
-            "id": f"chatcmpl-{reply.job.request_id}",
-            "object": kind,
-            "created": reply.created,
-            "model": reply.model,
-            "choices": choices,
-        }
+    def _chunk(self, reply: Reply, index: int, delta: _Object, **more: Json) -> _Object:
+        choice: _Object = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        chunk = _envelope(reply, "chat.completion.chunk", [choice])
+        if self._usage_so_far:
+            chunk["usage"] = usage_so_far(reply.job.choices, self._num_streamed)
+        elif self._include_usage:
+            chunk["usage"] = None
+        return chunk
 
 
-def _message(message: dict[str, JsonValue], place: int) -> Message:
-    """The message as the template reads it: a role it knows, content as one text, no empty fields."""
-    param = f"messages.{place}"
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RequestRejected(f"{param}.role is {role!r}: send one of {', '.join(_ROLES)}.", param=f"{param}.role")
-    for name in ("tool_calls", "function_call"):
-        if message.get(name):
-            raise RequestRejected(f"{param}.{name} is not supported here: send its meaning as text.", param=f"{param}.{name}")
-    kept: dict[str, Json] = {name: value for name, value in message.items() if value not in (None, [], {})}
-    return {**kept, "role": _ROLES[role], "content": _text(message.get("content"), f"{param}.content")}
+def _message(message: AssistantMessage, request_id: str) -> Json:
+    """Content is null where the message is calls and nothing else."""
+    written: _Object = {"role": "assistant", "content": message.content or (None if message.tool_calls else ""), "refusal": None}
+    if message.reasoning:
+        written |= _reasoning(message.reasoning)
+    if message.tool_calls:
+        written["tool_calls"] = [_call(call, request_id, index) for index, call in enumerate(message.tool_calls)]
+    return written
 
 
-def _text(content: JsonValue, param: str) -> str:
-    """Text of a message; parts of it are joined as they are."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise RequestRejected(f"{param} is {content!r:.80}: send a text, or a list of text parts.", param=param)
-    return "".join(_part(part, f"{param}.{place}") for place, part in enumerate(content))
+def _piece(piece: Piece, request_id: str) -> list[_Object]:
+    """A call is announced without arguments first, which is how clients that gather streams know it."""
+    if isinstance(piece, ContentPiece):
+        return [{"content": piece.text}]
+    if isinstance(piece, ReasoningPiece):
+        return [_reasoning(piece.text)]
+    announced = _call(ToolCall(piece.call.name, ""), request_id, piece.index)
+    arguments: _Object = {"index": piece.index, "function": {"arguments": piece.call.arguments}}
+    return [{"tool_calls": [{"index": piece.index, **announced}]}, {"tool_calls": [arguments]}]
 
 
-def _part(part: JsonValue, param: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, dict) else part
-        raise RequestRejected(f'{param} is a part of type {kind!r:.80}: send parts of type "text" only.', param=param)
-    return text
+def _call(call: ToolCall, request_id: str, index: int) -> _Object:
+    return {"id": call_id(request_id, index), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _reasoning(text: str) -> _Object:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _envelope(reply: Reply, kind: str, choices: list[Json]) -> _Object:
+    return {
+        "id": f"chatcmpl-{reply.job.request_id}",
+        "object": kind,
+        "created": reply.created,
+        "model": reply.model,
+        "choices": choices,
+    }

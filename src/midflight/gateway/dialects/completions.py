@@ -6,24 +6,38 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Annotated, cast
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Answer, CompletionCall, Delta, Event, Source, Text, TokenIds
 from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.dialects.fields import SamplingBody, Tokens, parse
-from midflight.gateway.dialects.wording import token_text, usage, weight_versions
+from midflight.gateway.dialects.fields import SamplingBody, TopLogprobs, parse, refuse_unknown_within
+from midflight.gateway.dialects.wording import alternatives, token_name, token_text, usage, usage_so_far, weight_versions
 from midflight.text import Tokenizer
 from midflight.types import Json
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        _IDS,
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}, "minItems": 1},
+    ]
+}
+"""One prompt or several, as text or as token ids."""
+
+_Object = dict[str, Json]
+
 
 class CompletionBody(SamplingBody):
-    prompt: JsonValue
-    max_tokens: Tokens | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt: Annotated[JsonValue, WithJsonSchema(PROMPT_SCHEMA)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: TopLogprobs | None = None
+    best_of: int | None = None
+    echo: bool | None = None
 
 
 class CompletionExchange:
@@ -31,18 +45,19 @@ class CompletionExchange:
 
     def __init__(self, body: bytes) -> None:
         parsed = parse(CompletionBody, body)
-        if parsed.logprobs:
-            raise RequestRejected(
-                f"logprobs is {parsed.logprobs}: alternatives are not known, send 0 for those of the sampled tokens.", param="logprobs"
-            )
+        _check(parsed)
         self._logprobs = parsed.logprobs is not None
+        self._names_as_ids = bool(parsed.return_tokens_as_token_ids)
         self._token_ids = bool(parsed.return_token_ids)
         self._include_usage = parsed.include_usage
+        self._usage_so_far = parsed.continuous_usage
+        self._num_streamed = 0
+        """Tokens of all choices."""
         self._offsets: dict[int, int] = {}
         """Letters streamed so far, by choice."""
         self.call = CompletionCall(
             sources=sources(parsed.prompt),
-            asked=parsed.asked(parsed.max_tokens),
+            asked=parsed.asked(parsed.max_tokens, top_logprobs=parsed.logprobs),
             n=parsed.n or 1,
             stream=bool(parsed.stream),
             default_max_tokens=DEFAULT_MAX_TOKENS,
@@ -50,75 +65,109 @@ class CompletionExchange:
         )
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
-        return {**self._envelope(reply, [self._choice(reply, answer) for answer in answers]), "usage": usage(answers)}
+        return {**_envelope(reply, [self._choice(reply, answer) for answer in answers]), "usage": usage(answers)}
 
     def opening(self, reply: Reply) -> Iterable[Json]:
         if self._token_ids:
             for choice in reply.job.choices:
-                empty: dict[str, Json] = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
-                yield self._envelope(reply, [{**empty, "prompt_token_ids": list(choice.prompt.ids), "token_ids": []}])
+                ids: _Object = {"prompt_token_ids": list(choice.prompt.ids), "token_ids": []}
+                yield self._chunk(reply, choice.index, "", **ids)
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
-        choice: dict[str, Json] = {"index": event.choice, "finish_reason": None, "logprobs": None}
         if isinstance(event, Answer):
-            choice |= {"text": event.tail, "finish_reason": event.turn.finish.reason.value}
-            if self._token_ids:
-                choice |= {"token_ids": [], "weight_versions": weight_versions(event.turn)}
-            yield self._envelope(reply, [choice])
-        elif event.text or self._logprobs or self._token_ids:
-            yield self._envelope(reply, [choice | self._delta(reply.tokenizer, event)])
+            none: _Object = {"token_ids": []} if self._token_ids else {}
+            yield self._chunk(reply, event.choice, event.tail, **self._finish(event), **none)
+            return
+        self._num_streamed += len(event.token_ids)
+        if event.text or self._logprobs or self._token_ids:
+            yield self._chunk(reply, event.choice, event.text, **self._of_tokens(reply.tokenizer, event))
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         if self._include_usage:
-            yield {**self._envelope(reply, []), "usage": usage(answers)}
+            yield {**_envelope(reply, []), "usage": usage(answers)}
 
-    def _delta(self, tokenizer: Tokenizer, event: Delta) -> dict[str, Json]:
-        start = self._offsets.get(event.choice, 0)
-        piece: dict[str, Json] = {"text": event.text, "logprobs": self._spread(tokenizer, event.token_ids, event.logprobs, start=start)}
-        self._offsets[event.choice] = start + sum(len(token_text(tokenizer, i)) for i in event.token_ids) if self._logprobs else 0
+    def _of_tokens(self, tokenizer: Tokenizer, event: Delta) -> _Object:
+        told: _Object = {}
+        if self._logprobs:
+            start = self._offsets.get(event.choice, 0)
+            told["logprobs"] = self._spread(tokenizer, event, event.token_ids, start=start)
+            self._offsets[event.choice] = start + sum(len(token_text(tokenizer, i)) for i in event.token_ids)
         if self._token_ids:
-            piece["token_ids"] = list(event.token_ids)
-        return piece
+            told["token_ids"] = list(event.token_ids)
+        return told
 
     def _choice(self, reply: Reply, answer: Answer) -> Json:
-        turn = answer.turn
-        choice: dict[str, Json] = {
+        ids = answer.turn.output_ids
+        choice: _Object = {
             "index": answer.choice,
             "text": answer.text,
-            "logprobs": self._spread(reply.tokenizer, turn.output_ids, turn.logprobs, start=0),
-            "finish_reason": turn.finish.reason.value,
+            "logprobs": self._spread(reply.tokenizer, answer, ids, start=0) if self._logprobs else None,
+            **self._finish(answer),
         }
-        if isinstance(turn.finish.matched, str):
-            choice["stop_reason"] = turn.finish.matched
         if self._token_ids:
-            choice |= {
-                "prompt_token_ids": list(answer.prompt.ids),
-                "token_ids": list(turn.output_ids),
-                "weight_versions": weight_versions(turn),
-            }
+            choice |= {"prompt_token_ids": list(answer.prompt.ids), "token_ids": list(ids)}
         return choice
 
-    def _spread(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], *, start: int) -> Json:
-        """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts."""
-        if not self._logprobs:
-            return None
-        tokens = [token_text(tokenizer, i) for i in token_ids]
-        offsets = list(accumulate((len(t) for t in tokens[:-1]), initial=start)) if tokens else []
+    def _finish(self, answer: Answer) -> _Object:
+        finish = answer.turn.finish
+        ended: _Object = {"finish_reason": finish.reason.value}
+        if isinstance(finish.matched, str):
+            ended["stop_reason"] = finish.matched
+        if self._token_ids:
+            ended["weight_versions"] = weight_versions(answer.turn)
+        return ended
+
+    def _spread(self, tokenizer: Tokenizer, event: Event, token_ids: Sequence[int], *, start: int) -> Json:
+        """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts; alternatives hold the sampled token too."""
+        logprobs = event.logprobs if isinstance(event, Delta) else event.turn.logprobs
+        lengths = [len(token_text(tokenizer, i)) for i in token_ids]
+        pairs = list(zip(token_ids, logprobs, strict=True))
+        rows = zip(pairs, alternatives(event.top_logprobs, len(pairs)), strict=True)
+        top: list[Json] = [dict(self._named(tokenizer, (pair, *reversed(others)))) for pair, others in rows]
         return {
-            "tokens": cast("list[Json]", tokens),
+            "tokens": [token_name(tokenizer, i, as_id=self._names_as_ids) for i in token_ids],
             "token_logprobs": list(logprobs),
-            "top_logprobs": None,
-            "text_offset": cast("list[Json]", offsets),
+            "top_logprobs": top if event.top_logprobs else None,
+            "text_offset": cast("list[Json]", list(accumulate(lengths[:-1], initial=start)) if lengths else []),
         }
 
-    def _envelope(self, reply: Reply, choices: list[Json]) -> dict[str, Json]:
-        return {
-            "id": f"cmpl-{reply.job.request_id}",
-            "object": "text_completion",
-            "created": reply.created,
-            "model": reply.model,
-            "choices": choices,
-        }
+    def _named(self, tokenizer: Tokenizer, pairs: Iterable[tuple[int, float]]) -> Iterable[tuple[str, Json]]:
+        """By name; of tokens whose texts are the same the last counts, which is the likeliest."""
+        return ((token_name(tokenizer, i, as_id=self._names_as_ids), p) for i, p in pairs)
+
+    def _chunk(self, reply: Reply, index: int, text: str, **more: Json) -> Json:
+        chunk = _envelope(reply, [{"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}])
+        if self._usage_so_far:
+            chunk["usage"] = usage_so_far(reply.job.choices, self._num_streamed)
+        elif self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def _envelope(reply: Reply, choices: list[Json]) -> _Object:
+    return {
+        "id": f"cmpl-{reply.job.request_id}",
+        "object": "text_completion",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": choices,
+    }
+
+
+def _check(body: CompletionBody) -> None:
+    """What fields forbid together."""
+    if body.stream_options is not None:
+        refuse_unknown_within(body.stream_options, "stream_options")
+    if body.echo:
+        raise RequestRejected(
+            "echo is not supported here: leave it out. Log-probabilities of a prompt are not known to the gateway.", param="echo"
+        )
+    if body.max_tokens == 0:
+        raise RequestRejected("max_tokens is 0: send 1 or more.", param="max_tokens")
+    if body.best_of not in (None, body.n or 1):
+        raise RequestRejected(
+            f"best_of is {body.best_of}, which is not supported here: leave it out, or send n = {body.n or 1}.", param="best_of"
+        )
 
 
 def sources(prompt: JsonValue, *, param: str = "prompt") -> tuple[Source, ...]:

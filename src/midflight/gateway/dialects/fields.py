@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from midflight.errors import RequestRejected, nearest
 from midflight.gateway.call import Asked
+from midflight.gateway.dialects.grammars import grammar_of
+from midflight.gateway.dialects.known import HARMLESS, NEUTRAL, REMEDIES
+from midflight.types import Grammar
 
 MAX_STOPS = 16
 """Stop strings of one request: each token is compared with all of them."""
 
+MAX_BIASES = 1024
+"""Tokens of one `logit_bias`: they travel with the request, and each changes a row of logits at every step."""
+
+MAX_TOP_LOGPROBS = 20
+"""Alternatives of a token, OpenAI's bound."""
+
 Tokens = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+TokenName = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+"""A token id as a key of a JSON object."""
+LogitBias = Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
 
 
 class Body(BaseModel):
     """A request body. Unknown fields are collected, and refused by name where they would change the answer."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    harmless: ClassVar[Mapping[str, str]] = HARMLESS
+    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = NEUTRAL
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Ignored: frames are not padded."""
 
 
 class SamplingBody(Body):
@@ -31,21 +56,50 @@ class SamplingBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Probability | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: LogitBias | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
+    response_format: dict[str, JsonValue] | None = None
+    structured_outputs: dict[str, JsonValue] | None = None
+    guided_json: dict[str, JsonValue] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
-    stream_options: dict[str, JsonValue] | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
-        return bool((self.stream_options or {}).get("include_usage"))
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def asked(self, max_tokens: int | None) -> Asked:
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must match, whichever field says it; `RequestRejected` if several do."""
+        return grammar_of(
+            {
+                "response_format": self.response_format,
+                "structured_outputs": self.structured_outputs,
+                "guided_json": self.guided_json,
+                "guided_regex": self.guided_regex,
+                "guided_choice": list(self.guided_choice) if self.guided_choice is not None else None,
+                "guided_grammar": self.guided_grammar,
+            }
+        )
+
+    def asked(self, max_tokens: int | None, *, top_logprobs: int | None = None) -> Asked:
         return Asked(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
@@ -57,39 +111,16 @@ class SamplingBody(Body):
             stop_token_ids=None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=biases(self.logit_bias),
+            grammar=self.grammar,
+            top_logprobs=top_logprobs,
         )
 
 
 B = TypeVar("B", bound=Body)
-
-_HARMLESS = frozenset(
-    {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "parallel_tool_calls"}
-)
-"""Accepted and ignored: they do not change which tokens are sampled."""
-
-_NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
-"""Known fields with the values that say nothing; any other value would be a promise that is not kept."""
 
 
 def parse(kind: type[B], body: bytes) -> B:
@@ -102,20 +133,28 @@ def parse(kind: type[B], body: bytes) -> B:
     return parsed
 
 
-def _refuse_unknown(body: Body, *, prefix: str) -> None:
-    for name, value in (body.model_extra or {}).items():
-        if value is None or name in _HARMLESS or value in _NEUTRAL.get(name, ()):
-            continue
-        param = prefix + name
-        if name in _NEUTRAL:
-            neutral = " or ".join(repr(v) for v in _NEUTRAL[name])
-            raise RequestRejected(f"{param} is not supported here: leave it out, or send {neutral}.", param=param)
-        raise RequestRejected(f"unknown field {param[:80]!r}: leave it out.{nearest(name, type(body).model_fields)}", param=param[:80])
-
-
 def refuse_unknown_within(body: Body, field: str) -> None:
     """The same check for a nested body."""
     _refuse_unknown(body, prefix=f"{field}.")
+
+
+def _refuse_unknown(body: Body, *, prefix: str) -> None:
+    for name, value in (body.model_extra or {}).items():
+        if value is None or name in body.harmless or _is_neutral(value, body.neutral.get(name, ())):
+            continue
+        param = (prefix + name)[:80]
+        remedy = REMEDIES.get(name)
+        if name in body.neutral:
+            neutral = " or ".join(repr(v) for v in body.neutral[name])
+            raise RequestRejected(f"{param} is not supported here: {remedy or f'leave it out, or send {neutral}'}.", param=param)
+        if remedy is not None:
+            raise RequestRejected(f"{param} is not supported here: {remedy}.", param=param)
+        raise RequestRejected(f"unknown field {param!r}: leave it out.{nearest(name, type(body).model_fields)}", param=param)
+
+
+def _is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
+    """`True` is not the 1 that says nothing."""
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
 
 
 def stops(stop: str | list[str] | None) -> tuple[str, ...] | None:
@@ -134,16 +173,22 @@ def top_k(value: int | None) -> int | None:
     return None if value in (None, 0, -1) else value
 
 
+def biases(named: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
+    """`logit_bias` by token id, in order of the ids."""
+    return None if named is None else tuple(sorted((int(token_id), bias) for token_id, bias in named.items()))
+
+
 def _rejected(error: ValidationError) -> RequestRejected:
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return RequestRejected(f"the body is not valid JSON ({first['msg']}): send a JSON object.")
-    place = ".".join(str(part) for part in first["loc"])
+    place = ".".join(str(part) for part in first["loc"])[:200]
     if not place:
         return RequestRejected(f"the body is not a JSON object ({first['msg']}): send one.")
     if first["type"] == "missing":
         return RequestRejected(f"{place} is missing: send it.", param=place)
-    return RequestRejected(f"{place} is {_shown(first['input'])}: {first['msg']}. Correct or leave out this field.", param=place)
+    message = first["msg"].removeprefix("Value error, ")
+    return RequestRejected(f"{place} is {_shown(first['input'])}: {message}. Correct or leave out this field.", param=place)
 
 
 def _shown(value: object) -> str:

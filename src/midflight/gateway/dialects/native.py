@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from pydantic import Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Answer, Asked, CompletionCall, Delta, Event
-from midflight.gateway.dialects.completions import sources
+from midflight.gateway.dialects.completions import PROMPT_SCHEMA, sources
 from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.dialects.fields import Body, Probability, Tokens, parse, refuse_unknown_within, stops, top_k
-from midflight.gateway.dialects.wording import weight_versions
+from midflight.gateway.dialects.fields import (
+    Body,
+    LogitBias,
+    Penalty,
+    Probability,
+    Seed,
+    Tokens,
+    TopLogprobs,
+    biases,
+    parse,
+    refuse_unknown_within,
+    stops,
+    top_k,
+)
+from midflight.gateway.dialects.grammars import grammar_of
+from midflight.gateway.dialects.wording import alternatives, token_text, weight_versions
+from midflight.text import Tokenizer
 from midflight.types import FinishReason, Json
 
 DEFAULT_MAX_TOKENS = 128
@@ -30,9 +46,17 @@ class NativeSampling(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    sampling_seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: LogitBias | None = None
+    json_schema: dict[str, JsonValue] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
-    def asked(self) -> Asked:
+    def asked(self, *, top_logprobs: int | None) -> Asked:
+        grammars: dict[str, JsonValue] = {"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf}
         return Asked(
             max_tokens=self.max_new_tokens,
             min_tokens=self.min_new_tokens,
@@ -44,19 +68,53 @@ class NativeSampling(Body):
             stop_token_ids=None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             seed=self.sampling_seed,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=biases(self.logit_bias),
+            grammar=grammar_of(grammars, prefix="sampling_params."),
+            top_logprobs=top_logprobs,
         )
 
 
+def _single(value: object) -> object:
+    """Lists hold one entry for each prompt elsewhere; here there is one for all."""
+    if isinstance(value, list):
+        raise ValueError(
+            "one value holds for all prompts of a request; send it alone, and prompts that differ in it as requests of their own"
+        )
+    return value
+
+
+_Prompt = Annotated[JsonValue, WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"], {"type": "null"}]})]
+
+
 class NativeBody(Body):
-    text: JsonValue = None
-    input_ids: JsonValue = None
-    sampling_params: NativeSampling | None = None
-    rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    return_logprob: bool | None = None
+    text: _Prompt = None
+    input_ids: _Prompt = None
+    sampling_params: Annotated[NativeSampling | None, BeforeValidator(_single)] = None
+    rid: Annotated[Annotated[str, Field(min_length=1, max_length=256)] | None, BeforeValidator(_single)] = None
+    return_logprob: Annotated[bool | None, BeforeValidator(_single)] = None
     logprob_start_len: Annotated[int, Field(ge=-1, le=-1)] | None = None
-    top_logprobs_num: Annotated[int, Field(ge=0, le=0)] | None = None
+    top_logprobs_num: Annotated[TopLogprobs | None, BeforeValidator(_single)] = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+
+
+@dataclass(slots=True)
+class _SoFar:
+    """What a stream has told of a choice."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.top += delta.top_logprobs
 
 
 class NativeExchange:
@@ -66,15 +124,16 @@ class NativeExchange:
         parsed = parse(NativeBody, body)
         sampling = parsed.sampling_params or NativeSampling()
         refuse_unknown_within(sampling, "sampling_params")
-        if (parsed.text is None) == (parsed.input_ids is None):
-            raise RequestRejected("text and input_ids: send exactly one of them.", param="input_ids")
+        _check(parsed)
         param = "text" if parsed.input_ids is None else "input_ids"
-        self._logprobs = bool(parsed.return_logprob)
-        self._listed = (sampling.n or 1) > 1 or _is_batch(parsed.text if parsed.input_ids is None else parsed.input_ids)
-        self._so_far: dict[int, tuple[str, list[int], list[float]]] = {}
+        prompt = parsed.text if parsed.input_ids is None else parsed.input_ids
+        self._logprobs, self._texts = bool(parsed.return_logprob), bool(parsed.return_text_in_logprobs)
+        self._top_logprobs = bool(parsed.top_logprobs_num)
+        self._listed = (sampling.n or 1) > 1 or _is_batch(prompt)
+        self._so_far: dict[int, _SoFar] = {}
         self.call = CompletionCall(
-            sources=sources(parsed.text if parsed.input_ids is None else parsed.input_ids, param=param),
-            asked=sampling.asked(),
+            sources=sources(prompt, param=param),
+            asked=sampling.asked(top_logprobs=parsed.top_logprobs_num),
             n=sampling.n or 1,
             stream=bool(parsed.stream),
             default_max_tokens=DEFAULT_MAX_TOKENS,
@@ -85,7 +144,7 @@ class NativeExchange:
         )
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
-        bodies: list[Json] = [self._answer(answer) for answer in answers]
+        bodies: list[Json] = [self._answer(reply.tokenizer, answer) for answer in answers]
         return bodies if self._listed else bodies[0]
 
     def opening(self, reply: Reply) -> Iterable[Json]:
@@ -93,26 +152,25 @@ class NativeExchange:
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Delta):
-            text, ids, logprobs = self._so_far.setdefault(event.choice, ("", [], []))
-            ids += event.token_ids
-            logprobs += event.logprobs
-            self._so_far[event.choice] = (text + event.text, ids, logprobs)
+            self._so_far.setdefault(event.choice, _SoFar()).add(event)
             yield self._partial(reply, event.choice)
         else:
-            yield self._answer(event)
+            yield self._answer(reply.tokenizer, event)
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         return ()
 
     def _partial(self, reply: Reply, index: int) -> Json:
-        text, ids, logprobs = self._so_far[index]
+        told = self._so_far[index]
         choice = reply.job.choices[index]
-        meta = self._meta(choice.request.request_id, len(choice.prompt.ids), ids, logprobs)
-        return {"index": index, "text": text, "output_ids": list(ids), "meta_info": meta | {"finish_reason": None}}
+        meta = _meta(choice.request.request_id, len(choice.prompt.ids), len(told.ids))
+        meta |= self._of_tokens(reply.tokenizer, told.ids, told.logprobs, told.top)
+        return {"index": index, "text": told.text, "output_ids": list(told.ids), "meta_info": meta | {"finish_reason": None}}
 
-    def _answer(self, answer: Answer) -> Json:
+    def _answer(self, tokenizer: Tokenizer, answer: Answer) -> Json:
         turn = answer.turn
-        meta = self._meta(answer.request_id, len(turn.prompt_ids), turn.output_ids, turn.logprobs)
+        meta = _meta(answer.request_id, len(turn.prompt_ids), len(turn.output_ids))
+        meta |= self._of_tokens(tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs)
         meta |= {
             "finish_reason": _finish_reason(answer),
             "weight_versions": weight_versions(turn),
@@ -121,11 +179,36 @@ class NativeExchange:
         }
         return {"index": answer.choice, "text": answer.text, "output_ids": list(turn.output_ids), "meta_info": meta}
 
-    def _meta(self, request_id: str, num_prompt: int, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Json]:
-        meta: dict[str, Json] = {"id": request_id, "prompt_tokens": num_prompt, "completion_tokens": len(ids), "cached_tokens": 0}
+    def _of_tokens(
+        self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[tuple[tuple[int, float], ...]]
+    ) -> dict[str, Json]:
+        """Triples of log-probability, id and, where wanted, text."""
+
+        def triple(token_id: int, logprob: float) -> Json:
+            return [logprob, token_id, token_text(tokenizer, token_id) if self._texts else None]
+
+        told: dict[str, Json] = {}
+        pairs = list(zip(ids, logprobs, strict=True))
         if self._logprobs:
-            meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(logprobs, ids, strict=True)]
-        return meta
+            told["output_token_logprobs"] = [triple(*pair) for pair in pairs]
+        if self._top_logprobs:
+            told["output_top_logprobs"] = [[triple(*other) for other in others] for others in alternatives(top, len(pairs))]
+        return told
+
+
+def _meta(request_id: str, num_prompt: int, num_output: int) -> dict[str, Json]:
+    return {"id": request_id, "prompt_tokens": num_prompt, "completion_tokens": num_output, "cached_tokens": 0}
+
+
+def _check(body: NativeBody) -> None:
+    """What fields forbid together."""
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestRejected("text and input_ids: send exactly one of them.", param="input_ids")
+    if body.top_logprobs_num and not body.return_logprob:
+        raise RequestRejected(
+            f"top_logprobs_num is {body.top_logprobs_num} without return_logprob: send return_logprob true with it.",
+            param="top_logprobs_num",
+        )
 
 
 def _is_batch(prompt: JsonValue) -> bool:

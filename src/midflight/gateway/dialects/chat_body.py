@@ -1,0 +1,107 @@
+"""The body of a chat completion, and the call that it means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, WithJsonSchema
+
+from midflight.errors import RequestRejected
+from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
+from midflight.gateway.dialects.chat_input import ROLES, conversation
+from midflight.gateway.dialects.fields import SamplingBody, Tokens, TopLogprobs, refuse_unknown_within
+from midflight.gateway.dialects.tools import MAX_TOOLS, ToolBody, choice_of, tools_of
+from midflight.types import Json
+
+RESERVED_OPTIONS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    | {f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
+    | {"additional_special_tokens"}
+)
+"""Names that a template reads and that the gateway fills in itself."""
+
+_MessageBody = Annotated[
+    dict[str, JsonValue],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "role": {"enum": list(ROLES)},
+                "content": {"type": ["string", "array", "null"], "items": {"type": "object", "required": ["type", "text"]}},
+            },
+            "required": ["role"],
+        }
+    ),
+]
+
+_ToolChoice = Annotated[
+    JsonValue, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})
+]
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatBody(SamplingBody):
+    messages: Annotated[list[_MessageBody], Field(min_length=1)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: _ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+
+def chat_call(body: ChatBody) -> CompletionCall:
+    """The call that a chat means; raises `RequestRejected` where its fields contradict each other."""
+    if body.stream_options is not None:
+        refuse_unknown_within(body.stream_options, "stream_options")
+    if body.top_logprobs and not body.logprobs:
+        raise RequestRejected(f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.", param="top_logprobs")
+    tools = tools_of(body.tools or ())
+    choice, forced = choice_of(body.tool_choice, tools)
+    asked = body.asked(_max_tokens(body), top_logprobs=body.top_logprobs)
+    _check_no_contest(asked, choice)
+    return CompletionCall(
+        sources=(Messages(conversation(body.messages), tools, _options(body)),),
+        asked=asked,
+        n=body.n or 1,
+        stream=bool(body.stream),
+        model=body.model,
+        prompt_param="messages",
+        max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        tool_choice=choice,
+        forced_tool=forced,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise RequestRejected(f"max_tokens is {old} and max_completion_tokens is {new}: send one of them.", param="max_completion_tokens")
+    return old if new is None else new
+
+
+def _check_no_contest(asked: Asked, choice: ToolChoice) -> None:
+    """An answer cannot both match a grammar of the client's and be free to call tools."""
+    if asked.grammar is not None and choice is not ToolChoice.NONE:
+        raise RequestRejected(
+            f"response_format (or a grammar) together with tool_choice {choice.value!r} is not supported here:"
+            ' send tool_choice "none", or leave the format out.',
+            param="response_format",
+        )
+
+
+def _options(body: ChatBody) -> dict[str, Json]:
+    """Names for the template. What it fills with its own values is refused."""
+    options: dict[str, Json] = {}
+    for name, value in (body.chat_template_kwargs or {}).items():
+        if name in RESERVED_OPTIONS:
+            raise RequestRejected(f"chat_template_kwargs.{name} is set by the gateway: leave it out.", param=f"chat_template_kwargs.{name}")
+        options[name] = value
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
+    return options

@@ -1,0 +1,89 @@
+"""Tools of a chat, and whether the answer may, must or must not call them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from midflight.errors import RequestRejected
+from midflight.gateway.call import ToolChoice
+from midflight.gateway.dialects.fields import Body, refuse_unknown_within
+from midflight.gateway.dialects.schemas import check_schema
+from midflight.text.formats import Tool
+
+MAX_TOOLS = 1024
+"""Tools of one request; each is written into the prompt."""
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class FunctionBody(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+    """Ignored: calls are shown only when they are well formed, and sampled under their schema where one is required."""
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: FunctionBody
+
+
+def tools_of(bodies: Sequence[ToolBody]) -> tuple[Tool, ...]:
+    """The tools, in order. Two of one name are refused."""
+    found: dict[str, Tool] = {}
+    for place, body in enumerate(bodies):
+        refuse_unknown_within(body, f"tools.{place}")
+        refuse_unknown_within(body.function, f"tools.{place}.function")
+        tool = tool_of(body.function.name, body.function.description, body.function.parameters, param=f"tools.{place}.function.parameters")
+        if tool.name in found:
+            raise RequestRejected(
+                f"tools.{place}.function.name is {tool.name!r}, as that of another tool: rename one.", param=f"tools.{place}.function.name"
+            )
+        found[tool.name] = tool
+    return tuple(found.values())
+
+
+def tool_of(name: str, description: str | None, parameters: JsonValue, *, param: str) -> Tool:
+    """One tool; without parameters it takes none. `param`: the client's name for its parameters."""
+    schema: JsonValue = {"type": "object", "properties": {}} if parameters is None else parameters
+    return Tool(name, description or "", check_schema(schema, param, of_object=True))
+
+
+def choice_of(value: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
+    """OpenAI's `tool_choice`, and the one tool that it forces."""
+    if value is None:
+        return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
+    if isinstance(value, dict):
+        forced = _forced(value)
+        check_known(forced, tools, param="tool_choice.function.name")
+        return ToolChoice.REQUIRED, forced
+    if value not in [choice.value for choice in ToolChoice]:
+        raise RequestRejected(f"tool_choice is {value!r:.80}: send none, auto, required or a function.", param="tool_choice")
+    choice = ToolChoice(str(value))
+    if choice is ToolChoice.REQUIRED and not tools:
+        raise RequestRejected("tool_choice is 'required' without tools: send tools, or leave it out.", param="tool_choice")
+    return (choice if tools else ToolChoice.NONE), None
+
+
+def check_known(name: str, tools: Sequence[Tool], *, param: str) -> None:
+    """Refuses the choice of a tool that is not there."""
+    if name not in [tool.name for tool in tools]:
+        known = ", ".join(tool.name for tool in tools) or "none"
+        raise RequestRejected(f"{param} is {name!r:.80}, which is none of the tools: send one of them ({known:.200}).", param=param)
+
+
+def _forced(value: dict[str, JsonValue]) -> str:
+    if value.get("type") != "function":
+        raise RequestRejected(
+            f'tool_choice.type is {value.get("type")!r:.80}, which is not supported here: send "function", and only the tools allowed.',
+            param="tool_choice.type",
+        )
+    function = value.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestRejected(f"tool_choice.function.name is {name!r:.80}: send the name of a tool.", param="tool_choice.function.name")
+    return name
