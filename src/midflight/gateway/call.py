@@ -85,6 +85,8 @@ class CompletionCall:
     prompt_param: str = "prompt"
     """What the client calls the prompt."""
     max_tokens_param: str = "max_tokens"
+    grammar_param: str = "response_format"
+    """What the client calls that which the answer must match."""
     tool_choice: ToolChoice = ToolChoice.NONE
     forced_tool: str | None = None
     """With `REQUIRED`: the one tool that must be called."""

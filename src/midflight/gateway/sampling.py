@@ -93,7 +93,7 @@ def _min_tokens(asked: Asked, own: SamplingParams, max_tokens: int) -> int:
 def _check_features(call: CompletionCall, limits: Limits) -> None:
     """What the engines cannot do is refused by the client's own name for it."""
     asked = call.asked
-    grammar_param = "tool_choice" if call.tool_choice is ToolChoice.REQUIRED else "response_format"
+    grammar_param = "tool_choice" if call.tool_choice is ToolChoice.REQUIRED else call.grammar_param
     wanted = [
         ("frequency_penalty", asked.frequency_penalty, Feature.PENALTIES),
         ("presence_penalty", asked.presence_penalty, Feature.PENALTIES),

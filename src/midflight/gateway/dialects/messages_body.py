@@ -1,0 +1,206 @@
+"""The bodies of Anthropic's Messages API: fields, their ranges, and what they ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, JsonValue
+
+from midflight.errors import RequestRejected
+from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
+from midflight.gateway.dialects.fields import MAX_STOPS, Body, Probability, Seed, Tokens, refuse_unknown_within, top_k
+from midflight.gateway.dialects.messages_input import conversation
+from midflight.gateway.dialects.schemas import check_schema
+from midflight.gateway.dialects.tools import MAX_TOOLS, check_known, tool_of
+from midflight.text.formats import Tool
+from midflight.types import Grammar, GrammarKind, Json
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+
+
+class ClientTool(Body):
+    """A tool that the client runs. `type` is checked by hand, so that a tool of Anthropic's servers is refused by its name."""
+
+    name: ToolName
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+    """Ignored: a call is shown only when it is well formed, and sampled under its schema where one must come."""
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    eager_input_streaming: bool | None = None
+    """Ignored: a call is streamed when it is known to be one."""
+    cache_control: JsonValue = None
+
+
+class Choosing(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Tokens | None = None
+    """Not enforced: `max_tokens` bounds thinking and text together."""
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, JsonValue], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class PromptBody(Body):
+    """What the prompt is written from: the whole body of `count_tokens`."""
+
+    harmless: ClassVar[Mapping[str, str]] = {
+        "metadata": "the client's own labels",
+        "cache_control": "engines find common prefixes by themselves",
+        "diagnostics": "asks about the cache of prompts",
+        "service_tier": "there is one tier",
+        "speed": "there is one speed",
+        "inference_geo": "names a place of Anthropic's",
+        "user_profile_id": "names the client's own user",
+        "workspace_id": "names the client's account",
+    }
+    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {"mcp_servers": ([],)}
+
+    model: str
+    messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
+    system: JsonValue = None
+    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choosing | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+    def prompt(self) -> Messages:
+        """Raises `RequestRejected` that names what cannot be a prompt."""
+        return Messages(conversation(self.system, self.messages), self.known_tools(), self._options())
+
+    def known_tools(self) -> tuple[Tool, ...]:
+        found: dict[str, Tool] = {}
+        for place, body in enumerate(self.tools or ()):
+            tool = _tool(body, f"tools.{place}")
+            if tool.name in found:
+                raise RequestRejected(
+                    f"tools.{place}.name is {tool.name!r}, as that of another tool: rename one.", param=f"tools.{place}.name"
+                )
+            found[tool.name] = tool
+        return tuple(found.values())
+
+    def _options(self) -> dict[str, Json]:
+        """Names that templates may read; the others write what they always write."""
+        options: dict[str, Json] = {}
+        if self.thinking is not None:
+            refuse_unknown_within(self.thinking, "thinking")
+            if self.thinking.type != "adaptive":
+                options["enable_thinking"] = self.thinking.type == "enabled"
+        if self.output_config is not None:
+            refuse_unknown_within(self.output_config, "output_config")
+            if self.output_config.effort is not None:
+                options["reasoning_effort"] = self.output_config.effort
+        return options
+
+
+class MessagesBody(PromptBody):
+    max_tokens: Tokens
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    stream: bool | None = None
+    seed: Seed | None = None
+    min_p: Probability | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool | None = None
+
+    def asked(self) -> Asked:
+        return Asked(
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=top_k(self.top_k),
+            min_p=self.min_p,
+            stop=None if self.stop_sequences is None else tuple(self.stop_sequences),
+            seed=self.seed,
+            grammar=self._grammar(),
+        )
+
+    def choice(self, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
+        """Whether a tool must be called, and which."""
+        choosing = self.tool_choice
+        if choosing is not None:
+            refuse_unknown_within(choosing, "tool_choice")
+        if choosing is None or choosing.type == "auto":
+            return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
+        if choosing.type == "none":
+            return ToolChoice.NONE, None
+        if not tools:
+            raise RequestRejected(f"tool_choice is {choosing.type!r} without tools: send tools, or leave it out.", param="tool_choice")
+        if choosing.type == "any":
+            return ToolChoice.REQUIRED, None
+        if choosing.name is None:
+            raise RequestRejected("tool_choice.name is missing: send the name of a tool.", param="tool_choice.name")
+        check_known(choosing.name, tools, param="tool_choice.name")
+        return ToolChoice.REQUIRED, choosing.name
+
+    @property
+    def format_param(self) -> str:
+        """Where the client says what the answer must match."""
+        return "output_format" if self.output_format is not None else "output_config.format"
+
+    def _grammar(self) -> Grammar | None:
+        newer = self.output_config.format if self.output_config is not None else None
+        form, param = self.output_format or newer, self.format_param
+        if form is None:
+            return None
+        refuse_unknown_within(form, param)
+        schema = check_schema(form.json_schema, f"{param}.schema")
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":")))
+
+
+def messages_call(body: MessagesBody) -> CompletionCall:
+    """The call that a body means; raises `RequestRejected` where its fields contradict each other."""
+    prompt = body.prompt()
+    choice, forced = body.choice(prompt.tools)
+    asked = body.asked()
+    if asked.grammar is not None and choice is not ToolChoice.NONE:
+        raise RequestRejected(
+            f'{body.format_param} together with tools is not supported here: send tool_choice {{"type": "none"}}, or leave the format out.',
+            param=body.format_param,
+        )
+    return CompletionCall(
+        sources=(prompt,),
+        asked=asked,
+        stream=bool(body.stream),
+        model=body.model,
+        prompt_param="messages",
+        tool_choice=choice,
+        forced_tool=forced,
+        parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        grammar_param=body.format_param,
+    )
+
+
+def _tool(body: ClientTool, param: str) -> Tool:
+    if body.type not in (None, "custom"):
+        raise RequestRejected(
+            f"{param}.type is {body.type!r:.80}, a tool of Anthropic's own: send a tool that the client runs, with an input_schema.",
+            param=f"{param}.type",
+        )
+    refuse_unknown_within(body, param)
+    if body.input_schema is None:
+        raise RequestRejected(f"{param}.input_schema is missing: send it.", param=f"{param}.input_schema")
+    return tool_of(body.name, body.description, body.input_schema, param=f"{param}.input_schema")
