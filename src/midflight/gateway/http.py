@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -15,9 +16,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from midflight.errors import MidflightError, UnknownModel, nearest
+from midflight.gateway.count import CountEndpoint
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Dialect, Reply
+from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.faults import Fault, fault_of, log_unexpected, plain_fault
 from midflight.gateway.gateway import Gateway
@@ -30,6 +33,7 @@ from midflight.types import Json
 DIALECTS = (
     Dialect("/v1/chat/completions", ChatExchange),
     Dialect("/v1/completions", CompletionExchange),
+    Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True),
     Dialect("/generate", NativeExchange),
 )
 
@@ -53,6 +57,7 @@ def build_app(
     routes: list[BaseRoute] = []
     for prefix in ("/s/{token}", ""):
         routes += [Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+        routes.append(Route(prefix + "/v1/messages/count_tokens", CountEndpoint(gateway), methods=["POST"]))
         routes += [Route(prefix + path, models, methods=["GET"]) for path in ("/v1/models", "/v1/models/{model:path}")]
     routes += operator_routes(control, control_token=control_token)
     routes += [Route("/health", HealthEndpoint(ready), methods=["GET"]), *extra_routes]
@@ -91,6 +96,8 @@ class CompletionEndpoint:
 
 
 class ModelsEndpoint:
+    """The one model, in an object that OpenAI's clients and Anthropic's both read."""
+
     def __init__(self, gateway: Gateway, *, now: Callable[[], float]) -> None:
         self._gateway = gateway
         self._created = int(now())
@@ -111,9 +118,15 @@ class ModelsEndpoint:
             "created": self._created,
             "owned_by": "midflight",
             "max_model_len": limits.max_context,
+            # The same in Anthropic's words.
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": limits.max_context,
         }
         if asked is None:
-            return {"object": "list", "data": [model]}
+            return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
         if asked != name:
             raise UnknownModel(f"the model {asked!r} does not exist.{nearest(asked, [name])}", param="model")
         return model
