@@ -12,9 +12,16 @@ def engine(name: str, tokens: int = 0, *, version: int = 0, routable: bool = Tru
     return Candidate(name, version, tokens, routable)
 
 
-def test_the_pinned_engine_is_taken_however_loaded_unless_it_is_not_routable() -> None:
-    assert choose([engine("a", 900), engine("b")], pinned="a") == "a"
-    assert choose([engine("a", 900, routable=False), engine("b")], pinned="a") == "b"
+def test_the_pinned_engine_is_taken_unless_it_is_not_routable() -> None:
+    assert choose([engine("a", 110), engine("b", 100)], pinned="a") == "a"
+    assert choose([engine("a", 110, routable=False), engine("b", 100)], pinned="a") == "b"
+
+
+def test_a_crowded_engine_loses_its_sessions_when_that_is_worth_a_prefill() -> None:
+    """The mean load is 100: above 125 the engine is crowded. Moving 80 tokens pays where the lightest is lighter by more."""
+    assert choose([engine("a", 125), engine("b", 75)], pinned="a") == "a"
+    assert choose([engine("a", 150), engine("b", 50)], pinned="a", tokens=80) == "b"
+    assert choose([engine("a", 150), engine("b", 50)], pinned="a", tokens=100) == "a"
     assert choose([engine("b")], pinned="gone") == "b"
 
 

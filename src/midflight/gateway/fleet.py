@@ -236,19 +236,19 @@ class Fleet:
 
     # --- State -------------------------------------------------------------------------------------------------------
 
+    def _is_routable(self, engine: str) -> bool:
+        return self._members[engine].error is None and not self._holds.owners(engine)
+
     def _candidates(self) -> list[Candidate]:
-        return [
-            Candidate(name, m.version, m.tokens_in_flight, routable=m.error is None and not self._holds.owners(name))
-            for name, m in self._members.items()
-        ]
+        return [Candidate(name, m.version, m.tokens_in_flight, routable=self._is_routable(name)) for name, m in self._members.items()]
 
     def _lease(self, *, tokens: int, affinity: str, deadline: Deadline) -> Lease | None:
-        """A place on the chosen engine. A session whose engine is only held goes elsewhere once and keeps its pin."""
+        """A place on the chosen engine, where the session stays. One whose engine is only held goes elsewhere once and keeps its pin."""
         pinned = self._pins.get(affinity)
-        name = choose(self._candidates(), pinned=pinned)
+        name = choose(self._candidates(), pinned=pinned, tokens=tokens)
         if name is None:
             return None
-        if pinned is None:
+        if pinned is None or self._is_routable(pinned):
             self._pins.pin(affinity, name)
         deadline.start()
         return Lease(self._members[name], tokens=tokens, deadline=deadline)

@@ -12,6 +12,10 @@ _NEAR = 1.25
 """Engines with at most this multiple of the lightest load count as equally loaded; among them the newest version is taken.
 Below the 1.3 within which the load must stay even."""
 
+_CROWDED = 1.25
+"""A session leaves its engine when that has this multiple of the mean load. Sessions differ so much in length that affinity
+alone leaves the heaviest of eight engines at 1.8 times the mean; between this and 1.3 there is room for requests on their way."""
+
 _MAX_PINS = 20_000
 """Twice the sessions a gateway admits by default. Forgetting the oldest costs that session its prefix cache, nothing else."""
 
@@ -27,19 +31,26 @@ class Candidate:
     routable: bool
 
 
-def choose(candidates: Sequence[Candidate], *, pinned: str | None) -> str | None:
-    """The pinned engine if it is routable; else the newest version among the least loaded, the lightest first.
+def choose(candidates: Sequence[Candidate], *, pinned: str | None, tokens: int = 0) -> str | None:
+    """The pinned engine if it is routable and not crowded; else the newest version among the least loaded, the lightest first.
 
-    `None` if no engine is routable. Equal engines are taken in the order given.
+    `tokens` is the load the request brings: to move it costs a prefill of that size at most, so a smaller difference moves
+    nobody. `None` if no engine is routable. Equal engines are taken in the order given.
     """
     routable = [c for c in candidates if c.routable]
     if not routable:
         return None
-    if any(c.name == pinned for c in routable):
-        return pinned
     lightest = min(c.tokens_in_flight for c in routable)
+    home = next((c for c in routable if c.name == pinned), None)
+    if home is not None and not _is_crowded(home, routable, spare=lightest + tokens):
+        return pinned
     near = (c for c in routable if c.tokens_in_flight <= lightest * _NEAR)
     return min(near, key=lambda c: (-c.version, c.tokens_in_flight)).name
+
+
+def _is_crowded(home: Candidate, routable: Sequence[Candidate], *, spare: int) -> bool:
+    mean = sum(c.tokens_in_flight for c in routable) / len(routable)
+    return home.tokens_in_flight > max(spare, _CROWDED * mean)
 
 
 class Pins:
