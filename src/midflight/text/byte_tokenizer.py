@@ -17,14 +17,28 @@ END, USER, ASSISTANT, SYSTEM, TOOL, PAD = range(256, 262)
 VOCAB_SIZE = 262
 
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|system|>Tools, one JSON object a line:\\n<tools>\\n' }}"
+    "{% for tool in tools %}{{ tool | tojson ~ '\\n' }}{% endfor %}"
+    '{{ \'</tools>\\nTo call one, write:\\n<tool_call>\\n{"name": its name, "arguments": an object}\\n</tool_call><|end|>\' }}'
+    "{% endif %}"
     "{% for message in messages %}"
     "{% if message.role not in ('user', 'assistant', 'system', 'tool') %}"
     "{{ raise_exception('unknown role ' ~ message.role) }}"
     "{% endif %}"
-    "{{ '<|' ~ message.role ~ '|>' ~ (message.content or '') ~ '<|end|>' }}"
+    "{{ '<|' ~ message.role ~ '|>' ~ (message.content or '') }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\\n' if message.content or not loop.first else '' }}"
+    "{% set written = call.function.arguments %}"
+    "{{ '<tool_call>\\n{\"name\": ' ~ call.function.name | tojson ~ ', \"arguments\": ' }}"
+    "{{ written if written is string else written | tojson }}"
+    "{{ '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+"""Tools and their calls are written in Hermes form; without them a conversation is its messages and nothing else."""
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -56,23 +56,52 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         options: Mapping[str, Json] | None = None,
     ) -> str:
-        """The conversation as one text. A template that refuses it (`raise_exception`) raises `RequestRejected`.
+        """The conversation as one text. A template that refuses it (`raise_exception`) raises `RequestRejected`, and so does a
+        conversation that holds half a surrogate pair, which no tokenizer can read.
 
         `options` are names of the template's own, such as `enable_thinking`.
         """
-        chat = [_with_reasoning_names(message) for message in messages]
+        chat = [as_templates_read(message) for message in messages]
         try:
-            return self._compiled.render(
+            text = self._compiled.render(
                 **{**(options or {}), **self._special_tokens},
                 messages=chat,
                 tools=None if tools is None else list(tools),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+            text.encode("utf-8")
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestRejected(
                 f"the model's chat template refused the messages: {error}. Change them to what it expects.", param="messages"
             ) from error
+        return text
+
+
+def as_templates_read(message: Message) -> dict[str, Json]:
+    """A message in the form that templates expect, from the form that clients send.
+
+    Arguments of tool calls are objects where their text is one (templates write them with `tojson`); reasoning stands under
+    each name that templates know; an assistant's content is a text, never `None`. All else is as sent.
+    """
+    read = _with_reasoning_names(message)
+    if read.get("role") == "assistant" and read.get("content") is None:
+        read["content"] = ""
+    calls = read.get("tool_calls")
+    if isinstance(calls, list):
+        read["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    return read
+
+
+def _with_parsed_arguments(call: Json) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = cast(Json, json.loads(cast(str, function["arguments"])))
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _with_reasoning_names(message: Message) -> dict[str, Json]:

@@ -1,42 +1,57 @@
-"""The format of one model's messages, found from its chat template."""
+"""The format of one model's messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from midflight.text.formats.assistant import AssistantMessage, ContentPiece, MessageParser, Piece, Tool, joined
+from midflight.errors import RequestRejected
+from midflight.text.formats.assistant import AssistantMessage, MessageParser, Tool, joined
+from midflight.text.formats.choice import AUTO, reasoning_format, special_tokens, tool_format
+from midflight.text.formats.hermes import Hermes
+from midflight.text.formats.lark import Lark, embedded
+from midflight.text.formats.parser import FormatParser
+from midflight.text.formats.thinking import Begun
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Grammar
+from midflight.types import Grammar, GrammarKind
 
 
 class MessageFormat:
     """Which markers the model writes tool calls and thinking between. Stateless."""
 
-    def __init__(self, tokenizer: Tokenizer, *, tools: str = "auto", reasoning: str = "auto") -> None:
-        """`auto` chooses from the chat template; `none` leaves the text as it is."""
-        self.kept_token_ids: frozenset[int] = frozenset()
+    def __init__(self, tokenizer: Tokenizer, *, tools: str = AUTO, reasoning: str = AUTO) -> None:
+        """`auto` chooses from the chat template, else from the special tokens. `none`: the model has no such markers of its
+        own; calls are then read, and made to be written, as Hermes writes them. An unknown name: `ConfigError`."""
+        self._tools = tool_format(tools, tokenizer) or Hermes()
+        self._thinking = reasoning_format(reasoning, tokenizer)
+        markers = self._tools.markers + (self._thinking.markers if self._thinking else ())
+        special = special_tokens(tokenizer)
+        self._lark = Lark({marker: special[marker] for marker in markers if marker in special})
+        self.kept_token_ids: frozenset[int] = frozenset(self._lark.special.values())
         """Special tokens that are markers: their text must reach the parser."""
 
-    def parser(self, prompt_text: str | None, *, calls: bool) -> MessageParser:
-        """A parser for one message. `prompt_text` says whether thinking was opened by the prompt; `calls`: whether tool calls are looked for."""
-        return _Plain()
+    def parser(self, prompt_text: str | None, *, calls: bool, tools: Sequence[Tool] = ()) -> MessageParser:
+        """A parser for one message. `prompt_text` says whether thinking was opened by the prompt; `calls`: whether tool calls
+        are looked for. `tools`, where they are known, give types to arguments that the format writes without."""
+        opened = self._thinking is not None and self._thinking.begun(prompt_text) is Begun.OPENED
+        return FormatParser(self._tools if calls else None, self._thinking, opened=opened, known=tools)
 
-    def parse(self, text: str, prompt_text: str | None, *, calls: bool) -> AssistantMessage:
-        parser = self.parser(prompt_text, calls=calls)
+    def parse(self, text: str, prompt_text: str | None, *, calls: bool, tools: Sequence[Tool] = ()) -> AssistantMessage:
+        parser = self.parser(prompt_text, calls=calls, tools=tools)
         return joined(parser.feed(text) + parser.finish())
 
     def calls_grammar(self, tools: Sequence[Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
-        """What a message matches that calls at least one of these tools and says nothing else; thinking may come first."""
-        raise NotImplementedError
+        """What a message matches that calls one of these tools (`parallel`: one or more calls) and says nothing else; thinking
+        may come first. Arguments match the tool's schema."""
+        if not tools:
+            raise RequestRejected("tool_choice asks for a call, but there is no tool: send tools.", param="tool_choice")
+        rules = self._tools.rules(self._lark, tools, parallel=parallel)
+        start = self._thinking_before("calls", prompt_text) or "start: calls"
+        return Grammar(GrammarKind.LARK, f"{start}\n{rules}\n")
 
     def after_thinking(self, grammar: Grammar, *, prompt_text: str | None) -> Grammar:
         """The same grammar for the content of a message that may think first."""
-        return grammar
+        start = self._thinking_before("content", prompt_text)
+        return grammar if start is None else Grammar(GrammarKind.LARK, f"{start}\n{embedded('content', grammar)}\n")
 
-
-class _Plain:
-    def feed(self, text: str) -> tuple[Piece, ...]:
-        return (ContentPiece(text),) if text else ()
-
-    def finish(self) -> tuple[Piece, ...]:
-        return ()
+    def _thinking_before(self, rule: str, prompt_text: str | None) -> str | None:
+        return None if self._thinking is None else self._thinking.before(self._lark, rule, prompt_text)

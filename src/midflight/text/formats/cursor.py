@@ -1,0 +1,110 @@
+"""Reading a text that is still growing: a reading is a generator that stops where the text stops, and goes on with more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+"""Yields when it needs more text; returns what it read."""
+
+SPACES = re.compile(r"[ \t\r\n]+")
+"""What counts as whitespace in messages: JSON's."""
+
+
+class NotACall(Exception):
+    """What is being read is no tool call. Never leaves the parser: the text is content."""
+
+
+class Cursor:
+    """A place in a growing text. What was read since the last `drop` is kept, in fragments: each letter is handled once.
+
+    A reading yields only when all the text at hand is read, so `push` never meets a rest.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._taken: list[str] = []
+
+    def push(self, text: str) -> None:
+        assert self._at == len(self._text), "a reading stops only at the end of the text"
+        self._text, self._at = text, 0
+
+    def end(self) -> None:
+        self._ended = True
+
+    def peek(self) -> Reading[str]:
+        """The next letter; empty at the end of the text."""
+        while self._at == len(self._text) and not self._ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def take(self, pattern: re.Pattern[str]) -> str:
+        """Takes what matches here in the text at hand; empty if nothing does."""
+        match = pattern.match(self._text, self._at)
+        return "" if match is None else self._take(match.end())
+
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Takes letters as long as they match; `pattern` is one class of letters, repeated."""
+        parts: list[str] = []
+        while (yield from self.peek()) and (part := self.take(pattern)):
+            parts.append(part)
+        return "".join(parts)
+
+    def letter(self) -> Reading[str]:
+        """Takes one letter; empty at the end of the text."""
+        if found := (yield from self.peek()):
+            self._take(self._at + 1)
+        return found
+
+    def literal(self, text: str) -> Reading[bool]:
+        """Takes `text` if it stands here, else as much of its beginning as does."""
+        for letter in text:
+            if (yield from self.peek()) != letter:
+                return False
+            self._take(self._at + 1)
+        return True
+
+    def expect(self, text: str) -> Reading[None]:
+        if not (yield from self.literal(text)):
+            raise NotACall
+
+    def until(self, marker: str) -> Reading[str]:
+        """Takes text up to `marker` and the marker; the text without it. The marker's first letter occurs in it once."""
+        mark = self.mark()
+        other = outside(marker)
+        while True:
+            yield from self.run(other)
+            if (yield from self.literal(marker)):
+                return self.since(mark)[: -len(marker)]
+            if not (yield from self.peek()):
+                raise NotACall
+
+    def mark(self) -> int:
+        return len(self._taken)
+
+    def since(self, mark: int) -> str:
+        """What was taken since `mark`, of which nothing was dropped."""
+        return "".join(self._taken[mark:])
+
+    def drop(self) -> str:
+        """What was taken, which is forgotten here."""
+        text = "".join(self._taken)
+        self._taken.clear()
+        return text
+
+    def _take(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        self._taken.append(text)
+        return text
+
+
+def outside(marker: str) -> re.Pattern[str]:
+    """Letters that cannot begin `marker`."""
+    assert marker[0] not in marker[1:], "after half a marker, another begins no earlier than at the next letter"
+    return re.compile(f"[^{re.escape(marker[0])}]+")

@@ -1,0 +1,64 @@
+"""Writing grammars in llguidance's Lark dialect (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from midflight.types import Grammar, GrammarKind, Json
+
+_SPACING: dict[str, Json] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As `json.dumps` and the chat templates write: a model that wanders has no endless whitespace to wander in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lark:
+    """Writes the parts of a grammar. `special` has the ids of markers that are special tokens."""
+
+    special: Mapping[str, int]
+
+    def marker(self, text: str) -> str:
+        """The special token, or the letters if it is none."""
+        return f"<[{self.special[text]}]>" if text in self.special else literal(text)
+
+    def ending(self, name: str, marker: str) -> str:
+        """A rule: any text, up to the first `marker` and with it."""
+        if marker in self.special:
+            return f"{name}: /(?s:.*)/ {self.marker(marker)}"
+        return f"{name}[lazy]: /(?s:.*){_slashed(re.escape(marker))}/"
+
+
+def literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def arguments(schema: Mapping[str, Json]) -> str:
+    """An object that matches a tool's schema; it is the root, so that its `$ref`s hold."""
+    return json_value({**schema, "type": "object"})
+
+
+def json_value(schema: Mapping[str, Json]) -> str:
+    """A value that matches a schema, spaced as `json.dumps` does."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
+
+
+def alternatives(names: list[str]) -> str:
+    return f"({' | '.join(names)})"
+
+
+def embedded(name: str, grammar: Grammar) -> str:
+    """A rule that matches what `grammar` does."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f"{name}: %json {grammar.text}"
+        case GrammarKind.REGEX:
+            return f"{name}: /(?:{_slashed(grammar.text)})/"
+        case GrammarKind.LARK:
+            return f"{name}: %lark {{\n{grammar.text}\n}}"
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression as it stands between slashes, on one line."""
+    return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern, flags=re.DOTALL)

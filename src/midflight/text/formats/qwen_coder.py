@@ -1,0 +1,142 @@
+"""Calls as Qwen3-Coder writes them: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from midflight.text.formats.assistant import Tool, ToolCall
+from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
+from midflight.text.formats.hermes import CLOSING, OPENING
+from midflight.text.formats.json_call import loads
+from midflight.text.formats.lark import Lark, alternatives, json_value, literal
+from midflight.text.formats.tool_format import Give
+from midflight.types import Json
+
+FUNCTION, PARAMETER, END_PARAMETER, END_FUNCTION = "<function=", "<parameter=", "</parameter>", "</function>"
+
+_NAME = re.compile(r"[^<>\n]+")
+_KINDS: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+}
+
+
+class QwenCoder:
+    """One newline at either end of a value belongs to the markers. A value is a string where the tool's schema says so, else
+    JSON if it is JSON, else a string."""
+
+    opening = OPENING
+    markers = (OPENING, CLOSING)
+
+    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
+        yield from cursor.run(SPACES)
+        yield from cursor.expect(FUNCTION)
+        name = yield from _name(cursor)
+        schema = next((tool.parameters for tool in tools if tool.name == name), {})
+        values: dict[str, str] = {}
+        while (yield from _has_parameter(cursor)):
+            key = yield from _name(cursor)
+            text = yield from cursor.until(END_PARAMETER)
+            values[key] = _written(text.removeprefix("\n").removesuffix("\n"), _property(schema, key))
+        yield from cursor.run(SPACES)
+        yield from cursor.expect(CLOSING)
+        give(ToolCall(name, f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {value}' for key, value in values.items())}}}"))
+
+    def read_bare(self, cursor: Cursor, give: Give) -> None:
+        return None
+
+    def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        names = [f"tool_{place}" for place in range(len(tools))]
+        return "\n".join(
+            [
+                'calls: call ("\\n" call)*' if parallel else "calls: call",
+                f'call: {lark.marker(OPENING)} "\\n" {alternatives(names)} "\\n" {lark.marker(CLOSING)}',
+                *(rule for name, tool in zip(names, tools, strict=True) for rule in _tool_rules(lark, name, tool)),
+            ]
+        )
+
+
+def _name(cursor: Cursor) -> Reading[str]:
+    name = (yield from cursor.run(_NAME)).strip()
+    yield from cursor.expect(">")
+    if not name:
+        raise NotACall
+    return name
+
+
+def _has_parameter(cursor: Cursor) -> Reading[bool]:
+    """Takes `<parameter=` or `</function>`, which both begin with `<`."""
+    yield from cursor.run(SPACES)
+    yield from cursor.expect("<")
+    if (yield from cursor.peek()) == PARAMETER[1]:
+        yield from cursor.expect(PARAMETER[1:])
+        return True
+    yield from cursor.expect(END_FUNCTION[1:])
+    return False
+
+
+def _property(schema: Mapping[str, Json], key: str) -> Mapping[str, Json]:
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _written(text: str, schema: Mapping[str, Json]) -> str:
+    """JSON text of a value."""
+    kinds = set(_kinds(schema))
+    try:
+        kind = _KINDS[type(loads(text))]
+    except NotACall:
+        kind = "string"
+        kinds.add(kind)
+    fits = kind in kinds or (kind == "integer" and "number" in kinds)
+    is_json = "string" not in kinds or (kind != "string" and fits)
+    return text.strip() if is_json else json.dumps(text, ensure_ascii=False)
+
+
+def _kinds(schema: Mapping[str, Json]) -> Iterator[str]:
+    """The JSON types that a schema names; none if it leaves them open."""
+    kinds = schema.get("type")
+    yield from (kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
+    if kinds is None:
+        listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        yield from (_KINDS[type(value)] for value in (listed if isinstance(listed, list) else []))
+    for key in ("anyOf", "oneOf"):
+        options = schema.get(key)
+        for option in options if isinstance(options, list) else []:
+            yield from _kinds(option) if isinstance(option, dict) else ()
+
+
+def _tool_rules(lark: Lark, name: str, tool: Tool) -> Iterator[str]:
+    """One tool's function block: its parameters in the order of the schema, those not required may be left out."""
+    properties = tool.parameters.get("properties")
+    required = tool.parameters.get("required")
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    parts: list[str] = []
+    for place, key in enumerate(properties if isinstance(properties, dict) else {}):
+        rule = f"{name}_{place}"
+        parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
+        yield from _parameter_rules(lark, rule, key, schema={**shared, **_property(tool.parameters, key)})
+    head, tail = literal(f"{FUNCTION}{tool.name}>\n"), literal(END_FUNCTION)
+    yield f"{name}: {' '.join([head, *parts, tail])}"
+
+
+def _parameter_rules(lark: Lark, name: str, key: str, *, schema: Mapping[str, Json]) -> Iterator[str]:
+    head = literal(f"{PARAMETER}{key}>\n")
+    tail = f"\n{END_PARAMETER}\n"
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if set(_kinds(schema)) != {"string"}:
+        yield f"{name}: {head} {name}_value {literal(tail)}"
+        yield f"{name}_value: {json_value(schema)}"
+    elif isinstance(listed, list):
+        yield f"{name}: {head} {alternatives([literal(str(value)) for value in listed])} {literal(tail)}"
+    else:
+        yield rf'{name}: {head} {name}_value "\n"'
+        yield lark.ending(f"{name}_value", END_PARAMETER)
