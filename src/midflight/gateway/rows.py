@@ -7,12 +7,12 @@ leaf (in order of recording) that holds a token trains it, in later rows it is c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from midflight.gateway.tree import Node
+from midflight.gateway.node import Node
 from midflight.types import Reason, Row
 
 
@@ -25,16 +25,19 @@ class Harvest:
     dropped: Counter[Reason] = field(default_factory=Counter[Reason])
 
 
-def harvest(nodes: Sequence[Node]) -> Harvest:
-    """`nodes` in order of recording. Paths without a trainable token give no row."""
-    unchosen = _unchosen(nodes)
+def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harvest:
+    """`nodes` in order of recording. Paths without a trainable token give no row.
+
+    `count_all_choices`: choices that the agent did not continue are trained too, each as a row of its own (DECISIONS 12).
+    """
+    unchosen = set[Node]() if count_all_choices else _unchosen(nodes)
     result = Harvest(rows=_rows([node for node in nodes if node not in unchosen]))
     for node in nodes:
         if node in unchosen:
-            result.dropped[Reason.UNCHOSEN] += len(node.turn.output_ids)
-        elif not node.turn.policy_sampled:
-            result.masked[Reason.NOT_POLICY_SAMPLED] += len(node.turn.output_ids)
-        result.dropped[Reason.OVERSHOOT] += node.turn.num_overshoot
+            result.dropped[Reason.UNCHOSEN] += node.num_output
+        elif not node.policy_sampled:
+            result.masked[Reason.NOT_POLICY_SAMPLED] += node.num_output
+        result.dropped[Reason.OVERSHOOT] += node.num_overshoot
     return Harvest(result.rows, +result.masked, +result.dropped)
 
 
@@ -49,25 +52,18 @@ def _rows(nodes: Sequence[Node]) -> tuple[Row, ...]:
     rows: list[Row] = []
     for leaf in nodes:
         if not leaf.children:
-            path = _path(leaf)
-            row = _row(leaf, path, trained=[node for node in path if node not in claimed and node.turn.policy_sampled])
+            path = leaf.path
+            trained = {node for node in path if node not in claimed and node.policy_sampled and node.output}
             claimed.update(path)
-            if row.num_trainable:
-                rows.append(row)
+            if trained:
+                rows.append(_row(leaf, path, trained=trained))
     return tuple(rows)
 
 
-def _path(leaf: Node) -> list[Node]:
-    path = [leaf]
-    while (parent := path[-1].parent) is not None:
-        path.append(parent)
-    return path
-
-
-def _row(leaf: Node, path: Sequence[Node], *, trained: Sequence[Node]) -> Row:
-    length = len(leaf.ids)
+def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node]) -> Row:
+    length = leaf.end
     row = Row(
-        token_ids=np.asarray(leaf.ids, dtype=np.int32),
+        token_ids=np.frombuffer(leaf.packed_ids, dtype="<i4").astype(np.int32),
         generated=np.zeros(length, dtype=np.bool_),
         loss_mask=np.zeros(length, dtype=np.bool_),
         logprobs=np.zeros(length, dtype=np.float32),
@@ -80,11 +76,11 @@ def _row(leaf: Node, path: Sequence[Node], *, trained: Sequence[Node]) -> Row:
 
 
 def _write(row: Row, node: Node, *, trained: bool) -> None:
-    turn, start = node.turn, len(node.turn.prompt_ids)
-    span = slice(start, start + len(turn.output_ids))
+    start = node.num_prompt
+    span = slice(start, node.end)
     row.generated[span] = True
     row.loss_mask[span] = trained
-    row.logprobs[span] = turn.logprobs
-    for segment in turn.segments:
+    row.logprobs[span] = np.frombuffer(node.logprobs, dtype="<f4")
+    for segment in node.segments:
         row.versions[start + segment.start : start + segment.end] = segment.version
         row.kv_versions[start + segment.start : start + segment.end] = segment.kv_version

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 
 from midflight.gateway.call import Messages, Source, Text
+from midflight.gateway.match import Matcher
+from midflight.gateway.node import Prompt, packed
 from midflight.gateway.replay import RecordedTurns
 from midflight.gateway.rows import harvest
 from midflight.gateway.sampling import SEED_SPACE, request_seed
-from midflight.gateway.tree import Prompt, TokenTree, packed
+from midflight.gateway.tree import TokenTree
 from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage
 from midflight.types import Chunk, Finish, FinishReason, Reason, RolloutKey, SamplingParams, Segment, SessionRecord, Turn, Version
@@ -63,18 +66,32 @@ class OpenTurn:
 class Session:
     """State of one session. `key` and `sampling` are `None` for anonymous, untracked use, which keeps no tree."""
 
-    def __init__(self, session_id: str, tokenizer: Tokenizer, *, key: RolloutKey | None, sampling: SamplingParams | None, tracked: bool):
+    def __init__(
+        self,
+        session_id: str,
+        tokenizer: Tokenizer,
+        *,
+        key: RolloutKey | None,
+        sampling: SamplingParams | None,
+        tracked: bool,
+        matcher: Matcher | None = None,
+        count_all_choices: bool = False,
+    ) -> None:
+        """`matcher`: one for all sessions of a gateway. `count_all_choices`: choices (n > 1) that the agent did not continue are
+        trained too; by default they are dropped(unchosen) where it continued another."""
         self.session_id = session_id
         self.key = key
         self.sampling = sampling
         self.tracked = tracked
-        self.tree = TokenTree(tokenizer)
+        self.count_all_choices = count_all_choices
+        self.tree = TokenTree(tokenizer, matcher=matcher)
         self.recorded = RecordedTurns()
         self.closed = False
         self.failed_requests = 0
         self.oldest_version: Version | None = None
         self._open: set[OpenTurn] = set()
         self._asked: Counter[bytes] = Counter()
+        """How often each prompt was asked, by the digest of its ids."""
         self._dropped: Counter[Reason] = Counter()
         self._num_requests = 0
 
@@ -87,13 +104,23 @@ class Session:
             case _:
                 return self.tree.plan_ids(source.ids)
 
+    @property
+    def num_requests(self) -> int:
+        """Since it was opened."""
+        return self._num_requests
+
+    @property
+    def num_running(self) -> int:
+        """Choices under way."""
+        return len(self._open)
+
     def next_request(self) -> int:
         self._num_requests += 1
         return self._num_requests
 
     def seed(self, run_name: str, run_seed: int, prompt_ids: tuple[int, ...], *, asked: int | None, choice: int) -> int:
         """An explicit seed, offset by the choice; else the next of the session's own for these prompt ids (anonymous: any)."""
-        digest = packed(prompt_ids)
+        digest = hashlib.blake2b(packed(prompt_ids), digest_size=16).digest()
         occurrence = self._asked[digest]
         self._asked[digest] += 1
         if asked is not None:
@@ -131,16 +158,18 @@ class Session:
             self.abandoned(turn)
         self.closed = True
         nodes = self.tree.nodes
-        result = harvest(nodes)
+        result = harvest(nodes, count_all_choices=self.count_all_choices)
         return SessionRecord(
             session_id=self.session_id,
             rows=result.rows,
             num_turns=len(nodes),
             num_branches=self.tree.num_branches,
-            truncated=any(node.turn.finish.reason is FinishReason.LENGTH for node in nodes),
+            truncated=any(node.reason is FinishReason.LENGTH for node in nodes),
             masked=dict(result.masked),
             dropped=dict(result.dropped + +self._dropped),
             failed_requests=self.failed_requests,
+            num_rewritten=self.tree.num_rewritten,
+            num_mismatches=self.tree.num_mismatches,
         )
 
     def __repr__(self) -> str:

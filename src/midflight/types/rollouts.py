@@ -84,6 +84,10 @@ class SessionRecord:
     dropped: Mapping[Reason, int] = field(default_factory=dict[Reason, int])
     """Generated tokens that are in no row, by reason."""
     failed_requests: int = 0
+    num_rewritten: int = 0
+    """Answered chats that held a recorded reply, or another message in its place, and could not continue it token by token."""
+    num_mismatches: int = 0
+    """Answered prompts whose text, tokenised anew, would have had other ids than the recorded ones that were reused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
