@@ -1,0 +1,207 @@
+"""P3, P6, P7, P12 at the agent's edge: whatever happens to the engines, every dialect gives the undisturbed answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import httpx2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gateway.offered import Seen
+
+from midflight.gateway.control import Control
+from midflight.gateway.fleet import Fleet
+from midflight.gateway.gateway import Gateway
+from midflight.gateway.health import HealthWatch
+from midflight.gateway.http import build_app
+from midflight.gateway.memory import MemoryTransport
+from midflight.gateway.resume import Generator
+from midflight.gateway.sampling import Limits
+from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.scripted import CAPABLE, ScriptedEngine
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import GroupKey, PauseMode, RolloutKey, SamplingParams
+
+Told: TypeAlias = dict[int, tuple[str, str]]
+"""By choice: its text, and how it ended."""
+
+STOP = "th"
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "tell me"}], "seed": 7, "max_tokens": 60}
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat with a stop string": ("/v1/chat/completions", {**CHAT, "stop": STOP}),
+    "four choices": ("/v1/chat/completions", {**CHAT, "n": 4}),
+    "eight prompts": (
+        "/v1/completions",
+        {"model": "policy", "prompt": [f"p{k}" for k in range(8)], "seed": 7, "max_tokens": 60, "stop": STOP},
+    ),
+    "responses": ("/v1/responses", {"model": "policy", "input": "tell me", "max_output_tokens": 60, "seed": 7}),
+    "messages": (
+        "/v1/messages",
+        {"model": "policy", "messages": CHAT["messages"], "max_tokens": 60, "stop_sequences": [STOP], "seed": 7},
+    ),
+    "native": ("/generate", {"input_ids": [97, 98], "sampling_params": {"max_new_tokens": 60, "sampling_seed": 7}}),
+}
+
+
+def told_whole(path: str, body: Any) -> Told:
+    match path:
+        case "/v1/chat/completions":
+            return {c["index"]: (c["message"]["content"], c["finish_reason"]) for c in body["choices"]}
+        case "/v1/completions":
+            return {c["index"]: (c["text"], c["finish_reason"]) for c in body["choices"]}
+        case "/v1/responses":
+            return {0: ("".join(part["text"] for item in body["output"] for part in item["content"]), body["status"])}
+        case "/v1/messages":
+            return {0: ("".join(block["text"] for block in body["content"]), body["stop_reason"])}
+        case _:
+            return {0: (body["text"], body["meta_info"]["finish_reason"]["type"])}
+
+
+def told_streamed(path: str, frames: list[Any]) -> Told:
+    """The same, put together from a stream's frames."""
+    texts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    for frame in frames:
+        assert "error" not in frame, frame
+        for choice in frame.get("choices", ()):
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + piece
+            ends[choice["index"]] = choice["finish_reason"] or ends.get(choice["index"], "")
+        match frame.get("type"):
+            case "response.output_text.delta":
+                texts[0] = texts.get(0, "") + frame["delta"]
+            case "response.completed" | "response.incomplete":
+                ends[0] = frame["response"]["status"]
+            case "content_block_delta":
+                texts[0] = texts.get(0, "") + frame["delta"]["text"]
+            case "message_delta":
+                ends[0] = frame["delta"]["stop_reason"]
+            case _ if path == "/generate":
+                texts[0] = frame["text"]
+                ends[0] = (frame["meta_info"]["finish_reason"] or {}).get("type", "")
+    return {index: (texts.get(index, ""), ends[index]) for index in ends}
+
+
+class Site:
+    """A gateway over two scripted engines, and what can happen to them."""
+
+    def __init__(self) -> None:
+        self.engines = [ScriptedEngine(f"e{k}", script=Script(mean_length=30), capabilities=CAPABLE) for k in range(2)]
+        self.fleet = Fleet()
+        for engine in self.engines:
+            self.fleet.attach(engine)
+        generator = Generator(self.fleet, tokenizer=scripted_tokenizer(), request_seconds=600)
+        self.control = Control(self.fleet, generator)
+        self.health = HealthWatch(self.fleet, interval_seconds=0.2, stall_seconds=1.0)
+        self.gateway = Gateway(generator, scripted_tokenizer(), Seen(), model="policy", limits=Limits(4096, 262))
+        self.gateway.address = "http://memory"
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx2.AsyncClient]:
+        app = build_app(self.gateway, self.control)
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self.health.run())
+            async with httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://memory", timeout=None) as http:
+                yield http
+            watch.cancel()
+
+    async def disturb(self, events: list[tuple[float, str, int]]) -> None:
+        """(seconds since the last, what, which engine)."""
+        for seconds, what, which in events:
+            await asyncio.sleep(seconds)
+            engine = self.engines[which]
+            match what:
+                case "abort":
+                    if engine.name not in {s.name for s in self.fleet.states() if s.error}:
+                        await engine.abort(None)
+                case "restart":
+                    engine.die()
+                    await asyncio.sleep(0.05)
+                    engine.revive()
+                case "stall":
+                    engine.stall()
+                    await asyncio.sleep(1.5)
+                    engine.unstall()
+                case "nonsense":
+                    engine.mangle = lambda chunk: [replace(chunk, logprobs=(math.nan,) * len(chunk.token_ids))]
+                    await asyncio.sleep(0.05)
+                    engine.mangle = None
+                case mode:
+                    await self.control.pause(PauseMode(mode.removeprefix("pause by ")))
+                    await asyncio.sleep(0.3)
+                    await self.control.resume()
+
+
+async def asked(http: httpx2.AsyncClient, base: str, name: str, *, stream: bool) -> Told:
+    path, body = REQUESTS[name]
+    url = base.removesuffix("/v1") + path
+    answer = await http.post(url, json={**body, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return told_whole(path, answer.json())
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return told_streamed(path, [json.loads(line) for line in lines if line != "[DONE]"])
+
+
+async def all_told(events: list[tuple[float, str, int]]) -> tuple[dict[tuple[str, bool], Told], int, int]:
+    """Every request at once, streamed and not, each in a session of its own; and how many turns and rows were recorded."""
+    site = Site()
+    async with site.http() as http:
+        handles, tasks = [], {}
+        async with asyncio.TaskGroup() as group:
+            disturbance = group.create_task(site.disturb(events))
+            for number, (name, stream) in enumerate((n, s) for n in REQUESTS for s in (False, True)):
+                key = RolloutKey(GroupKey(0, number), 0)
+                handle = site.gateway.open(key, sampling=SamplingParams(max_tokens=60), tracked=True)
+                handles.append(handle)
+                tasks[name, stream] = group.create_task(asked(http, handle.base_url, name, stream=stream))
+            await disturbance
+        records = [site.gateway.close(handle.session_id) for handle in handles]
+    assert all(record.failed_requests == 0 for record in records)
+    told = {key: task.result() for key, task in tasks.items()}
+    return told, sum(r.num_turns for r in records), sum(row.num_trainable for r in records for row in r.rows)
+
+
+CALM = None
+
+
+def calm() -> tuple[dict[tuple[str, bool], Told], int, int]:
+    global CALM
+    CALM = CALM or run_virtual(all_told([]))
+    return CALM
+
+
+def test_streamed_and_whole_answers_of_a_calm_site_are_the_same() -> None:
+    told, turns, _ = calm()
+    for name in REQUESTS:
+        assert told[name, True] == told[name, False], name
+    assert turns == 2 * (5 + 4 + 8)
+    assert any(STOP not in text and end == "stop" for text, end in told["eight prompts", False].values())
+    assert len(set(told["four choices", False].values())) == 4
+
+
+PAUSES = [f"pause by {mode}" for mode in PauseMode]
+EVENT = st.tuples(
+    st.floats(0.0, 0.3),
+    st.sampled_from(["abort", "abort", "restart", "stall", "nonsense", *PAUSES]),
+    st.integers(0, 1),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(EVENT, min_size=1, max_size=8))
+def test_i5_no_schedule_of_pauses_aborts_and_deaths_changes_any_answer_in_any_dialect(events: list[tuple[float, str, int]]) -> None:
+    assert run_virtual(all_told(events)) == calm()
+
+
+@pytest.mark.parametrize("what", ["abort", "restart", "stall", "nonsense", *PAUSES])
+def test_each_disturbance_twice_in_mid_answer_changes_nothing(what: str) -> None:
+    assert run_virtual(all_told([(0.05, what, 0), (0.1, what, 1)])) == calm()
