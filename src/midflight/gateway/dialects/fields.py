@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, TypeVar
 
@@ -122,6 +123,9 @@ class SamplingBody(Body):
 
 B = TypeVar("B", bound=Body)
 
+_TAG = re.compile(r"str|\[key\]|(list|dict)\[.*\]")
+"""Parts of a place that pydantic adds to say which type of a union was tried, or that a key is at fault."""
+
 
 def parse(kind: type[B], body: bytes) -> B:
     """A checked body, or `RequestRejected` naming the field, the value and the remedy."""
@@ -182,7 +186,7 @@ def _rejected(error: ValidationError) -> RequestRejected:
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return RequestRejected(f"the body is not valid JSON ({first['msg']}): send a JSON object.")
-    place = ".".join(str(part) for part in first["loc"])[:200]
+    place = ".".join(str(part) for part in first["loc"] if not _TAG.fullmatch(str(part)))[:200]
     if not place:
         return RequestRejected(f"the body is not a JSON object ({first['msg']}): send one.")
     if first["type"] == "missing":
