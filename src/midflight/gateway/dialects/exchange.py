@@ -47,6 +47,11 @@ class Exchange(Protocol):
         ...
 
 
+def told_alone(exchange: Exchange, fault: Fault) -> Json:
+    """The error is the frame."""
+    return fault.body
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """A wire format as a route: where it is, how a body is read, and how its errors and its stream look."""
@@ -55,6 +60,8 @@ class Dialect:
     exchange: Callable[[bytes], Exchange]
     """Parses a body; raises `RequestRejected`."""
     fault: Callable[[BaseException], Fault] = fault_of
-    """An error as this dialect's clients read it; in a stream its body is the last frame."""
+    """An error as this dialect's clients read it."""
+    broken: Callable[[Exchange, Fault], Json] = told_alone
+    """The last frame of a stream that fails after it began."""
     named_events: bool = False
     """Frames are preceded by an `event:` line with their `type`, and no `[DONE]` ends the stream."""

@@ -1,0 +1,181 @@
+"""OpenAI's responses: `POST /v1/responses`. Nothing is stored: each request brings its whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from midflight.gateway.call import Answer, Delta, Event, ToolChoice
+from midflight.gateway.dialects.exchange import Exchange, Reply
+from midflight.gateway.dialects.fields import parse
+from midflight.gateway.dialects.responses_body import FormatBody, FunctionBody, ResponsesBody, responses_call
+from midflight.gateway.dialects.responses_events import OutputItems
+from midflight.gateway.dialects.wording import call_id, logprob_entries, weight_versions
+from midflight.gateway.faults import Fault
+from midflight.text import Tokenizer
+from midflight.text.formats import ContentPiece, Piece
+from midflight.types import FinishReason, Json
+
+
+class ResponsesExchange:
+    """One request for a response."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = parse(ResponsesBody, body)
+        self.call = responses_call(self._body)
+        self._items: OutputItems | None = None
+        self._untold: list[Json] = []
+        """Log-probabilities of streamed tokens that no text has carried yet."""
+
+    def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
+        (answer,) = answers
+        items = self._growing(reply)
+        for _ in (*items.add(answer.tail_pieces), *self._end(items, reply, answer)):
+            pass
+        return self._finished(reply, items, answer)
+
+    def opening(self, reply: Reply) -> Iterable[Json]:
+        started = self._response(reply, "in_progress", [])
+        yield {"type": "response.created", "sequence_number": 0, "response": started}
+        yield {"type": "response.in_progress", "sequence_number": 1, "response": started}
+
+    def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
+        items = self._growing(reply)
+        if isinstance(event, Delta):
+            self._untold += self._logprobs(reply.tokenizer, event.token_ids, event.logprobs, event.top_logprobs)
+            yield from items.add(event.pieces, self._told_with(event.pieces))
+        else:
+            yield from items.add(event.tail_pieces, self._told_with(event.tail_pieces))
+            yield from self._end(items, reply, event)
+
+    def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
+        (answer,) = answers
+        items = self._growing(reply)
+        response = self._finished(reply, items, answer)
+        yield items.event(f"response.{response['status']}", response=response)
+
+    def broken(self, error: Json) -> Json:
+        """The last event of a stream that failed; `error` once more where the SDK looks for it, to raise it."""
+        assert isinstance(error, dict)
+        items = self._items or OutputItems("", str)
+        return items.event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
+
+    def _growing(self, reply: Reply) -> OutputItems:
+        request_id = reply.job.request_id
+        self._items = self._items or OutputItems(request_id, lambda index: call_id(request_id, index))
+        return self._items
+
+    def _end(self, items: OutputItems, reply: Reply, answer: Answer) -> Iterable[Json]:
+        turn = answer.turn
+        logprobs = self._logprobs(reply.tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs)
+        return items.end(complete=not _cut(answer), logprobs=logprobs)
+
+    def _finished(self, reply: Reply, items: OutputItems, answer: Answer) -> dict[str, Json]:
+        turn = answer.turn
+        body = self._response(reply, "incomplete" if _cut(answer) else "completed", list(items.items))
+        body["usage"] = _usage(len(turn.prompt_ids), len(turn.output_ids))
+        if _cut(answer):
+            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._body.return_token_ids:
+            body["prompt_token_ids"] = list(turn.prompt_ids)
+            body["token_ids"] = list(turn.output_ids)
+            body["weight_versions"] = weight_versions(turn)
+        return body
+
+    def _told_with(self, pieces: Sequence[Piece]) -> list[Json]:
+        """Log-probabilities that go with these pieces: reasoning and calls carry none."""
+        if not any(isinstance(piece, ContentPiece) for piece in pieces):
+            return []
+        told, self._untold = self._untold, []
+        return told
+
+    def _logprobs(
+        self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Sequence[tuple[tuple[int, float], ...]]
+    ) -> list[Json]:
+        if not self._body.wants_logprobs:
+            return []
+        return logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=bool(self._body.return_tokens_as_token_ids))
+
+    def _response(self, reply: Reply, status: str, output: list[Json]) -> dict[str, Json]:
+        """The response, with what it was asked and is sampled with."""
+        body, sampling = self._body, reply.job.choices[0].request.sampling
+        reasoning = body.reasoning
+        return {
+            "id": f"resp_{reply.job.request_id}",
+            "object": "response",
+            "created_at": reply.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": reply.model,
+            "output": output,
+            "usage": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_logprobs": sampling.top_logprobs,
+            "tools": [_tool(tool) for tool in body.tools or ()],
+            "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.call.parallel_tool_calls,
+            "text": {"format": _format(body.text.format if body.text is not None else None)},
+            "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+            "truncation": "disabled",
+            "metadata": dict(body.metadata or {}),
+            "user": body.user,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+            "service_tier": "default",
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+        }
+
+    def _tool_choice(self) -> Json:
+        if self.call.forced_tool is not None:
+            return {"type": "function", "name": self.call.forced_tool}
+        given = self._body.tool_choice
+        return given if isinstance(given, str) else ToolChoice.AUTO.value
+
+
+def broken(exchange: Exchange, fault: Fault) -> Json:
+    """The last frame of a stream of this dialect that failed."""
+    assert isinstance(exchange, ResponsesExchange) and isinstance(fault.body, dict)
+    return exchange.broken(fault.body["error"])
+
+
+def _cut(answer: Answer) -> bool:
+    return answer.turn.finish.reason is FinishReason.LENGTH
+
+
+def _tool(tool: FunctionBody) -> Json:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
+    }
+
+
+def _format(given: FormatBody | None) -> Json:
+    if given is None or given.type != "json_schema":
+        return {"type": "text" if given is None else given.type}
+    return {
+        "type": given.type,
+        "name": given.name,
+        "description": given.description,
+        "schema": given.schema_,
+        "strict": bool(given.strict),
+    }
+
+
+def _usage(input_tokens: int, output_tokens: int) -> Json:
+    """What was in a cache, and what was reasoning, is not counted."""
+    return {
+        "input_tokens": input_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": input_tokens + output_tokens,
+    }

@@ -1,0 +1,206 @@
+"""The body of a request for a response, and the call that it means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from midflight.errors import RequestRejected
+from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
+from midflight.gateway.dialects.chat_body import RESERVED_OPTIONS, ReasoningEffort
+from midflight.gateway.dialects.fields import Body, SamplingBody, Tokens, TopLogprobs, refuse_unknown_within
+from midflight.gateway.dialects.grammars import ANY_OBJECT, MAX_LETTERS
+from midflight.gateway.dialects.responses_input import conversation
+from midflight.gateway.dialects.schemas import check_schema
+from midflight.gateway.dialects.tools import MAX_TOOLS, ToolName, check_known, choice_of, tool_of
+from midflight.text.formats import Tool
+from midflight.types import Grammar, GrammarKind, Json
+
+_STORED = ("previous_response_id", "conversation", "prompt")
+"""Fields that name something stored."""
+
+_OF_CHAT: Mapping[str, str] = {
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of chat completions, and what they are called here."""
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class FunctionBody(Body):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+    """Ignored: calls are shown only when they are well formed, and sampled under their schema where one is required."""
+
+
+class FormatBody(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema_: JsonValue = Field(default=None, alias="schema")
+    strict: bool | None = None
+    """As good as given: answers match the schema always."""
+
+
+class TextBody(Body):
+    format: FormatBody | None = None
+
+
+class ReasoningBody(Body):
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Ignored: the reasoning is told in full."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesBody(SamplingBody):
+    input: JsonValue
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    tools: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: JsonValue = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Tokens | None = None
+    """Ignored: it counts calls of hosted tools, and there are none."""
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: TopLogprobs | None = None
+    truncation: Literal["disabled"] | None = None
+    background: bool | None = None
+    previous_response_id: JsonValue = None
+    conversation: JsonValue = None
+    prompt: JsonValue = None
+    metadata: dict[str, JsonValue] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: JsonValue = None
+    """Ignored: engines find common prefixes by themselves."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    max_tokens: JsonValue = None
+    max_completion_tokens: JsonValue = None
+    reasoning_effort: JsonValue = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
+def responses_call(body: ResponsesBody) -> CompletionCall:
+    """The call that a request means; raises `RequestRejected` where its fields contradict each other or want what is not here."""
+    _refuse_unkept(body)
+    tools = _tools(body.tools or ())
+    choice, forced = _choice(body.tool_choice, tools)
+    return CompletionCall(
+        sources=(Messages(conversation(body.input, instructions=body.instructions), tools, _options(body)),),
+        asked=_asked(body, choice),
+        stream=bool(body.stream),
+        model=body.model,
+        prompt_param="input",
+        max_tokens_param="max_output_tokens",
+        tool_choice=choice,
+        forced_tool=forced,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def _refuse_unkept(body: ResponsesBody) -> None:
+    """What is known and cannot be done here, by name and with the remedy."""
+    for name in _STORED:
+        if getattr(body, name) is not None:
+            raise RequestRejected(f"{name} names something stored, and nothing is stored here: send the whole input.", param=name)
+    if body.background:
+        remedy = "send the whole input and wait for the response, or stream it"
+        raise RequestRejected(f"background is true, and nothing is stored here to be fetched later: {remedy}.", param="background")
+    if body.n not in (None, 1):
+        raise RequestRejected(f"n is {body.n}, and a response is one answer: send several requests.", param="n")
+    for name, own in _OF_CHAT.items():
+        if getattr(body, name) is not None:
+            raise RequestRejected(f"{name} is a field of chat completions: send {own} instead.", param=name)
+    _refuse_unknown_inside(body)
+
+
+def _refuse_unknown_inside(body: ResponsesBody) -> None:
+    inner: list[tuple[str, Body | None]] = [("text", body.text), ("reasoning", body.reasoning), ("stream_options", body.stream_options)]
+    inner += [("text.format", body.text.format if body.text is not None else None)]
+    inner += [(f"tools.{place}", tool) for place, tool in enumerate(body.tools or ())]
+    for name, part in inner:
+        if part is not None:
+            refuse_unknown_within(part, name)
+
+
+def _tools(bodies: Sequence[FunctionBody]) -> tuple[Tool, ...]:
+    """The tools, in order. Two of one name are refused."""
+    found: dict[str, Tool] = {}
+    for place, body in enumerate(bodies):
+        if body.name in found:
+            raise RequestRejected(f"tools.{place}.name is {body.name!r}, as that of another tool: rename one.", param=f"tools.{place}.name")
+        found[body.name] = tool_of(body.name, body.description, body.parameters, param=f"tools.{place}.parameters")
+    return tuple(found.values())
+
+
+def _choice(given: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
+    """Whether to call a tool, and the one that is forced: `{"type": "function", "name": ...}`."""
+    if not isinstance(given, dict):
+        return choice_of(given, tools)
+    kind, name = given.get("type"), given.get("name")
+    if kind != "function":
+        remedy = 'send none, auto, required or {"type": "function", "name": ...}, and only the tools allowed'
+        raise RequestRejected(f"tool_choice.type is {kind!r:.80}, which is not supported here: {remedy}.", param="tool_choice.type")
+    if not isinstance(name, str):
+        raise RequestRejected(f"tool_choice.name is {name!r:.80}: send the name of a tool.", param="tool_choice.name")
+    check_known(name, tools, param="tool_choice.name")
+    return ToolChoice.REQUIRED, name
+
+
+def _asked(body: ResponsesBody, choice: ToolChoice) -> Asked:
+    """An answer cannot both match a grammar of the client's and be free to call tools."""
+    asked = body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs)
+    given = body.text.format if body.text is not None else None
+    grammar = None if given is None else _grammar(given)
+    if grammar is not None and asked.grammar is not None:
+        raise RequestRejected("text.format and another field both say what the answer must match: send one.", param="text.format")
+    asked = replace(asked, grammar=grammar or asked.grammar)
+    if asked.grammar is not None and choice is not ToolChoice.NONE:
+        remedy = 'send tool_choice "none", or leave the format out'
+        raise RequestRejected(
+            f"text.format (or a grammar) together with tool_choice {choice.value!r} is not supported here: {remedy}.", param="text.format"
+        )
+    return asked
+
+
+def _grammar(given: FormatBody) -> Grammar | None:
+    if given.type == "text":
+        return None
+    if given.type == "json_object":
+        return ANY_OBJECT
+    param = "text.format.schema"
+    if given.schema_ is None:
+        raise RequestRejected(f"{param} is missing: send a JSON schema.", param=param)
+    text = json.dumps(check_schema(given.schema_, param), separators=(",", ":"))
+    if len(text) > MAX_LETTERS:
+        raise RequestRejected(f"{param} has {len(text)} letters: send {MAX_LETTERS} at most.", param=param)
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
+
+
+def _options(body: ResponsesBody) -> dict[str, Json]:
+    """Names for the template. What it fills with its own values is refused."""
+    options: dict[str, Json] = dict(body.chat_template_kwargs or {})
+    for name in options:
+        if name in RESERVED_OPTIONS:
+            param = f"chat_template_kwargs.{name}"
+            raise RequestRejected(f"{param} is set by the gateway: leave it out.", param=param)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        options["reasoning_effort"] = body.reasoning.effort
+    return options
