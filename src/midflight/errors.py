@@ -81,6 +81,17 @@ class Overloaded(MidflightError):
     code = "overloaded"
     retryable = True
 
+    def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class IdempotencyConflict(RequestRejected):
+    """An idempotency key that stands for another request already."""
+
+    status = 409
+    code = "idempotency_conflict"
+
 
 class SessionClosed(RequestRejected):
     status = 410
@@ -99,6 +110,20 @@ class OutOfTurn(RequestRejected):
 
     status = 409
     code = "out_of_turn"
+
+
+class NothingToClaim(RequestRejected):
+    """Claims were asked of a run whose rollouts are not claimed."""
+
+    status = 404
+    code = "nothing_to_claim"
+
+
+class RewardFixed(RequestRejected):
+    """Another reward was given before: a reward is given once, and again only as the same."""
+
+    status = 409
+    code = "reward_fixed"
 
 
 class BatchCorrupt(RequestRejected):

@@ -91,6 +91,16 @@ class GatewaySection(Section):
     """Deadline of one request, pauses excluded; larger tolerates slower engines."""
     max_sessions: Positive = 10_000
     """Live sessions; further ones are answered 429."""
+    max_requests: Positive = 4096
+    """Requests under way; further ones are answered 429."""
+    orphan_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """A session's generation survives the loss of its client for this long, and so does its answer, for a retry; larger forgives longer losses."""
+    tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
+    """How the model writes tool calls; `auto` finds it in the chat template or the special tokens, `none` is a model without a form of its own."""
+    reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
+    """Between which markers the model thinks before it answers; `auto` finds them as above, `none` leaves thinking in the content."""
+    session_seconds: Seconds = 3600.0
+    """A session opened over HTTP ends after this long without a request, and its record is kept as long for its owner; larger waits longer for late rewards."""
 
 
 class SourceSection(Section):

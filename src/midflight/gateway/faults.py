@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from midflight.errors import Blame, MidflightError, RequestRejected
+from midflight.errors import Blame, MidflightError, Overloaded, RequestRejected
 from midflight.types import Json
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,18 @@ def fault_of(error: BaseException) -> Fault:
     if not isinstance(error, MidflightError):
         return Fault(500, _body("the gateway failed on this request; its log has the traceback.", "internal_error", None, "internal_error"))
     param = error.param if isinstance(error, RequestRejected) else None
-    headers = ((b"retry-after", str(RETRY_AFTER_SECONDS).encode()),) if error.retryable else ()
-    return Fault(error.status, _body(str(error), _kind(error), param, error.code), headers)
+    return Fault(error.status, _body(str(error), _kind(error), param, error.code), retry_headers(error))
+
+
+def retry_headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
+    """When to try again, and that it is no use where SDKs would: they retry a conflict, which stays one."""
+    if isinstance(error, Overloaded):
+        return ((b"retry-after", b"%d" % error.retry_after_seconds),)
+    if isinstance(error, MidflightError) and error.retryable:
+        return ((b"retry-after", b"%d" % RETRY_AFTER_SECONDS),)
+    if isinstance(error, MidflightError) and error.status == 409:
+        return ((b"x-should-retry", b"false"),)
+    return ()
 
 
 def plain_fault(status: int, message: str, code: str) -> Fault:

@@ -17,6 +17,7 @@ from midflight.errors import MidflightError, RequestRejected, SessionClosed, Una
 from midflight.gateway.call import Answer, CompletionCall, Delta, Messages, Sink, Source, ToolChoice
 from midflight.gateway.registry import OpenSession, SessionRegistry
 from midflight.gateway.replay import RecordedTurns, Replay
+from midflight.gateway.retries import Requests
 from midflight.gateway.sampling import Limits, check_prompt, params_for, samples_the_policy
 from midflight.gateway.session import OpenTurn, Session
 from midflight.gateway.telling import Telling
@@ -75,7 +76,7 @@ class Job:
 
 
 class Gateway:
-    """Implements `ports.Sessions`. Bounded by `max_sessions` and by what the HTTP server admits."""
+    """Implements `ports.Sessions`. Bounded by `max_sessions` and `max_requests`."""
 
     def __init__(
         self,
@@ -88,6 +89,8 @@ class Gateway:
         run_name: str = "run",
         run_seed: int = 0,
         max_sessions: int = 10_000,
+        max_requests: int = 4096,
+        orphan_seconds: float = 30.0,
         anonymous: bool = True,
         message_format: MessageFormat | None = None,
     ) -> None:
@@ -100,6 +103,8 @@ class Gateway:
         """Where agents reach it, without a path; set once the port is known."""
         self.on_turn: Callable[[RolloutKey, int, Turn], None] | None = None
         """Told each completed turn of a tracked session and its number there, from 0, before the agent sees it; set by who keeps them (I8)."""
+        self.requests = Requests(max_requests=max_requests, orphan_seconds=orphan_seconds)
+        """Under way over any wire, and what their retries may ask for."""
         self.num_running = 0
         """Choices under way."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
@@ -107,7 +112,7 @@ class Gateway:
         self._observer = observer
         self._run_name, self._run_seed = run_name, run_seed
         self._anonymous = anonymous
-        self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions)
+        self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format)
         self._prefix = secrets.token_hex(4)
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
@@ -115,9 +120,11 @@ class Gateway:
 
     # --- Sessions, for their owner -----------------------------------------------------------------------------------
 
-    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool) -> OpenSession:
-        """`sampling` gives defaults, and the temperature that counts as the policy's. Too many sessions: `Overloaded`."""
-        handle = self._sessions.open(key, sampling=sampling, tracked=tracked, address=self.address)
+    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, count_all_choices: bool = False) -> OpenSession:
+        """`sampling` gives defaults, and the temperature that counts as the policy's. Too many sessions: `Overloaded`.
+
+        `count_all_choices`: choices (n > 1) that the agent did not continue are trained too, not dropped(unchosen)."""
+        handle = self._sessions.open(key, sampling=sampling, tracked=tracked, address=self.address, count_all_choices=count_all_choices)
         if tracked and key in self._recorded:
             self._sessions.get(handle.session_id).recorded = self._recorded.pop(key)
         return handle
@@ -132,6 +139,7 @@ class Gateway:
         for scope in self._scopes.pop(session_id, ()):
             scope.reschedule(asyncio.get_running_loop().time())
         self._generator.forget(session_id)
+        self.requests.forget_session(session_id)
         return record
 
     def oldest_version(self, session_id: str) -> Version | None:
@@ -141,6 +149,11 @@ class Gateway:
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
+
+    @property
+    def registry(self) -> SessionRegistry:
+        """Who may use which session."""
+        return self._sessions
 
     # --- Requests, for agents ----------------------------------------------------------------------------------------
 
@@ -222,7 +235,7 @@ class Gateway:
     def _constrained(self, call: CompletionCall, prompt: Prompt) -> CompletionCall:
         """A tool call that must come is sampled under a grammar, and so is a response format after thinking."""
         source, grammar = call.sources[0], call.asked.grammar
-        if not isinstance(source, Messages):
+        if not isinstance(source, Messages) or (grammar is None and call.tool_choice is not ToolChoice.REQUIRED):
             return call
         if call.tool_choice is ToolChoice.REQUIRED:
             tools = [tool for tool in source.tools if call.forced_tool in (None, tool.name)]
@@ -241,7 +254,8 @@ class Gateway:
     def _choice(self, session: Session, call: CompletionCall, index: int, prompt: Prompt, sampling: SamplingParams, number: int) -> Choice:
         self._serial += 1
         seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=call.asked.seed, choice=index % call.n)
-        own = call.request_id if call.request_id is None or call.n == 1 else f"{call.request_id}-{index}"
+        single = len(call.sources) * call.n == 1
+        own = call.request_id if call.request_id is None or single else f"{call.request_id}-{index}"
         return Choice(
             index=index,
             prompt=prompt,

@@ -7,12 +7,11 @@ only wire there is.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Scope
-
-from midflight.gateway.wire import CANCELS_WITH_CLIENT
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -27,98 +26,118 @@ _MAX_PARTS = 64
 
 
 class MemoryTransport(httpx.AsyncBaseTransport):
-    """Calls `app` for each request, in a task of `tasks`: the owner's group ends them all."""
+    """Calls `app` for each request, in a task of `tasks`: the owner's group ends them all.
+
+    A client who goes is told to the application as `http.disconnect`, as a server would; it ends when it wants to.
+    """
 
     def __init__(self, app: ASGIApp, tasks: asyncio.TaskGroup) -> None:
         self._app = app
         self._tasks = tasks
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Waits for the response to start; ended by the application. Cancelled, it cancels the application too."""
-        body = await request.aread()
-        exchange = _Exchange(body)
-        exchange.task = self._tasks.create_task(exchange.run(self._app, _scope(request)), name=f"{request.method} in memory")
+        """Waits for the response to start; ended by the application, or by the client's cancellation, which is his going."""
+        exchange = _Exchange(await request.aread(), is_head=request.method == "HEAD")
+        self._tasks.create_task(exchange.run(self._app, _scope(request)), name=f"{request.method} in memory")
         try:
             await exchange.started
         except BaseException:
-            exchange.cancel()
+            exchange.go()
             raise
         return httpx.Response(exchange.status, headers=exchange.headers, stream=exchange)
 
 
 class _Exchange(httpx.AsyncByteStream):
-    """One request and its response. Reading it waits for parts of the body; closing it cancels the application."""
+    """One request and its response. Reading it waits for parts of the body; closing it early is the client's going."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, *, is_head: bool) -> None:
         self.status = 500
         self.headers: list[tuple[bytes, bytes]] = []
-        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self.started: asyncio.Future[None] = self._loop.create_future()
+        self._is_head = is_head
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
-        self._read = False
+        self._parts: deque[bytes] = deque()
         self._whole = False
         """Whether the application sent the end of the body."""
-        self._parts: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_PARTS)
+        self._ended = False
+        """Whether the application has ended: no more parts will come."""
+        self._gone = False
+        """Whether the client has gone."""
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._watcher: asyncio.Future[None] | None = None
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Waits for the application. An error of it is the client's connection error, never the task group's."""
+        error = httpx.RemoteProtocolError("the application ended without a whole response")
         try:
             await app(scope, self._receive, self._send)
-            error = httpx.RemoteProtocolError("the application ended without a whole response")
         except Exception as failure:  # the edge: what a server would log and answer by cutting the connection
             error = httpx.RemoteProtocolError(f"the application failed: {failure!r}")
         finally:
-            self._cut()
-        if not self.started.done():
-            self.started.set_exception(error)
+            self._ended = True
+            _resolve(self._reader)
+            if not self.started.done():
+                self.started.set_exception(error)
+                self.started.exception()  # a client who has gone does not ask for it
 
-    def cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
+    def go(self) -> None:
+        """The client leaves: the application is told, and what it sends from here on is dropped."""
+        self._gone = True
+        self._parts.clear()
+        for waiting in (self._writer, self._watcher):
+            _resolve(waiting)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
     async def __anext__(self) -> bytes:
         """Waits for the application's next part of the body; ended by the last one."""
-        part = None if self._read else await self._parts.get()
-        if part is not None:
-            return part
-        self._read = True
+        while not (self._parts or self._whole or self._ended):
+            self._reader = self._loop.create_future()
+            await self._reader
+        if self._parts:
+            _resolve(self._writer)
+            return self._parts.popleft()
         if not self._whole:
             raise httpx.RemoteProtocolError("the response ended before its body did")
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        self.cancel()
+        if self._parts or not self._whole:
+            self.go()
 
     async def _receive(self) -> Message:
-        """The body once; then waits for ever, because the client's going cancels the application (`CANCELS_WITH_CLIENT`)."""
+        """The body once; then waits for the client to go, or for the end of the response, as a server does."""
         if self._request is not None:
             message, self._request = self._request, None
             return message
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError("nobody resolves this wait")
+        if not (self._gone or self._whole):
+            self._watcher = self._loop.create_future()
+            await self._watcher
+        return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
         """Waits while the reader is far behind; ended by his reading or his going."""
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], list(message["headers"])
-            if not self.started.done():
-                self.started.set_result(None)
+            _resolve(self.started)
             return
-        if body := message.get("body", b""):
-            await self._parts.put(body)
+        while len(self._parts) >= _MAX_PARTS and not self._gone:
+            self._writer = self._loop.create_future()
+            await self._writer
+        if (body := message.get("body", b"")) and not self._gone and not self._is_head:
+            self._parts.append(body)
         if not message.get("more_body", False):
             self._whole = True
-            await self._parts.put(None)
+            _resolve(self._watcher)
+        _resolve(self._reader)
 
-    def _cut(self) -> None:
-        """The application has ended: a reader must not wait for more. After a whole body he knows."""
-        if not self._whole:
-            if self._parts.full():
-                self._parts.get_nowait()
-            self._parts.put_nowait(None)
+
+def _resolve(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)
 
 
 def _scope(request: httpx.Request) -> Scope:
@@ -136,5 +155,5 @@ def _scope(request: httpx.Request) -> Scope:
         "headers": [(name.lower(), value) for name, value in request.headers.raw],
         "client": ("memory", 0),
         "server": (request.url.host, request.url.port or 80),
-        "extensions": {CANCELS_WITH_CLIENT: {}},
+        "extensions": {},
     }

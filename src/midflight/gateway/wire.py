@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -18,8 +18,10 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 * 2**20
 """A request body; a million token ids as JSON are about 7 MB."""
 
-CANCELS_WITH_CLIENT = "midflight.cancels_with_client"
-"""ASGI extension: the server cancels the application when the client goes, so nobody need watch for it."""
+BODY_SECONDS = 60.0
+"""For a client to send its body: the largest one takes that at 1 MB/s. Who is slower would hold its place for ever."""
+
+_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 _encode = msgspec.json.encode
 
@@ -33,27 +35,57 @@ class BodyTooLarge(RequestRejected):
     code = "body_too_large"
 
 
+class BodyTooSlow(RequestRejected):
+    status = 408
+    code = "body_too_slow"
+
+
+def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
+    """By name in lower case; the first value of each."""
+    return dict(reversed(scope["headers"]))
+
+
 def bearer(scope: Scope) -> str | None:
     """The token in the `Authorization` header."""
-    value = header(scope, b"authorization")
-    if value is None:
-        return None
-    kind, _, key = value.partition(" ")
-    return key.strip() if kind.lower() == "bearer" else None
+    return _bearer(headers_of(scope))
 
 
 def api_key(scope: Scope) -> str | None:
     """The session's token, from whichever header the client's SDK sends its key in."""
-    return header(scope, b"x-midflight-session") or header(scope, b"x-api-key") or bearer(scope)
+    return key_in(headers_of(scope))
 
 
-def header(scope: Scope, name: bytes) -> str | None:
-    """The first value of a header; `name` in lower case."""
-    return next((value.decode("latin-1") for known, value in scope["headers"] if known == name), None)
+def key_in(headers: Mapping[bytes, bytes]) -> str | None:
+    """As `api_key`."""
+    own = headers.get(b"x-midflight-session") or headers.get(b"x-api-key")
+    return own.decode("latin-1") if own else _bearer(headers)
 
 
-async def read_body(receive: Receive) -> bytes:
-    """Waits for the whole body; ended by the client, who sends it or goes (`ClientGone`)."""
+def _bearer(headers: Mapping[bytes, bytes]) -> str | None:
+    kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else None
+
+
+async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes:
+    """Waits for the whole body, `BODY_SECONDS` at most; ended by the client, who sends it or goes (`ClientGone`).
+
+    `declared`: the `Content-Length`; a body that is too large by it is refused before it is read.
+    """
+    if declared is not None and _num_bytes(declared) > MAX_BODY_BYTES:
+        raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes: send less at once.")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _whole_body(receive)
+    except TimeoutError:
+        raise BodyTooSlow(f"the body was not whole after {BODY_SECONDS:g} s: send it faster, or send less at once.") from None
+
+
+def _num_bytes(declared: bytes) -> int:
+    """What is no number is the server's to refuse. Digits are bounded: 20 are more than any length."""
+    return int(declared[:20]) if declared.isdigit() else 0
+
+
+async def _whole_body(receive: Receive) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -71,11 +103,10 @@ async def read_body(receive: Receive) -> bytes:
 
 async def with_client(scope: Scope, receive: Receive, work: Awaitable[T]) -> T:
     """Waits for `work`, as long as the client waits for it: when he goes the work is cancelled and `ClientGone` raised."""
-    if CANCELS_WITH_CLIENT in scope.get("extensions", {}):
-        return await work
+    del scope  # every wire tells a client's going alike
     try:
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(_until_gone(receive), name="watch for the client's disconnect")
+            watch = tasks.create_task(_raise_when_gone(receive), name="watch for the client's disconnect")
             result = await work
             watch.cancel()
     except BaseExceptionGroup as errors:
@@ -83,10 +114,14 @@ async def with_client(scope: Scope, receive: Receive, work: Awaitable[T]) -> T:
     return result
 
 
-async def _until_gone(receive: Receive) -> NoReturn:
-    """Waits for the client to go; cancelled when the work is done."""
+async def until_gone(receive: Receive) -> None:
+    """Waits for the client to go; cancelled by who has answered him."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _raise_when_gone(receive: Receive) -> NoReturn:
+    await until_gone(receive)
     raise ClientGone
 
 
@@ -107,14 +142,13 @@ async def send_fault(send: Send, fault: Fault) -> None:
 async def send_bytes(
     send: Send, body: bytes, *, status: int = 200, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
 ) -> None:
-    fixed = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+    fixed = ((b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": fixed})
     await send({"type": "http.response.body", "body": body})
 
 
 async def start_stream(send: Send) -> None:
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
 
 
 async def send_more(send: Send, body: bytes, *, last: bool = False) -> None:

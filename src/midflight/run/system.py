@@ -41,6 +41,7 @@ from midflight.run.parts import serve_while
 from midflight.run.records import Records
 from midflight.run.rollouts import Fates, Recorded, Rollouts
 from midflight.run.service import StepDone
+from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.packing import pack
 from midflight.trajectories.recovery import Recovered
@@ -111,7 +112,10 @@ class Serving:
             run_name=config.run.name,
             run_seed=config.run.seed,
             max_sessions=config.gateway.max_sessions,
+            max_requests=config.gateway.max_requests,
+            orphan_seconds=config.gateway.orphan_seconds,
             anonymous=anonymous,
+            message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
         )
 
     def routable(self) -> bool:
