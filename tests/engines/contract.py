@@ -16,10 +16,16 @@ from tests.engines.models import MAX_CONTEXT, MemoryReceiver, ask, make_engine, 
 
 from midflight.errors import ContextExceeded, EngineError, RequestRejected, WeightsCorrupt
 from midflight.ports import Engine
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, PauseMode
+from midflight.types import Chunk, Feature, Finish, FinishReason, GenerateRequest, Grammar, GrammarKind, PauseMode
 
 ABORTED = Finish(FinishReason.ABORT)
 LONG = {"max_tokens": 50}
+BAD_GRAMMAR = Grammar(GrammarKind.REGEX, "(a")
+
+
+def needs(engine: Engine, feature: Feature) -> None:
+    if feature not in engine.capabilities.features:
+        pytest.skip(f"the engine has no {feature}")
 
 
 async def collect(engine: Engine, request: GenerateRequest) -> list[Chunk]:
@@ -39,6 +45,12 @@ def ids(chunks: list[Chunk]) -> tuple[int, ...]:
 
 def resumed(request: GenerateRequest, tokens: tuple[int, ...]) -> GenerateRequest:
     return replace(request, input_ids=(*request.input_ids[: request.num_prompt_tokens], *tokens))
+
+
+async def rejection(engine: Engine, request: GenerateRequest) -> RequestRejected:
+    with pytest.raises(RequestRejected) as caught:
+        await collect(engine, request)
+    return caught.value
 
 
 class EngineContract:
@@ -71,6 +83,18 @@ class EngineContract:
             "max_tokens": [ask(max_tokens=0)],
             "min_tokens": [ask(max_tokens=2, min_tokens=3)],
             "stop_token_ids": [ask(stop_token_ids=(999,))],
+            "frequency_penalty": [ask(frequency_penalty=2.1), ask(frequency_penalty=math.nan)],
+            "presence_penalty": [ask(presence_penalty=-2.1)],
+            "repetition_penalty": [ask(repetition_penalty=0.0), ask(repetition_penalty=-1.0), ask(repetition_penalty=math.inf)],
+            "logit_bias": [
+                ask(logit_bias=((262, 1.0),)),
+                ask(logit_bias=((-1, 1.0),)),
+                ask(logit_bias=((1, 100.5),)),
+                ask(logit_bias=((1, math.nan),)),
+                ask(logit_bias=tuple((i % 262, 1.0) for i in range(301))),
+            ],
+            "top_logprobs": [ask(top_logprobs=21), ask(top_logprobs=-1)],
+            "response_format": [ask(grammar=BAD_GRAMMAR)],
         }
 
         async def main() -> None:
@@ -83,6 +107,65 @@ class EngineContract:
                 with pytest.raises(ContextExceeded, match=f"{MAX_CONTEXT}.*at most {MAX_CONTEXT - 1}"):
                     await collect(engine, ask("x" * MAX_CONTEXT))
                 assert len(ids(await collect(engine, ask()))) == 8
+
+        asyncio.run(main())
+
+    def test_the_likeliest_tokens_come_with_each_token_of_the_requests_that_ask(self) -> None:
+        async def main() -> None:
+            async with self.attached() as (engine, _), asyncio.TaskGroup() as tasks:
+                needs(engine, Feature.TOP_LOGPROBS)
+                asked = {num: tasks.create_task(collect(engine, ask(request_id=f"{num}", seed=num, top_logprobs=num))) for num in (0, 1, 4)}
+                for num, task in asked.items():
+                    for chunk in await task:
+                        assert len(chunk.top_logprobs) == (len(chunk.token_ids) if num else 0)
+                        for token_id, logprob, likeliest in zip(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, strict=False):
+                            assert len(likeliest) == num == len(dict(likeliest))
+                            assert [p for _, p in likeliest] == sorted((p for _, p in likeliest), reverse=True)
+                            assert dict(likeliest).get(token_id, logprob) == pytest.approx(logprob, abs=1e-6)
+                            assert token_id in dict(likeliest) or logprob <= likeliest[-1][1]
+                for chunk in await collect(engine, ask(temperature=0.0, top_logprobs=4)):
+                    assert chunk.top_logprobs == tuple(((i, 0.0),) for i in chunk.token_ids)
+
+        asyncio.run(main())
+
+    def test_a_bias_of_100_chooses_a_token_and_of_minus_100_forbids_it(self) -> None:
+        async def main() -> None:
+            async with self.attached() as (engine, _):
+                needs(engine, Feature.LOGIT_BIAS)
+                assert ids(await collect(engine, ask(logit_bias=((77, 100.0),)))) == (77,) * 8
+                only = tuple((i, -100.0) for i in range(262) if i != 78)
+                assert ids(await collect(engine, ask(logit_bias=only))) == (78,) * 8
+
+        asyncio.run(main())
+
+    def test_penalties_weigh_what_was_said_already(self) -> None:
+        """Where a bias makes four tokens likely, a large presence penalty lets each come once, and none beyond."""
+        four = tuple((i, 60.0) for i in (70, 71, 72, 73))
+
+        async def main() -> None:
+            async with self.attached() as (engine, _):
+                needs(engine, Feature.PENALTIES)
+                needs(engine, Feature.LOGIT_BIAS)
+                said = ids(await collect(engine, ask("H", temperature=0.01, max_tokens=4, logit_bias=four, presence_penalty=2.0)))
+                assert sorted(said) == [70, 71, 72, 73]
+                again = ids(await collect(engine, ask("H", temperature=0.01, max_tokens=4, logit_bias=four, presence_penalty=-2.0)))
+                assert len(set(again)) == 1
+
+        asyncio.run(main())
+
+    def test_a_grammar_shapes_one_answer_and_a_bad_one_ends_no_other(self) -> None:
+        expected = make_engine().generate_all([ask(seed=6, **LONG)])[0]
+
+        async def main() -> None:
+            async with self.attached() as (engine, _), asyncio.TaskGroup() as tasks:
+                needs(engine, Feature.GRAMMARS)
+                other = tasks.create_task(collect(engine, ask(request_id="other", seed=6, **LONG)))
+                refused = [tasks.create_task(rejection(engine, ask(request_id=f"{i}", grammar=BAD_GRAMMAR))) for i in range(3)]
+                shaped = await collect(engine, ask(grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["red", "green"]}'), **LONG))
+                assert bytes(ids(shaped)[:-1]).strip() in (b'"red"', b'"green"')
+                assert shaped[-1].finish == Finish(FinishReason.STOP, 256)
+                assert [(await r).param for r in refused] == ["response_format"] * 3
+                assert ids(await other) == expected.token_ids
 
         asyncio.run(main())
 

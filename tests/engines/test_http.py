@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import pytest
@@ -56,6 +57,30 @@ def test_generate_answers_in_sglangs_shape() -> None:
     over_http(test)
 
 
+def test_generate_takes_sglangs_names_for_penalties_biases_grammars_and_alternatives() -> None:
+    async def test(session: aiohttp.ClientSession, engine: EmbeddedEngine) -> None:
+        async def answer(top: int = 0, **params: object) -> dict[str, Any]:
+            body = {**BODY, "top_logprobs_num": top, "sampling_params": {**BODY["sampling_params"], "temperature": 0.01, **params}}  # type: ignore[dict-item]
+            async with session.post("/generate", json=body) as response:
+                assert response.status == 200
+                return await response.json()
+
+        four = {str(i): 60 for i in (70, 71, 72, 73)}
+        said = (await answer(max_new_tokens=4, presence_penalty=2.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=four))[
+            "output_ids"
+        ]
+        assert sorted(said) == [70, 71, 72, 73]
+        assert (await answer(regex="(ab){2}"))["output_ids"] == [*b"abab", 256]
+        assert (await answer(ebnf='start: "a" "b"'))["text"] == "ab"
+        assert (await answer(json_schema='{"const": 7, "x-guidance": {"whitespace_flexible": false}}'))["text"] == "7"
+        meta = (await answer(top=2, temperature=1.0))["meta_info"]
+        assert [len(likeliest) for likeliest in meta["output_top_logprobs"]] == [2] * 6
+        assert all(p <= 0 and 0 <= i < 262 and text is None for token in meta["output_top_logprobs"] for p, i, text in token)
+        assert (await answer())["meta_info"].get("output_top_logprobs") is None
+
+    over_http(test)
+
+
 def test_a_streamed_answer_ends_as_the_whole_one() -> None:
     async def test(session: aiohttp.ClientSession, engine: EmbeddedEngine) -> None:
         async with session.post("/generate", json=BODY) as answer:
@@ -77,6 +102,12 @@ def test_a_streamed_answer_ends_as_the_whole_one() -> None:
         ("/generate", {**BODY, "sampling_params": {"temperature": -1}}, 400, "temperature", "-1"),
         ("/generate", {**BODY, "sampling_params": {"temprature": 1}}, 400, None, "temprature"),
         ("/generate", {**BODY, "sampling_params": {"n": 2}}, 400, "n", "2"),
+        ("/generate", {**BODY, "sampling_params": {"repetition_penalty": 0}}, 400, "repetition_penalty", "0"),
+        ("/generate", {**BODY, "sampling_params": {"logit_bias": {"a": 1}}}, 400, "logit_bias", "'a'"),
+        ("/generate", {**BODY, "sampling_params": {"logit_bias": {"300": 1}}}, 400, "logit_bias", "300"),
+        ("/generate", {**BODY, "sampling_params": {"regex": "a", "ebnf": 'start: "a"'}}, 400, "json_schema", "one form"),
+        ("/generate", {**BODY, "sampling_params": {"regex": "("}}, 400, "response_format", "unclosed"),
+        ("/generate", {**BODY, "top_logprobs_num": 21}, 400, "top_logprobs", "21"),
         ("/generate", {**BODY, "input_ids": [5, 300]}, 400, "input_ids", "300"),
         ("/generate", {**BODY, "input_ids": [5] * 64}, 400, "input_ids", "64"),
         ("/generate", {"rid": "x"}, 400, "input_ids", "exactly one"),

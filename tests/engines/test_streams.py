@@ -1,0 +1,100 @@
+"""Tokens of a step as chunks of single requests, for callers in a hurry and others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from midflight.engines.output import StepOutput
+from midflight.engines.streams import PATIENCE_SECONDS, ChunkStream, ChunkStreams
+from midflight.errors import EngineUnavailable
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, SamplingParams
+
+LENGTH = Finish(FinishReason.LENGTH)
+
+
+def step(token: int, *, version: int = 0, kv: int = 0, finish: Finish | None = None) -> StepOutput:
+    return StepOutput(
+        version=version,
+        handles=np.array([1]),
+        token_ids=np.array([token]),
+        logprobs=np.array([-0.5]),
+        kv_versions=np.array([kv]),
+        finishes=((1, 0, finish),) if finish else (),
+    )
+
+
+def opened(*, eager: bool) -> tuple[ChunkStreams, ChunkStream]:
+    streams = ChunkStreams()
+    return streams, streams.open(1, GenerateRequest("r", (1,), 1, SamplingParams(), eager=eager))
+
+
+async def arrivals(stream: ChunkStream) -> list[tuple[float, tuple[int, ...], int]]:
+    """(time, tokens, version) of every chunk up to the last."""
+    loop, found = asyncio.get_running_loop(), []
+    while True:
+        chunk = await stream.next()
+        found.append((round(loop.time(), 3), chunk.token_ids, chunk.version))
+        if chunk.finish is not None:
+            return found
+
+
+async def fed(streams: ChunkStreams, tokens: int, *, seconds: float, new_version_at: int = 1000) -> None:
+    for token in range(tokens):
+        await asyncio.sleep(seconds)
+        streams.put(step(token, version=int(token >= new_version_at), finish=LENGTH if token == tokens - 1 else None))
+
+
+def told(*, eager: bool, tokens: int, seconds: float, new_version_at: int = 1000) -> list[tuple[float, tuple[int, ...], int]]:
+    async def main() -> list[tuple[float, tuple[int, ...], int]]:
+        streams, stream = opened(eager=eager)
+        feeding = asyncio.create_task(fed(streams, tokens, seconds=seconds, new_version_at=new_version_at))
+        found = await arrivals(stream)
+        await feeding
+        return found
+
+    return run_virtual(main())
+
+
+def test_an_eager_caller_gets_every_token_as_it_comes() -> None:
+    assert told(eager=True, tokens=3, seconds=0.01) == [(0.01, (0,), 0), (0.02, (1,), 0), (0.03, (2,), 0)]
+
+
+def test_another_gets_the_first_token_at_once_and_the_rest_when_they_have_gathered() -> None:
+    assert PATIENCE_SECONDS == 0.05
+    found = told(eager=False, tokens=12, seconds=0.02)
+    assert found == [(0.02, (0,), 0), (0.09, (1, 2, 3), 0), (0.15, (4, 5, 6), 0), (0.21, (7, 8, 9), 0), (0.24, (10, 11), 0)]
+
+
+def test_a_chunk_never_holds_tokens_of_two_versions() -> None:
+    assert told(eager=False, tokens=5, seconds=0.001, new_version_at=3) == [
+        (0.001, (0,), 0),
+        (0.005, (1, 2), 0),
+        (0.005, (3, 4), 1),
+    ]
+
+
+def test_tokens_received_before_a_death_are_given_before_its_error() -> None:
+    async def main() -> None:
+        streams, stream = opened(eager=False)
+        for token in range(3):
+            streams.put(step(token))
+        streams.fail(EngineUnavailable("gone"))
+        assert await stream.next() == Chunk((0, 1, 2), (-0.5,) * 3, 0, 0)
+        for _ in range(2):
+            with pytest.raises(EngineUnavailable):
+                await stream.next()
+
+    run_virtual(main())
+
+
+def test_an_answer_that_ends_without_a_token_has_a_last_chunk() -> None:
+    async def main() -> None:
+        streams, stream = opened(eager=False)
+        streams.put(StepOutput(version=4, finishes=((1, 0, LENGTH),)))
+        assert await stream.next() == Chunk((), (), 4, 4, LENGTH)
+
+    run_virtual(main())

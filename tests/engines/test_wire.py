@@ -1,0 +1,76 @@
+"""Steps and requests over the wire."""
+
+import numpy as np
+import pytest
+from tests.engines.models import ask
+
+from midflight.engines.output import StepOutput
+from midflight.engines.streams import step_chunks
+from midflight.engines.wire import Step, Submit, decode_client_frame, decode_engine_frame, encode, pack_step, unpack_step
+from midflight.errors import RequestRejected
+from midflight.types import Chunk, Finish, FinishReason, Grammar, GrammarKind
+
+PLAIN = StepOutput(
+    version=3,
+    handles=np.array([11, 12, 13]),
+    token_ids=np.array([5, 6, 7]),
+    logprobs=np.array([-0.5, -1.5, -2.5]),
+    kv_versions=np.array([2, 3, 3]),
+    outlets=np.array([1, 2, 1]),
+    finishes=((13, 1, Finish(FinishReason.LENGTH)),),
+    touched=frozenset({1, 2}),
+)
+TOPPED = StepOutput(
+    **{name: getattr(PLAIN, name) for name in StepOutput.__dataclass_fields__}
+    | {
+        "top_ids": np.array([[5, 9, -1], [-1, -1, -1], [1, 7, 2]]),
+        "top_logprobs": np.array([[-0.5, -1.0, 0.0], [0.0, 0.0, 0.0], [-0.25, -2.5, -3.0]]),
+    }
+)
+TOPS = [(((5, -0.5), (9, -1.0)),), (), (((1, -0.25), (7, -2.5), (2, -3.0)),)]
+
+
+def carried(step: StepOutput) -> list[tuple[int, Chunk]]:
+    """Its chunks on the other side, by the client's numbers 1, 2, 3."""
+    frame = decode_engine_frame(encode(pack_step(step, {11: 1, 12: 2, 13: 3})))
+    assert isinstance(frame, Step)
+    unpacked = unpack_step(frame)
+    return step_chunks(unpacked, {h: f for h, _, f in unpacked.finishes})
+
+
+@pytest.mark.parametrize(("step", "tops"), [(PLAIN, [(), (), ()]), (TOPPED, TOPS)])
+def test_a_step_arrives_as_it_left(step: StepOutput, tops: list[tuple[tuple[tuple[int, float], ...], ...]]) -> None:
+    assert carried(step) == [
+        (1, Chunk((5,), (-0.5,), 3, 2, None, tops[0])),
+        (2, Chunk((6,), (-1.5,), 3, 3, None, tops[1])),
+        (3, Chunk((7,), (-2.5,), 3, 3, Finish(FinishReason.LENGTH), tops[2])),
+    ]
+
+
+def test_an_empty_step_arrives_too() -> None:
+    assert carried(StepOutput(version=1)) == []
+
+
+def test_alternatives_that_nobody_asked_for_take_no_byte() -> None:
+    assert b"top_" not in encode(pack_step(PLAIN, {11: 1, 12: 2, 13: 3}))
+
+
+def test_an_outlet_gets_its_own_alternatives_and_failures_and_no_column_more() -> None:
+    failure = RequestRejected("no", param="response_format")
+    values = {name: getattr(TOPPED, name) for name in StepOutput.__dataclass_fields__}
+    step = StepOutput(**values | {"failures": ((14, 1, failure), (15, 2, failure))})
+    one, two = step.for_outlet(1), step.for_outlet(2)
+    assert one.top_ids.tolist() == [[5, 9, -1], [1, 7, 2]] and two.top_ids.shape == two.top_logprobs.shape == (1, 0)
+    assert [h for h, _, _ in one.failures] == [14] and [h for h, _, _ in two.failures] == [15]
+
+
+def test_a_request_arrives_with_all_it_asks_for() -> None:
+    request = ask(
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.25,
+        logit_bias=((3, -100.0), (4, 2.5)),
+        grammar=Grammar(GrammarKind.LARK, 'start: "a"'),
+        top_logprobs=7,
+    )
+    assert decode_client_frame(encode(Submit(5, request))) == Submit(5, request)
