@@ -28,18 +28,26 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
     return launch.train(config, resume=resume)
 
 
-def serve(model: Path, given: Mapping[str, object], overrides: Sequence[str]) -> int:
+def rollouts(path: Path, overrides: Sequence[str], *, folder: Path | None, token: str | None) -> int:
+    config = load_config(path, _with_folder(overrides, folder))
+    model_sizes(config.model)
+    from midflight.run import launch
+
+    return launch.rollouts(config, token=token)
+
+
+def serve(model: Path, given: Mapping[str, object], overrides: Sequence[str], *, token: str | None) -> int:
     config = _config_for(model, given, overrides)
     from midflight.run import launch
 
-    return launch.serve(config)
+    return launch.serve(config, token=token)
 
 
-def engine(model: Path, given: Mapping[str, object], overrides: Sequence[str], *, host: str, port: int) -> int:
+def engine(model: Path, given: Mapping[str, object], overrides: Sequence[str], *, host: str, port: int, token: str | None) -> int:
     config = _config_for(model, given, overrides)
     from midflight.run import launch
 
-    return launch.engine(config, host=host, port=port)
+    return launch.engine(config, host=host, port=port, token=token)
 
 
 def evaluate(path: Path, model: Path, overrides: Sequence[str], *, folder: Path | None) -> int:

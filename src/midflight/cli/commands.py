@@ -30,6 +30,14 @@ Name = Annotated[str | None, typer.Option(help="The model id that clients use.")
 MaxContext = Annotated[
     int | None, typer.Option(help="Longest prompt plus answer, in tokens; default: what the model can, at most 4096.", min=2)
 ]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--control-token",
+        help="Opens the control plane and sessions; default: MIDFLIGHT_CONTROL_TOKEN, else a new one. Other users may see it in the list of processes: prefer the variable.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
@@ -48,6 +56,20 @@ def train(
 
 
 @app.command()
+def rollouts(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    folder: Folder = None,
+    control_token: Token = None,
+    debug: Debug = False,
+) -> int:
+    """Runs engines and rollouts for a trainer of your own, which draws batches and publishes weights over HTTP."""
+    from midflight.cli import actions
+
+    return actions.rollouts(config, overrides or [], folder=folder, token=control_token)
+
+
+@app.command()
 def serve(
     model: Model,
     engines: Annotated[int, typer.Option(help="Engine processes.", min=1)] = 1,
@@ -57,6 +79,7 @@ def serve(
     max_context: MaxContext = None,
     device: Device = None,
     name: Name = None,
+    control_token: Token = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> int:
@@ -64,7 +87,9 @@ def serve(
     from midflight.cli import actions
 
     given = {"engine.max_running": max_running, "model.max_context": max_context, "engine.device": device, "model.name": name}
-    return actions.serve(model, {"engine.count": engines, "gateway.port": port, "gateway.host": host, **given}, overrides or [])
+    return actions.serve(
+        model, {"engine.count": engines, "gateway.port": port, "gateway.host": host, **given}, overrides or [], token=control_token
+    )
 
 
 @app.command()
@@ -76,6 +101,7 @@ def engine(
     max_context: MaxContext = None,
     device: Device = None,
     name: Name = None,
+    control_token: Token = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> int:
@@ -83,7 +109,7 @@ def engine(
     from midflight.cli import actions
 
     given = {"engine.max_running": max_running, "model.max_context": max_context, "engine.device": device, "model.name": name}
-    return actions.engine(model, given, overrides or [], host=host, port=port)
+    return actions.engine(model, given, overrides or [], host=host, port=port, token=control_token)
 
 
 @app.command()

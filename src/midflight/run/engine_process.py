@@ -46,9 +46,9 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))
 
 
-async def serve_engine(config: Config, model: Path, *, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """One engine on its own, for `midflight engine`; `ready` gets its URL. Ended by cancellation."""
+async def serve_engine(config: Config, model: Path, *, host: str, port: int, token: str | None, ready: Callable[[str], None]) -> None:
+    """One engine on its own, for `midflight engine`; `ready` gets its URL. With a token it asks for that. Ended by cancellation."""
     with listen(host, port) as listener:
         engine = await asyncio.to_thread(make_engine, config, model, name="engine", version=0)
         url = f"http://{host}:{listener.getsockname()[1]}"
-        await serve_while(engine.run(), serve_app(build_app(engine, token=None), listener, ready=lambda: ready(url)))
+        await serve_while(engine.run(), serve_app(build_app(engine, token=token), listener, ready=lambda: ready(url)))

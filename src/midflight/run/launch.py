@@ -1,4 +1,4 @@
-"""What the commands do: `train`, `serve`, `engine`, `evaluate`, `new_model`. Each returns an exit status.
+"""What the commands do: `train`, `rollouts`, `serve`, `engine`, `evaluate`, `new_model`. Each returns an exit status.
 
 The launcher never imports torch; whatever computes does so in a child process.
 """
@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,31 @@ from midflight.observe.plot import draw_plot
 from midflight.observe.status import Phase, Status, WarmStartStatus
 from midflight.observe.summary import Summary, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
-from midflight.run.messages import Message, ModelReady, Progress, Ready, Restarted, WarmStart
+from midflight.run.endpoint import ControlToken, control_token, exposure, is_loopback
+from midflight.run.messages import Message, ModelReady, Progress, Purpose, Ready, Restarted, WarmStart
 from midflight.run.parts import first_error, serve_while
 from midflight.run.ring import PartFailed, Ring
 
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""
-PRODUCTS = ("metrics.jsonl", "summary.json", "plot.png", "store.sqlite", "store.sqlite-wal", "store.sqlite-shm", "published")
+PRODUCTS = (
+    "endpoint.json",
+    "metrics.jsonl",
+    "summary.json",
+    "plot.png",
+    "store.sqlite",
+    "store.sqlite-wal",
+    "store.sqlite-shm",
+    "published",
+)
 FOLDERS = ("checkpoints", "first", "start", "model", "weights", "logs")
 
 
 class Run:
     """A training run, from the launcher: what it shows, measures and leaves behind."""
 
-    def __init__(self, config: Config, terminal: Terminal) -> None:
-        self._config, self._terminal = config, terminal
+    def __init__(self, config: Config, terminal: Terminal, token: ControlToken) -> None:
+        self._config, self._terminal, self._token = config, terminal, token
         self._folder = Path(config.run.folder)
         self._began = time.monotonic()
         self._memory = PeakMemory(os.getpid())
@@ -51,11 +61,16 @@ class Run:
         """Restarts the ring from its last checkpoint when a part dies, within the budget. Ended by the last step, or an error."""
         await serve_while(self._attempts(resume=resume), self._watch_memory())
 
+    async def roll_out(self, model: ModelReady, hear: Callable[[Message], None]) -> None:
+        """Rollouts for a trainer that is not ours. Ended by its `finish`, or by the death of a part: the weights are the trainer's."""
+        ring = Ring(self._config, on_message=hear, control_token=self._token.value, model=model)
+        await serve_while(ring.serve(purpose=Purpose.ROLLOUTS), self._watch_memory())
+
     async def _attempts(self, *, resume: bool) -> None:
         restarts = self._config.run.restarts
         while True:
             try:
-                return await Ring(self._config, on_message=self.hear).train(resume=resume)
+                return await Ring(self._config, on_message=self.hear, control_token=self._token.value).train(resume=resume)
             except BaseExceptionGroup as failures:
                 failure = first_error(failures)
                 if not isinstance(failure, PartFailed) or restarts == 0:
@@ -110,7 +125,8 @@ def train(config: Config, *, resume: bool) -> int:
     folder = Path(config.run.folder)
     prepare(folder, resume=resume)
     with Terminal() as terminal:
-        run = Run(config, terminal)
+        run = Run(config, terminal, control_token(None))
+        warn(terminal, config, anonymous=False)
         try:
             status = main_task(run.train(resume=resume))
         finally:
@@ -119,6 +135,42 @@ def train(config: Config, *, resume: bool) -> int:
         made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/") if (folder / name).exists()]
         terminal.say(f"{folder}: {', '.join(made)}")
     return status
+
+
+def rollouts(config: Config, *, token: str | None) -> int:
+    """Engines, gateway and rollouts for a trainer that somebody else brings, until it has finished, or until Ctrl-C."""
+    model = _model(config.model.path, "set model.path to a Hugging Face model folder; `midflight new-model DIR` makes one to try with")
+    chosen = control_token(token)
+    folder = Path(config.run.folder)
+    prepare(folder, resume=False)
+    with Terminal() as terminal:
+        run = Run(config, terminal, chosen)
+        warn(terminal, config, anonymous=False)
+
+        def hear(message: Message) -> None:
+            if isinstance(message, Ready) and message.url is not None:
+                announce(terminal, message.url, chosen)
+                terminal.say(f"endpoint: {folder / 'endpoint.json'}")
+            run.hear(message)
+
+        try:
+            status = main_task(run.roll_out(model, hear))
+        finally:
+            summary = run.conclude()
+        terminal.say(summary_table(summary))
+    return status
+
+
+def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
+    """The address; and the token, where nobody knows it yet."""
+    terminal.say(f"ready: {address}")
+    if token.is_new:
+        terminal.say(f"control token: {token.value}")
+
+
+def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
+    if (warning := exposure(config.gateway.host, anonymous=anonymous)) is not None:
+        terminal.say(warning)
 
 
 def prepare(folder: Path, *, resume: bool) -> None:
@@ -143,17 +195,19 @@ def clear(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def serve(config: Config) -> int:
+def serve(config: Config, *, token: str | None) -> int:
     """Engines and gateway, until Ctrl-C."""
+    model, chosen = _model(config.model.path), control_token(token)
     with Terminal() as terminal:
+        warn(terminal, config, anonymous=True)
 
         def hear(message: Message) -> None:
             if isinstance(message, Ready) and message.url is not None:
-                terminal.say(f"ready: {message.url}/v1")
+                announce(terminal, f"{message.url}/v1", chosen)
             elif isinstance(message, Restarted):
                 terminal.say(f"{message.error}\n{message.part} is started again; {message.left} restarts are left.")
 
-        return main_task(Ring(config, on_message=hear, model=_model(config.model.path)).serve(purpose="serve"))
+        return main_task(Ring(config, on_message=hear, control_token=chosen.value, model=model).serve(purpose=Purpose.SERVE))
 
 
 def evaluate(config: Config, model: Path) -> int:
@@ -167,26 +221,36 @@ def evaluate(config: Config, model: Path) -> int:
                 last = message.status
                 terminal.show(last)
 
-        status = main_task(Ring(config, on_message=hear, model=_model(model)).serve(purpose="evaluate"))
+        ring = Ring(config, on_message=hear, control_token=control_token(None).value, model=_model(model))
+        status = main_task(ring.serve(purpose=Purpose.EVALUATE))
         for source in last.sources:
             score = source.heldout_last if source.heldout_last is not None else source.heldout_before
             terminal.say(f"{source.name}: {score:.4f} ({source.num_heldout} tasks)" if score is not None else f"{source.name}: no score")
     return status
 
 
-def _model(folder: Path | None) -> ModelReady:
+def _model(folder: Path | None, remedy: str = "pass --model DIR, a Hugging Face model folder") -> ModelReady:
     if folder is None:
-        raise ConfigError("no model was given: pass --model DIR, a Hugging Face model folder.")
-    return ModelReady(str(folder), 0)
+        raise ConfigError(f"no model was given: {remedy}.")
+    return ModelReady(str(folder.resolve()), 0)
 
 
-def engine(config: Config, *, host: str, port: int) -> int:
-    """One engine, in this process, until Ctrl-C."""
+def engine(config: Config, *, host: str, port: int, token: str | None) -> int:
+    """One engine, in this process, until Ctrl-C. Reachable from other machines it has a token, on loopback only if one is given."""
     from midflight.run.engine_process import serve_engine
 
     assert config.model.path is not None
+    chosen = control_token(token)
+    guard = None if chosen.is_new and is_loopback(host) else chosen
     with Terminal() as terminal:
-        return main_task(serve_engine(config, config.model.path, host=host, port=port, ready=lambda url: terminal.say(f"ready: {url}")))
+
+        def ready(url: str) -> None:
+            terminal.say(f"ready: {url}")
+            if guard is not None and guard.is_new:
+                terminal.say(f"control token: {guard.value}")
+
+        given = None if guard is None else guard.value
+        return main_task(serve_engine(config, config.model.path, host=host, port=port, token=given, ready=ready))
 
 
 def new_model(config: Config, folder: Path) -> int:

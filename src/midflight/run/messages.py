@@ -17,6 +17,19 @@ class Part(StrEnum):
     TRAINER = "trainer"
 
 
+class Purpose(StrEnum):
+    """What a rollout process is there for."""
+
+    TRAIN = "train"
+    """Rollouts for our trainer; ended by the launcher."""
+    ROLLOUTS = "rollouts"
+    """Rollouts for a trainer that is not ours; ended by its `finish`."""
+    EVALUATE = "evaluate"
+    """Held-out score, then the end."""
+    SERVE = "serve"
+    """No tasks."""
+
+
 class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
     """`socket_fd` is a listening socket inherited from the launcher: its port outlives a restart of the process."""
 
@@ -35,10 +48,12 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     socket_fd: int
     port: int
     token: str
+    """Of the engines."""
+    control_token: str
+    """Of the gateway's control plane and of everything under `/midflight/v1`."""
     engines: dict[str, str]
     """URL by engine name."""
-    purpose: str = "train"
-    """`train`, `evaluate` (held-out score, then the end) or `serve` (no tasks)."""
+    purpose: Purpose = Purpose.TRAIN
     version: int = 0
     """The version that the engines start with."""
     checkpoint: int | None = None

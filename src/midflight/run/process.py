@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from midflight.errors import RunFailed
+from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.messages import Message, Part, Spec, decode_message, encode
 
 
@@ -45,7 +46,7 @@ class Child:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **self._environ},
+                env={**{name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}, **self._environ},
                 pass_fds=[s.fileno() for s in self._sockets],
                 start_new_session=True,
                 limit=2**24,

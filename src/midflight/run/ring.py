@@ -23,7 +23,21 @@ from typing import Any
 
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, MidflightError, RunFailed
-from midflight.run.messages import EngineSpec, Failed, Message, ModelReady, Part, Restarted, RolloutSpec, Spec, TrainerSpec, Verdict
+from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
+from midflight.run.messages import (
+    EngineSpec,
+    Failed,
+    Message,
+    ModelReady,
+    Part,
+    Purpose,
+    Ready,
+    Restarted,
+    RolloutSpec,
+    Spec,
+    TrainerSpec,
+    Verdict,
+)
 from midflight.run.parts import PartLost, first_error, serve_while
 from midflight.run.process import Child, stop_all
 from midflight.weights.transports.stale import remove_stale
@@ -64,24 +78,26 @@ def listen(host: str, port: int) -> socket.socket:
 class Ring:
     """One attempt at a run. `on_message` hears everything the parts say; it must not raise or wait."""
 
-    def __init__(self, config: Config, *, on_message: Callable[[Message], None], model: ModelReady | None = None) -> None:
+    def __init__(
+        self, config: Config, *, on_message: Callable[[Message], None], control_token: str, model: ModelReady | None = None
+    ) -> None:
         self._config, self._on_message = config, on_message
         self._given_model = model
-        self.token = secrets.token_hex(16)
-        """Opens the routes of the trainer, for this run's own and for a foreign one."""
+        self._control_token = control_token
+        self._engine_token = secrets.token_urlsafe(24)
         self._engine_restarts = config.run.restarts
         self._segment = segment_name(Path(config.run.folder))
         self.children: list[Child] = []
 
     async def train(self, *, resume: bool) -> None:
         """Returns when the trainer has finished all steps and its last version is evaluated and exported."""
-        await self._run(lambda: self._trainer(resume=resume), purpose="train")
+        await self._run(lambda: self._trainer(resume=resume), purpose=Purpose.TRAIN)
 
-    async def serve(self, *, purpose: str) -> None:
-        """Engines and gateway without a trainer. `serve` ends only by cancellation, `evaluate` with its scores."""
+    async def serve(self, *, purpose: Purpose) -> None:
+        """Engines and gateway without a trainer of ours; see `Purpose` for what ends it. Serving ends only by cancellation."""
         await self._run(None, purpose=purpose)
 
-    async def _run(self, trainer: Callable[[], Coroutine[Any, Any, None]] | None, *, purpose: str) -> None:
+    async def _run(self, trainer: Callable[[], Coroutine[Any, Any, None]] | None, *, purpose: Purpose) -> None:
         gateway = self._config.gateway
         self._socket = listen(gateway.host, gateway.port)
         self._engine_sockets = [listen("127.0.0.1", 0) for _ in range(self._config.engine.count)]
@@ -101,6 +117,7 @@ class Ring:
             await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
             await self._last_words()
             remove_stale(self._segment)
+            remove_endpoint(Path(self._config.run.folder), self._control_token)
 
     @property
     def url(self) -> str:
@@ -109,14 +126,14 @@ class Ring:
 
     async def _trainer(self, *, resume: bool) -> None:
         trainer = await self._start(Part.TRAINER, "trainer")
-        await trainer.tell(TrainerSpec(self._config.model_dump_json(), self.url, self.token, self._segment, resume))
+        await trainer.tell(TrainerSpec(self._config.model_dump_json(), self.url, self._control_token, self._segment, resume))
         try:
             await self._follow(trainer)
         except PartLost as lost:
             await asyncio.sleep(OWN_REASON_SECONDS)
             raise PartFailed(str(lost)) from lost
 
-    async def _rollout(self, purpose: str) -> None:
+    async def _rollout(self, purpose: Purpose) -> None:
         rollout = await self._start(Part.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
         engines = {f"engine{i}": f"http://127.0.0.1:{s.getsockname()[1]}" for i, s in enumerate(self._engine_sockets)}
 
@@ -126,7 +143,8 @@ class Ring:
                 model=model.folder,
                 socket_fd=self._socket.fileno(),
                 port=self._socket.getsockname()[1],
-                token=self.token,
+                token=self._engine_token,
+                control_token=self._control_token,
                 engines=engines,
                 purpose=purpose,
                 version=model.version,
@@ -134,7 +152,7 @@ class Ring:
             )
 
         await self._brief_and_follow(rollout, spec)
-        if purpose == "train":
+        if purpose is Purpose.TRAIN:
             raise PartFailed("the rollout process ended before the trainer did")
 
     async def _engine(self, index: int) -> None:
@@ -146,7 +164,7 @@ class Ring:
             try:
                 await self._brief_and_follow(
                     engine,
-                    lambda model, config=config: EngineSpec(name, model.folder, config, made.fileno(), self.token, model.version),
+                    lambda model, config=config: EngineSpec(name, model.folder, config, made.fileno(), self._engine_token, model.version),
                 )
                 failure = PartFailed(f"{name} ended, though nobody asked it to")
             except PartFailed as error:
@@ -187,6 +205,13 @@ class Ring:
                         if not isinstance(message, Failed):
                             self._on_message(message)
 
+    def _write_endpoint(self, url: str) -> None:
+        """Before the address is announced: whoever waits for one may then read the other."""
+        write_endpoint(
+            Path(self._config.run.folder),
+            Endpoint(url, self._control_token, self._config.run.name, str(Path(self._model.result().folder).resolve())),
+        )
+
     async def _follow(self, child: Child) -> None:
         """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the child."""
         async for message in child.messages():
@@ -194,6 +219,8 @@ class Ring:
                 raise error_of(child.name, message)
             if isinstance(message, ModelReady) and not self._model.done():
                 self._model.set_result(message)
+            if isinstance(message, Ready) and message.url is not None:
+                self._write_endpoint(message.url)
             self._on_message(message)
         if (status := await child.ended()) != 0:
             raise PartFailed(str(child.died(status)))

@@ -11,11 +11,13 @@ from starlette.routing import BaseRoute
 
 from midflight.config.sections import Config
 from midflight.engines.remote import RemoteEngine
+from midflight.environments.claimed import Board, Claimed
 from midflight.environments.clients import SharedClients
 from midflight.environments.registry import load_environment
 from midflight.environments.sources import load_sources
 from midflight.gateway.http import build_app
 from midflight.gateway.memory import MemoryTransport
+from midflight.gateway.owner import OwnedSessions, SessionExpiry
 from midflight.observe.journal import Journal
 from midflight.observe.observers import Fanout
 from midflight.observe.progress import RunState
@@ -24,12 +26,14 @@ from midflight.observe.status import Phase
 from midflight.ports import Observer
 from midflight.run.child import Launcher
 from midflight.run.http_server import serve_app
-from midflight.run.messages import Progress, Ready, RolloutSpec
+from midflight.run.messages import Progress, Purpose, Ready, RolloutSpec
 from midflight.run.parts import serve_while
-from midflight.run.routes import trainer_routes
+from midflight.run.routes import TrainerRoutes, info_route
+from midflight.run.session_routes import SessionRoutes
 from midflight.run.system import RolloutSystem, Serving, held_out, make_evaluator
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
+from midflight.types import SamplingParams
 
 ATTACH_SECONDS = 120.0
 """For an engine to load its model and answer; a large one takes minutes of disk."""
@@ -41,8 +45,13 @@ async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
     """Runs for its purpose: a whole training, one evaluation, or serving without an end."""
     with socket.socket(fileno=spec.socket_fd) as listener:
         process = RolloutProcess(spec, launcher, listener)
-        main = {"train": process.train, "evaluate": process.evaluate, "serve": process.serve}[spec.purpose]
-        await serve_while(main(), *(engine.run() for engine in process.engines), process.report())
+        mains = {
+            Purpose.TRAIN: process.train,
+            Purpose.ROLLOUTS: process.train,
+            Purpose.EVALUATE: process.evaluate,
+            Purpose.SERVE: process.serve,
+        }
+        await serve_while(mains[spec.purpose](), *(engine.run() for engine in process.engines), process.report())
 
 
 class RolloutProcess:
@@ -54,7 +63,7 @@ class RolloutProcess:
         self._state = RunState(name=config.run.name, steps=config.run.steps, start_version=spec.version)
         self._metrics = Metrics()
         observers: list[Observer] = [self._state, self._metrics]
-        if spec.purpose == "train":
+        if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint))
         self._observer = Fanout(observers)
         self.engines = [RemoteEngine(name, url, token=spec.token, observer=self._observer) for name, url in spec.engines.items()]
@@ -62,15 +71,16 @@ class RolloutProcess:
     # --- Purposes ----------------------------------------------------------------------------------------------------
 
     async def train(self) -> None:
-        """Ends only by the launcher: the trainer may still read our last answer."""
+        """For our trainer it ends only by the launcher, because he may still read our last answer; for another, after that answer."""
         sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
         serving = await self._attached(anonymous=False)
         async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
+            environment = load_environment(self._config.environment.entry)
             system = RolloutSystem(
                 self._config,
                 serving,
                 sources=sources,
-                environment=load_environment(self._config.environment.entry),
+                environment=environment,
                 client_for=clients.client_for,
                 store=Store(Path(self._config.run.folder) / "store.sqlite", run=self._config.run.name),
                 observer=self._observer,
@@ -78,7 +88,21 @@ class RolloutProcess:
                 version=self._spec.version,
                 checkpoint=self._spec.checkpoint,
             )
-            await serve_while(system.run(), self._http(serving, trainer_routes(system, token=self._spec.token)))
+            finished = asyncio.Event()
+            trainer = TrainerRoutes(
+                system,
+                token=self._spec.control_token,
+                model=Path(self._spec.model),
+                start_version=self._spec.version,
+                served=serving.fleet.served_version,
+                finished=finished.set,
+            )
+            board = environment.board if isinstance(environment, Claimed) else None
+            http = self._http(serving, trainer.routes(), board=board)
+            if self._spec.purpose is Purpose.TRAIN:
+                await serve_while(system.run(), http)
+            else:
+                await serve_while(_until(finished), system.run(), http)
 
     async def evaluate(self) -> None:
         """Ends with the scores."""
@@ -110,20 +134,43 @@ class RolloutProcess:
         """The agents of this process talk to the gateway in memory; any other comes by HTTP."""
         return SharedClients(transport=MemoryTransport(build_app(serving.gateway, serving.control), requests))
 
-    async def _http(self, serving: Serving, routes: Sequence[BaseRoute]) -> None:
+    async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
+        owned = OwnedSessions(serving.gateway, session_seconds=self._config.gateway.session_seconds)
         app = build_app(
             serving.gateway,
             serving.control,
-            control_token=self._spec.token if self._spec.purpose == "train" else None,
+            control_token=self._spec.control_token,
             ready=serving.routable,
             metrics=self._metrics.registry,
-            extra_routes=routes,
+            extra_routes=[*routes, *self._common_routes(serving, owned, board)],
         )
         await serve_while(
             serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready(serving.gateway.address))),
             serving.health.run(),
             serving.rejoin.run(),
+            SessionExpiry(owned).run(),
         )
+
+    def _common_routes(self, serving: Serving, owned: OwnedSessions, board: Board | None) -> Sequence[BaseRoute]:
+        """What every purpose offers: who is here, and sessions for agents that others run."""
+        served, token = serving.fleet.served_version, self._spec.control_token
+        sessions = SessionRoutes(serving.gateway, owned, token=token, sampling=self._sampling(serving), served=served, board=board)
+        info = info_route(
+            self._config,
+            purpose=self._spec.purpose,
+            model=self._spec.model,
+            max_context=serving.gateway.limits.max_context,
+            served=served,
+            token=token,
+        )
+        return [info, *sessions.routes()]
+
+    def _sampling(self, serving: Serving) -> SamplingParams:
+        """Defaults of a session opened over HTTP: the environment's in a run; when serving, an answer may use all the room."""
+        if self._spec.purpose is Purpose.SERVE:
+            return SamplingParams(max_tokens=serving.gateway.limits.max_context)
+        section = self._config.environment
+        return SamplingParams(max_tokens=section.max_tokens, temperature=section.temperature)
 
     # --- What the launcher sees --------------------------------------------------------------------------------------
 
@@ -139,3 +186,8 @@ class RolloutProcess:
                 self._launcher.tell(Progress(self._state.status()))
         finally:
             self._launcher.tell(Progress(self._state.status()))
+
+
+async def _until(finished: asyncio.Event) -> None:
+    """Waits for the trainer's last answer to be sent."""
+    await finished.wait()

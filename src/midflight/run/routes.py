@@ -1,79 +1,187 @@
-"""`/midflight/v1`: the routes by which a trainer, ours or a foreign one, draws batches and publishes weights."""
+"""`/midflight/v1`: the routes by which a trainer, ours or a foreign one, draws batches and publishes weights.
+
+Documented for other languages in docs/foreign-trainers.md. `API_VERSION` counts up when a client of the version before would
+no longer work; fields may be added to answers without that.
+"""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import Response
+from starlette.routing import BaseRoute
 
-from midflight.errors import MidflightError, RequestRejected, Unauthorized
-from midflight.run.service import RolloutService, StepDone
+from midflight.config.sections import Config
+from midflight.errors import RequestRejected
+from midflight.gateway.wire import with_client
+from midflight.run.batches import batch_as_lists
+from midflight.run.edge import JSON, PACKED, Struct, body_of, control_route, json_answer, wants
+from midflight.run.service import RolloutService
+from midflight.run.session_routes import WaitSeconds
+from midflight.run.steps import DoneBody, ModelTensors, StepBook
 from midflight.trajectories.packing import to_bytes
-from midflight.types import Version, WeightManifest
+from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.weights.transports.published_file import manifest_of
 
-Verb = Callable[[Request], Awaitable[Response]]
-
-
-class Take(msgspec.Struct, frozen=True):
-    train_version: Version
+API_VERSION = 1
 
 
-class AtVersion(msgspec.Struct, frozen=True):
-    version: Version
+class Take(Struct, frozen=True):
+    train_version: Annotated[Version, Meta(ge=0)]
+    wait_seconds: WaitSeconds | None = None
+    """Then the answer is 204. Without it the request waits as long as it takes."""
 
 
-def trainer_routes(service: RolloutService, *, token: str) -> Sequence[BaseRoute]:
-    """All behind the control token. Bodies are JSON; `take` answers packed bytes (trajectories.packing)."""
-
-    async def take(request: Request) -> Response:
-        body = await _body(request, Take)
-        return Response(to_bytes(await service.take(body.train_version)), media_type="application/octet-stream")
-
-    async def done(request: Request) -> Response:
-        await service.done(await _body(request, StepDone))
-        return _OK
-
-    async def weights(request: Request) -> Response:
-        await service.publish(await _body(request, WeightManifest))
-        return _OK
-
-    async def checkpointed(request: Request) -> Response:
-        await service.checkpointed((await _body(request, AtVersion)).version)
-        return _OK
-
-    async def finish(request: Request) -> Response:
-        await service.finish((await _body(request, AtVersion)).version)
-        return _OK
-
-    verbs = {"take": take, "done": done, "weights": weights, "checkpointed": checkpointed, "finish": finish}
-    return [Route(f"/midflight/v1/{name}", _guarded(verb, token), methods=["POST"]) for name, verb in verbs.items()]
+class AtVersion(Struct, frozen=True):
+    version: Annotated[Version, Meta(ge=0)]
 
 
-_OK = Response(b"{}", media_type="application/json")
-T = TypeVar("T")
+class WeightsBody(Struct, frozen=True):
+    """`file`, a safetensors file that this machine can read; or all fields of a `WeightManifest` from a trainer that made one."""
+
+    version: Annotated[Version, Meta(ge=0)]
+    file: str | None = None
+    fingerprint: str | None = None
+    transport: str | None = None
+    location: str | None = None
+    tensors: tuple[TensorSpec, ...] | None = None
 
 
-async def _body(request: Request, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(await request.body(), type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise RequestRejected(f"the body is not a {kind.__name__}: {error}") from error
+class Info(msgspec.Struct, frozen=True):
+    """What answers here."""
+
+    api_version: int
+    run: str
+    purpose: str
+    model: str
+    """The model id that agents use."""
+    model_path: str
+    """Folder of the weights that the run began with."""
+    served_version: Version
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    max_tokens: int
+    temperature: float
+    max_context: int
+    rollout_seconds: float
+    steps: int
 
 
-def _guarded(verb: Verb, token: str) -> Verb:
-    """Checks the token, and turns our errors into their HTTP face."""
+def info_route(config: Config, *, purpose: str, model: str, max_context: int, served: Callable[[], Version], token: str) -> BaseRoute:
+    """`GET /midflight/v1`."""
 
-    async def guarded(request: Request) -> Response:
+    async def info(request: Request) -> Response:
+        return json_answer(
+            Info(
+                api_version=API_VERSION,
+                run=config.run.name,
+                purpose=purpose,
+                model=config.model.name,
+                model_path=model,
+                served_version=served(),
+                max_staleness=config.rollout.max_staleness,
+                groups_per_step=config.rollout.groups_per_step,
+                group_size=config.rollout.group_size,
+                max_tokens=config.environment.max_tokens,
+                temperature=config.environment.temperature,
+                max_context=max_context,
+                rollout_seconds=config.environment.rollout_seconds,
+                steps=config.run.steps,
+            )
+        )
+
+    return control_route("", info, token=token, method="GET")
+
+
+class TrainerRoutes:
+    """All behind the control token. Each waits for the service, and for as long as its client does."""
+
+    def __init__(
+        self,
+        service: RolloutService,
+        *,
+        token: str,
+        model: Path,
+        start_version: Version,
+        served: Callable[[], Version],
+        finished: Callable[[], None] | None = None,
+    ) -> None:
+        """`finished` is called when the answer to `finish` has been sent."""
+        self._service, self._token, self._model = service, token, model
+        self._served, self._finished = served, finished
+        self._book = StepBook(start_version=start_version)
+        self._tensors: ModelTensors | None = None
+
+    def routes(self) -> Sequence[BaseRoute]:
+        verbs = {
+            "take": self._take,
+            "done": self._done,
+            "weights": self._weights,
+            "checkpointed": self._checkpointed,
+            "finish": self._finish,
+        }
+        return [control_route(f"/{name}", verb, token=self._token) for name, verb in verbs.items()]
+
+    async def _take(self, request: Request) -> Response:
+        body = await body_of(request, Take)
+        self._book.check_take(body.train_version)
         try:
-            if not secrets.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {token}".encode()):
-                raise Unauthorized("these routes need the control token as `Authorization: Bearer ...`")
-            return await verb(request)
-        except MidflightError as error:
-            return JSONResponse({"error": {"message": str(error), "code": error.code}}, status_code=error.status)
+            async with asyncio.timeout(body.wait_seconds):
+                batch: PackedBatch = await with_client(request.scope, request.receive, self._service.take(body.train_version))
+        except TimeoutError:
+            return Response(status_code=204)
+        self._book.taken(batch, now=time.monotonic())
+        if wants(request, (PACKED, JSON)) == JSON:
+            return json_answer(batch_as_lists(batch))
+        return Response(to_bytes(batch), media_type=PACKED)
 
-    return guarded
+    async def _done(self, request: Request) -> Response:
+        step = self._book.report(await body_of(request, DoneBody), now=time.monotonic())
+        await self._service.done(step)
+        self._book.done(step)
+        return json_answer({"version": step.version})
+
+    async def _weights(self, request: Request) -> Response:
+        """Waits until every engine serves the version or is in quarantine; `served_version` says what came of it."""
+        body = await body_of(request, WeightsBody)
+        self._book.check_version(body.version)
+        manifest = await self._manifest(body)
+        self._book.publishing(manifest)
+        await self._service.publish(manifest)
+        return json_answer({"version": manifest.version, "served_version": self._served()})
+
+    async def _checkpointed(self, request: Request) -> Response:
+        body = await body_of(request, AtVersion)
+        await self._service.checkpointed(body.version)
+        return json_answer({"version": body.version})
+
+    async def _finish(self, request: Request) -> Response:
+        body = await body_of(request, AtVersion)
+        await self._service.finish(body.version)
+        answer = json_answer({"version": body.version})
+        answer.background = BackgroundTask(self._end)
+        return answer
+
+    async def _end(self) -> None:
+        """Waits for nothing; a coroutine, because others are called in threads."""
+        if self._finished is not None:
+            self._finished()
+
+    async def _manifest(self, body: WeightsBody) -> WeightManifest:
+        """As the trainer gave it, or made here from its file."""
+        if body.file is not None:
+            tensors = self._tensors = self._tensors or await asyncio.to_thread(ModelTensors.of, self._model)
+            path = Path(body.file)
+            return await asyncio.to_thread(lambda: manifest_of(path, version=body.version, fitting=tensors.fitting))
+        if body.fingerprint is None or body.transport is None or body.location is None or body.tensors is None:
+            raise RequestRejected("weights need `version` and `file`, or all fields of a manifest.", param="file")
+        return WeightManifest(body.version, body.fingerprint, body.transport, body.location, body.tensors)

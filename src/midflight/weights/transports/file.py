@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from midflight.errors import ConfigError
-from midflight.models.fingerprint import fingerprint_views
-from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import views
+from midflight.types import Version, WeightManifest
+from midflight.weights.transports.published_file import digest, read_specs
 
 KEEP = 2
 """Files kept: the version being served and the one being staged."""
@@ -39,7 +36,7 @@ class FilePublisher:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial)
             specs = read_specs(partial)
-            digest = _digest(partial, specs, self._threads)
+            hashed = digest(partial, specs, threads=self._threads)
             partial.rename(path)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
@@ -49,7 +46,7 @@ class FilePublisher:
             with contextlib.suppress(OSError):
                 partial.unlink()
         self._remove_old()
-        return WeightManifest(version, digest, "file", str(path), specs)
+        return WeightManifest(version, hashed, "file", str(path), specs)
 
     def release(self, version: Version) -> None:
         """Nothing to do: what is kept is decided by age."""
@@ -70,30 +67,3 @@ class FilePublisher:
     def _remove_old(self) -> None:
         for path in self._published()[:-KEEP]:
             path.unlink(missing_ok=True)
-
-
-def read_specs(path: Path) -> tuple[TensorSpec, ...]:
-    """Where the tensors of a safetensors file lie; offsets from the beginning of the file.
-
-    Format: eight bytes with the header's length N (little endian), N bytes of JSON, then the data that its offsets count from.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = cast(dict[str, dict[str, object]], json.loads(file.read(length)))
-    specs: list[TensorSpec] = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = cast(list[int], entry["data_offsets"])
-            shape = tuple(cast(list[int], entry["shape"]))
-            specs.append(TensorSpec(name, cast(str, entry["dtype"]), shape, 8 + length + start, end - start))
-    return tuple(specs)
-
-
-def _digest(path: Path, specs: tuple[TensorSpec, ...], threads: int) -> str:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as whole:
-        parts = views(specs, whole)
-        try:
-            return fingerprint_views(specs, parts, threads=threads)
-        finally:
-            for part in parts.values():
-                part.release()

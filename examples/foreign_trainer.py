@@ -1,0 +1,84 @@
+"""A trainer that knows nothing of Midflight but its HTTP API: torch, transformers and aiohttp, REINFORCE with a group baseline.
+
+midflight rollouts configs/demo.toml --set model.path=MODEL_DIR
+python examples/foreign_trainer.py runs/demo/endpoint.json --steps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def group_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
+    """How much better a rollout did than the mean of its group."""
+    rewards: dict[int, list[float]] = {}
+    for rollout in rollouts:
+        rewards.setdefault(rollout["group"], []).append(rollout["reward"])
+    return [r["reward"] - sum(rewards[r["group"]]) / len(rewards[r["group"]]) for r in rollouts]
+
+
+def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: dict[str, Any], *, temperature: float) -> float:
+    """One update; returns the loss. Tokens sampled under older weights count min(policy / behaviour, 2), as in truncated importance sampling."""
+    advantages = group_advantages(batch["rollouts"])
+    num_tokens, total = max(1, sum(sum(row["loss_mask"]) for row in batch["rows"])), 0.0
+    optimizer.zero_grad()
+    for row in batch["rows"]:
+        ids, mask = torch.tensor(row["token_ids"]), torch.tensor(row["loss_mask"])[1:]
+        policy = (model(ids[None]).logits[0, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        behaviour = torch.tensor(row["logprobs"])[1:]
+        weight = (policy.detach() - behaviour).exp().clamp(max=2.0)
+        loss = -(weight * policy * mask).sum() * advantages[row["rollout"]] / num_tokens
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return total
+
+
+async def train(endpoint: dict[str, Any], *, steps: int, learning_rate: float, folder: Path) -> None:
+    headers = {"Authorization": f"Bearer {endpoint['control_token']}", "Accept": "application/json"}
+    base = endpoint["url"] + "/midflight/v1"
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None)) as http:
+
+        async def call(verb: str, **body: Any) -> Any:
+            async with http.post(f"{base}/{verb}", json=body) as answer:
+                if answer.status == 204:
+                    return None
+                if answer.status != 200:
+                    raise SystemExit(f"{verb}: {answer.status} {await answer.text()}")
+                return await answer.json()
+
+        async with http.get(base) as answer:
+            info = await answer.json()
+        model = AutoModelForCausalLM.from_pretrained(info["model_path"], dtype=torch.float32)
+        optimizer, version = torch.optim.AdamW(model.parameters(), lr=learning_rate), info["served_version"]
+        for _ in range(steps):
+            while (batch := await call("take", train_version=version, wait_seconds=30)) is None:
+                pass
+            loss = step(model, optimizer, batch, temperature=info["temperature"])
+            version += 1
+            model.save_pretrained(folder / str(version % 3))  # the version served, the one being fetched, and this one
+            await call("done", lease=batch["lease"], version=version, metrics={"loss": loss})
+            live = await call("weights", version=version, file=str((folder / str(version % 3) / "model.safetensors").resolve()))
+            reward = sum(r["reward"] for r in batch["rollouts"]) / len(batch["rollouts"])
+            print(f"version {version}: reward {reward:.3f}, loss {loss:+.4f}, served {live['served_version']}", flush=True)
+        await call("checkpointed", version=version)
+        await call("finish", version=version)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train on the rollouts of a running `midflight rollouts`.")
+    parser.add_argument("endpoint", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    chosen = parser.parse_args()
+    given = json.loads(chosen.endpoint.read_text())
+    asyncio.run(train(given, steps=chosen.steps, learning_rate=chosen.learning_rate, folder=chosen.endpoint.parent / "weights"))

@@ -1,0 +1,148 @@
+"""Rollouts that are run elsewhere: each waits on a board until a worker outside claims it, runs an agent, and posts the reward."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from midflight.errors import RewardFixed, SessionClosed, UnknownSession
+from midflight.types import Task
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+MAX_REMEMBERED = 10_000
+"""Ended claims whose reward is still known, so that a worker may send it again; a worker that is later than that is told so."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """A rollout that a worker may run: its task, and the session that its agent talks to."""
+
+    task: Task
+    session_id: str
+    api_key: str = field(repr=False)
+    reward: asyncio.Future[float | None] = field(repr=False)
+
+
+class Board:
+    """What is offered and what is claimed. Synchronous; it never waits.
+
+    An offer is claimed once. If its worker dies it ends with the rollout's deadline, and a further attempt is a new offer.
+    Bounded by the rollouts in flight, whose number admission limits.
+    """
+
+    def __init__(self) -> None:
+        self._offered: OrderedDict[str, Offer] = OrderedDict()
+        self._claimed: dict[str, Offer] = {}
+        self._ended: OrderedDict[str, tuple[float | None] | None] = OrderedDict()
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def num_offered(self) -> int:
+        return len(self._offered)
+
+    @property
+    def num_claimed(self) -> int:
+        return len(self._claimed)
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._claimed or session_id in self._offered or session_id in self._ended
+
+    def offer(self, offer: Offer) -> None:
+        self._offered[offer.session_id] = offer
+        self._wake()
+
+    def claim(self, most: int) -> list[Offer]:
+        """The oldest offers, `most` at most; they are the caller's from now on."""
+        taken = [self._offered.popitem(last=False)[1] for _ in range(min(most, len(self._offered)))]
+        self._claimed.update((offer.session_id, offer) for offer in taken)
+        return taken
+
+    def score(self, session_id: str, reward: float | None) -> None:
+        """The worker's last word: its rollout ends. `SessionClosed` when the rollout has ended without it, by its deadline."""
+        offer = self._claimed.get(session_id)
+        if offer is not None and not offer.reward.done():
+            offer.reward.set_result(reward)
+            return
+        if offer is not None:
+            given: tuple[float | None] | None = None if offer.reward.cancelled() else (offer.reward.result(),)
+        elif session_id in self._ended:
+            given = self._ended[session_id]
+        else:
+            raise UnknownSession(f"scoring {session_id[:80]!r}: no worker has claimed it; claim it first.")
+        if given is None:
+            raise SessionClosed(f"scoring session {session_id}: its rollout has ended without a reward, by its deadline; claim another.")
+        if given != (reward,):
+            raise RewardFixed(f"scoring session {session_id}: its reward is {given[0]} already; a reward is given once.")
+
+    def give_up(self, session_id: str) -> float | None:
+        """The worker wants no more of it: the rollout ends with None, unless it has a reward, which is returned."""
+        offer = self._claimed.get(session_id)
+        if offer is None:
+            given = self._ended.get(session_id)
+            return given[0] if given else None
+        if not offer.reward.done():
+            offer.reward.set_result(None)
+        return None if offer.reward.cancelled() else offer.reward.result()
+
+    def withdraw(self, offer: Offer) -> None:
+        """The rollout has ended, however that was."""
+        self._offered.pop(offer.session_id, None)
+        self._claimed.pop(offer.session_id, None)
+        scored = offer.reward.done() and not offer.reward.cancelled()
+        self._ended[offer.session_id] = (offer.reward.result(),) if scored else None
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def changed(self) -> asyncio.Future[None]:
+        """Done at the next offer; for one waiter, first come first served."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting = [*(w for w in self._waiting if not w.done()), waiter]
+        return waiter
+
+    def pass_on(self) -> None:
+        """A waiter leaves: if it was woken and took nothing, what woke it is for the next."""
+        if self._offered:
+            self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            if not (waiter := self._waiting.pop(0)).done():
+                waiter.set_result(None)
+                return
+
+
+async def claims(board: Board, *, most: int, wait_seconds: float) -> list[Offer]:
+    """Waits for at least one offer; ended by it, by the time (then the list is empty), or by the worker who goes."""
+    try:
+        async with asyncio.timeout(wait_seconds):
+            while not (taken := board.claim(most)):
+                await board.changed()
+            return taken
+    except TimeoutError:
+        return []
+    finally:
+        board.pass_on()
+
+
+class Claimed:
+    """The environment. `run` connects its board with the routes that workers call."""
+
+    def __init__(self) -> None:
+        self.board = Board()
+
+    async def __call__(self, task: Task, client: AsyncOpenAI) -> float | None:
+        """Waits for a worker's reward; ended by it, or by the rollout's deadline."""
+        offer = Offer(task, client.api_key.partition(".")[0], client.api_key, asyncio.get_running_loop().create_future())
+        self.board.offer(offer)
+        try:
+            return await offer.reward
+        finally:
+            self.board.withdraw(offer)
+
+
+claimed = Claimed
+"""As `environment.entry`: `midflight.environments.claimed:claimed`."""

@@ -1,0 +1,136 @@
+"""What the trainer was handed, made and published: refuses what comes out of turn, and fills in what it left unsaid.
+
+A version is one step: it begins at `train_version` and makes `train_version + 1` (DECISIONS 1). Synchronous; it never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
+from midflight.run.service import StepDone
+from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.weights.transports.published_file import read_specs
+
+_TIED = "lm_head.weight"
+"""The output layer, by the name that `transformers` gives it in most models."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    train_version: Version
+    at: float
+    num_tokens: int
+
+
+class StepBook:
+    """One run's. Its open leases are as many as the batches that wait for `done`: with one batch drawn ahead, two."""
+
+    def __init__(self, *, start_version: Version) -> None:
+        self._made = self._newest_taken = start_version
+        self._open: dict[int, _Taken] = {}
+        self._published: tuple[Version, str] | None = None
+
+    def check_take(self, train_version: Version) -> None:
+        """No version is left out: a batch follows the newest version made, or the newest batch."""
+        newest = max(self._made, self._newest_taken)
+        if train_version > newest + 1:
+            raise OutOfTurn(
+                f"a batch for version {train_version} was asked, but {newest} is the newest so far: ask for {newest + 1} at most."
+            )
+
+    def taken(self, batch: PackedBatch, *, now: float) -> None:
+        """Asked again, a lease keeps the time of its first leave."""
+        self._newest_taken = max(self._newest_taken, batch.train_version)
+        self._open.setdefault(batch.lease, _Taken(batch.train_version, now, int(batch.loss_mask.sum())))
+
+    def report(self, said: DoneBody, *, now: float) -> StepDone:
+        """The step as the run counts it. `UnknownLease` and `OutOfTurn` leave everything as it was."""
+        taken = self._open.get(said.lease)
+        if taken is None:
+            raise UnknownLease(f"lease {said.lease} is not open: it was never given, or its step is done already.")
+        if said.version != taken.train_version + 1:
+            raise OutOfTurn(
+                f"lease {said.lease} is of the step that begins at version {taken.train_version} and makes {taken.train_version + 1}, "
+                f"not {said.version}: report that."
+            )
+        ended = now if said.ended is None else said.ended
+        return StepDone(
+            lease=said.lease,
+            version=said.version,
+            started=min(ended, taken.at if said.started is None else said.started),
+            ended=ended,
+            num_tokens=taken.num_tokens if said.num_tokens is None else said.num_tokens,
+            metrics=said.metrics,
+        )
+
+    def done(self, step: StepDone) -> None:
+        self._open.pop(step.lease, None)
+        self._made = max(self._made, step.version)
+
+    def check_version(self, version: Version) -> None:
+        """Versions are published in order, and only those that a step has made."""
+        if version > self._made:
+            raise OutOfTurn(f"publishing version {version}: the newest made is {self._made}; report its step with `done` first.")
+        if self._published is not None and version < self._published[0]:
+            raise OutOfTurn(f"publishing version {version}: version {self._published[0]} was published before; numbers only grow.")
+
+    def publishing(self, manifest: WeightManifest) -> None:
+        """The same version may be published again, with the same weights (I7)."""
+        self.check_version(manifest.version)
+        if self._published is not None and self._published[0] == manifest.version and self._published[1] != manifest.fingerprint:
+            raise OutOfTurn(
+                f"publishing version {manifest.version}: other weights of this number were published before; make a new version."
+            )
+        self._published = (manifest.version, manifest.fingerprint)
+
+
+class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a trainer says of a step; what it leaves out is filled in. Times are CLOCK_MONOTONIC seconds of this machine."""
+
+    lease: int
+    version: Version
+    started: float | None = None
+    ended: float | None = None
+    num_tokens: int | None = None
+    metrics: dict[str, float] = {}
+
+
+class ModelTensors:
+    """Names and shapes of the model that the engines started with: other weights are refused before any engine sees them."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+        """`tied`: the output layer is the embedding, so engines have it once, and a file may have it twice."""
+        self._shapes, self._tied = {name: shape for name, shape in shapes.items() if not (tied and name == _TIED)}, tied
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelTensors:
+        """Blocking; reads headers only."""
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
+        shapes = {spec.name: spec.shape for path in sorted(folder.glob("*.safetensors")) for spec in read_specs(path)}
+        return cls(shapes, tied=config.tie_word_embeddings)
+
+    def fitting(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """The tensors to serve. `RequestRejected` names the first that does not fit."""
+        kept = tuple(spec for spec in specs if not (self._tied and spec.name == _TIED))
+        for spec in kept:
+            if spec.name not in self._shapes:
+                raise RequestRejected(
+                    f"the model has no tensor {spec.name!r}.{nearest(spec.name, self._shapes)} Leave it out.", param="file"
+                )
+            if spec.shape != self._shapes[spec.name]:
+                raise RequestRejected(
+                    f"tensor {spec.name!r} has shape {spec.shape}, the model needs {self._shapes[spec.name]}.", param="file"
+                )
+        if missing := sorted(self._shapes.keys() - {spec.name for spec in kept}):
+            raise RequestRejected(f"tensor {missing[0]!r} is missing: publish every tensor of the model.", param="file")
+        return kept
+
+
+class _ModelConfig(msgspec.Struct, frozen=True):
+    tie_word_embeddings: bool = True
+    """What `transformers` assumes of a configuration that does not say."""

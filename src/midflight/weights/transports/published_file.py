@@ -1,0 +1,76 @@
+"""A safetensors file as a published version: where its tensors lie, and what they hash to. Needs no torch.
+
+Format: eight bytes with the header's length N (little endian), N bytes of JSON, then the data that its offsets count from.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from midflight.errors import ConfigError, RequestRejected
+from midflight.models.fingerprint import fingerprint_views
+from midflight.models.sizes import tensor_bytes
+from midflight.types import TensorSpec, Version, WeightManifest
+from midflight.weights.manifest import extent, views
+
+Specs = tuple[TensorSpec, ...]
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the format itself allows: a larger number is no header."""
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Specs], threads: int = 1) -> WeightManifest:
+    """Reads and hashes the whole file, about a second per gigabyte. `RequestRejected` when it is none that could be served.
+
+    `fitting` says which of its tensors to serve, and refuses a file that does not fit the model.
+    """
+    try:
+        specs = fitting(read_specs(path))
+        return WeightManifest(version, digest(path, specs, threads=threads), "file", str(path.resolve()), specs)
+    except (OSError, ValueError, ConfigError) as error:
+        raise RequestRejected(
+            f"publishing version {version} from {str(path)!r}: {error}; write a whole safetensors file that this machine can read.",
+            param="file",
+        ) from error
+
+
+def read_specs(path: Path) -> Specs:
+    """Where the tensors of a file lie; offsets from the beginning of the file. `ValueError` when it is not whole."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"it is no safetensors file, or not a whole one ({size} bytes)")
+        header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+    entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items() if name != "__metadata__"}
+    specs = tuple(
+        TensorSpec(name, e.dtype, e.shape, 8 + length + e.data_offsets[0], e.data_offsets[1] - e.data_offsets[0])
+        for name, e in entries.items()
+    )
+    for spec in specs:
+        if spec.offset < 8 + length or any(n < 0 for n in spec.shape) or spec.num_bytes != tensor_bytes(spec.dtype, spec.shape):
+            raise ValueError(f"the extent of tensor {spec.name!r} does not fit its shape")
+    if extent(specs) > size:
+        raise ValueError(f"it has {size} bytes of {extent(specs)}")
+    return specs
+
+
+def digest(path: Path, specs: Specs, *, threads: int = 1) -> str:
+    """The fingerprint of a file's tensors."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as whole:
+        parts = views(specs, whole)
+        try:
+            return fingerprint_views(specs, parts, threads=threads)
+        finally:
+            for part in parts.values():
+                part.release()
