@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
@@ -32,6 +32,16 @@ _OF_CHAT: Mapping[str, str] = {
 """Fields of chat completions, and what they are called here."""
 
 _LOGPROBS = "message.output_text.logprobs"
+
+
+_Input = Annotated[
+    JsonValue, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
+]
+_ToolChoice = Annotated[
+    JsonValue, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})
+]
+_Refused = Annotated[JsonValue, WithJsonSchema({"type": "null"})]
+"""A field with a remedy of its own."""
 
 
 class FunctionBody(Body):
@@ -64,11 +74,11 @@ class ReasoningBody(Body):
 
 
 class ResponsesBody(SamplingBody):
-    input: JsonValue
+    input: _Input
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: JsonValue = None
+    tool_choice: _ToolChoice = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Tokens | None = None
     """Ignored: it counts calls of hosted tools, and there are none."""
@@ -78,9 +88,9 @@ class ResponsesBody(SamplingBody):
     top_logprobs: TopLogprobs | None = None
     truncation: Literal["disabled"] | None = None
     background: bool | None = None
-    previous_response_id: JsonValue = None
-    conversation: JsonValue = None
-    prompt: JsonValue = None
+    previous_response_id: _Refused = None
+    conversation: _Refused = None
+    prompt: _Refused = None
     metadata: dict[str, JsonValue] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -88,9 +98,9 @@ class ResponsesBody(SamplingBody):
     prompt_cache_options: JsonValue = None
     """Ignored: engines find common prefixes by themselves."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
-    max_tokens: JsonValue = None
-    max_completion_tokens: JsonValue = None
-    reasoning_effort: JsonValue = None
+    max_tokens: _Refused = None
+    max_completion_tokens: _Refused = None
+    reasoning_effort: _Refused = None
 
     @property
     def wants_logprobs(self) -> bool:
