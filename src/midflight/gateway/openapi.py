@@ -16,7 +16,7 @@ from midflight.gateway.dialects.chat_body import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
 from midflight.gateway.dialects.messages_body import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
-from midflight.gateway.dialects.responses import ResponsesBody
+from midflight.gateway.dialects.responses_body import ResponsesBody
 from midflight.gateway.wire import send_json
 from midflight.types import Json
 
@@ -121,7 +121,7 @@ def _bodies() -> _Object:
 def _post(path: str, described: Described) -> Json:
     answers: _Object = {"application/json": {"schema": {"type": ["object", "array"]} if path == "/generate" else {"type": "object"}}}
     if described.streams:
-        answers["text/event-stream"] = {"schema": _TEXT}
+        answers["text/event-stream"] = {}
     return {
         "summary": described.summary,
         "operationId": path.strip("/").replace("/", "_"),
