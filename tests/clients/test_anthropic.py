@@ -37,9 +37,9 @@ def test_models_are_listed(served: str) -> None:
 
 
 def test_a_message_answers_and_the_same_seed_streams_the_same(served: str) -> None:
-    ask: dict[str, Any] = {"model": "policy", "messages": [user("hello")], "max_tokens": 24, "extra_body": {"seed": 5}}
-    whole = client(served).messages.create(**ask, system="Be brief.", temperature=1.0)
-    with client(served).messages.stream(**ask, system=[{"type": "text", "text": "Be brief."}], temperature=1.0) as stream:
+    ask: dict[str, Any] = {"model": "policy", "messages": [user("hello")], "max_tokens": 24, "extra_body": {"seed": 5, "temperature": 1.0}}
+    whole = client(served).messages.create(**ask, system="Be brief.")
+    with client(served).messages.stream(**ask, system=[{"type": "text", "text": "Be brief."}]) as stream:
         told = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert [block.text for block in whole.content] == [block.text for block in final.content] == [told]
