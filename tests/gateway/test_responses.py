@@ -436,3 +436,12 @@ def test_errors_before_the_answer_keep_their_status() -> None:
             await client.responses.retrieve("resp_1")
 
     serve(use)
+
+
+def test_a_format_that_no_engine_can_hold_to_is_refused_by_its_own_name() -> None:
+    async def use(it: Offered, client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="policy", input="hi", text={"format": {"type": "json_object"}})
+        assert caught.value.param == "text.format"
+
+    serve(use, limits=Limits(max_context=256, vocab_size=262))

@@ -119,6 +119,7 @@ def responses_call(body: ResponsesBody) -> CompletionCall:
         model=body.model,
         prompt_param="input",
         max_tokens_param="max_output_tokens",
+        grammar_param="text.format",
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
