@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
 
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected, WeightsCorrupt
-from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.replies import Replies
+from midflight.testing.script import Script, likeliest, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Attestation, Chunk, FinishReason, GenerateRequest, PauseMode, SamplingParams, WeightManifest
+from midflight.types import (
+    Attestation,
+    Chunk,
+    Feature,
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    GrammarKind,
+    PauseMode,
+    SamplingParams,
+    WeightManifest,
+)
 
 PROMPT = tuple(b"say something")
 ENDLESS = Script(mean_length=None)
@@ -242,3 +255,72 @@ def test_an_abort_of_one_request_ends_that_one_only() -> None:
         assert len(ids(other.result())) == 10
 
     run_virtual(main())
+
+
+def test_alternatives_are_made_up_once_and_for_all_and_sum_to_no_more_than_one() -> None:
+    # The chosen one has 1/4; of the other 3/4 the next bytes have a half, a quarter and an eighth: 3/8, 3/16, 3/32.
+    found = likeliest(7, math.log(0.25), 4)
+    assert [(i, pytest.approx(math.exp(p))) for i, p in found] == [(8, 3 / 8), (7, 1 / 4), (9, 3 / 16), (10, 3 / 32)]
+    assert likeliest(7, 0.0, 2)[0] == (7, 0.0)
+    assert [i for i, _ in likeliest(256, math.log(0.9), 3)] == [256, 1, 2]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3])
+def test_alternatives_come_with_each_token_for_those_who_ask(chunk_tokens: int) -> None:
+    engine = ScriptedEngine(script=ENDLESS, chunk_tokens=chunk_tokens)
+    whole = engine.whole_answer(request())
+    chunks = run_virtual(collect(engine, request(top_logprobs=3)))
+    expected = [likeliest(i, p, 3) for i, p in zip(whole.token_ids, whole.logprobs, strict=True)]
+    assert [top for c in chunks for top in c.top_logprobs] == expected
+    assert [len(c.top_logprobs) for c in chunks] == [len(c.token_ids) for c in chunks]
+    assert all(c.top_logprobs == () for c in run_virtual(collect(engine, request())))
+
+
+@pytest.mark.parametrize(
+    ("feature", "asked"),
+    [
+        (Feature.PENALTIES, {"frequency_penalty": 0.5}),
+        (Feature.LOGIT_BIAS, {"logit_bias": ((1, 2.0),)}),
+        (Feature.GRAMMARS, {"grammar": Grammar(GrammarKind.REGEX, "a")}),
+    ],
+)
+def test_what_a_script_cannot_obey_is_refused_unless_a_test_says_otherwise(feature: Feature, asked: dict[str, object]) -> None:
+    with pytest.raises(RequestRejected, match=f"has no {feature}"):
+        run_virtual(collect(ScriptedEngine(), request(**asked)))
+    recording = ScriptedEngine(capabilities=replace(CAPABLE, features=frozenset(Feature)))
+    assert ids(run_virtual(collect(recording, request(**asked)))) == recording.answer(request())
+    assert recording.requests[-1] == request(**asked)
+
+
+CALL = '<tool_call>{"name": "add"}</tool_call>'
+
+
+def asking(prompt: str, max_tokens: int = 60, **sampling: object) -> GenerateRequest:
+    prompt_ids = scripted_tokenizer().encode(prompt)
+    return GenerateRequest("r", prompt_ids, len(prompt_ids), SamplingParams(max_tokens=max_tokens, **sampling))  # type: ignore[arg-type]
+
+
+def said(engine: ScriptedEngine, asked: GenerateRequest) -> str:
+    return scripted_tokenizer().decode(ids(run_virtual(collect(engine, asked))))
+
+
+def test_replies_are_said_by_rule_to_their_end() -> None:
+    engine = ScriptedEngine(script=Replies({"add": CALL, "<|tool|>": "It is 4.", "": "What?"}), chunk_tokens=7)
+    assert said(engine, asking("<|user|>add 2 and 2<|end|><|assistant|>")) == CALL + "<|end|>"
+    assert said(engine, asking(f"<|user|>add 2 and 2<|assistant|>{CALL}<|tool|>4<|assistant|>")) == "It is 4.<|end|>"
+    assert said(engine, asking("hello", max_tokens=3)) == "Wha"
+    assert said(ScriptedEngine(script=Replies(str.upper)), asking("loud", min_tokens=6)) == "LOUD  <|end|>"
+    with pytest.raises(RequestRejected, match=r"no reply is written.*hello"):
+        said(ScriptedEngine(script=Replies({"add": CALL})), asking("hello"))
+
+
+def test_i5_a_reply_goes_on_where_it_was_and_a_changed_token_shows_in_its_logprobs() -> None:
+    engine = ScriptedEngine(script=Replies({"add": CALL}))
+    # The output repeats the key: only the prompt decides what is replied.
+    request = asking("add", seed=3)
+    whole = engine.whole_answer(request)
+    for cut in (1, 20, len(CALL)):
+        rest = engine.whole_answer(replace(request, input_ids=request.input_ids + whole.token_ids[:cut]))
+        assert (rest.token_ids, rest.logprobs) == (whole.token_ids[cut:], whole.logprobs[cut:])
+    changed = engine.whole_answer(replace(request, input_ids=request.input_ids + whole.token_ids[1:2]))
+    assert changed.logprobs != whole.logprobs[1:]

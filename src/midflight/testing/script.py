@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from midflight.text import StopMatcher, Tokenizer
 from midflight.text.byte_tokenizer import CHAT_TEMPLATE, END, byte_tokenizer
@@ -13,6 +14,8 @@ from midflight.types import Finish, FinishReason, GenerateRequest, SamplingParam
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_NUM_BYTES = 256
+S = TypeVar("S")
 
 
 def _mix(z: int) -> int:
@@ -29,6 +32,24 @@ def scripted_tokenizer() -> Tokenizer:
     return Tokenizer(byte_tokenizer(), template=ChatTemplate(CHAT_TEMPLATE, {}), eos_token_ids=frozenset({END}))
 
 
+class Policy(Protocol[S]):
+    """What chooses a scripted engine's tokens: a function of the request and of the tokens so far, and of nothing else (I5).
+
+    `S` is what it keeps of them; states are values.
+    """
+
+    @property
+    def end_id(self) -> int: ...
+    def start(self, request: GenerateRequest) -> S:
+        """After everything in `input_ids`."""
+        ...
+
+    def extend(self, state: S, token_id: int) -> S: ...
+    def choose(self, state: S, version: Version, *, may_end: bool) -> tuple[int, float]:
+        """The next token and its log-probability."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     """The deterministic "policy". A token depends on the seed and on every id before it, hence also on its position.
@@ -42,6 +63,9 @@ class Script:
     """The end comes with chance 1 / `mean_length` at each token; `None` never ends by itself."""
     by_version: bool = False
     """Whether other weights (another version) choose other tokens."""
+
+    def start(self, request: GenerateRequest) -> int:
+        return self.begin(request.sampling, request.input_ids)
 
     def begin(self, sampling: SamplingParams, input_ids: Iterable[int]) -> int:
         """The hash of a seed and the ids so far."""
@@ -61,6 +85,16 @@ class Script:
         return token_id, math.log(((bits >> 40) + 1) / (1 << 24))
 
 
+def likeliest(token_id: int, logprob: float, num: int) -> tuple[tuple[int, float], ...]:
+    """The `num` likeliest tokens where this one was chosen, likeliest first; always the same.
+
+    Made up: of the mass that the token leaves, the bytes after it have a half, a quarter, an eighth, and so on.
+    """
+    rest = max(-math.expm1(logprob), 1e-12)
+    others = [((token_id + k) % _NUM_BYTES, math.log(rest) - k * math.log(2)) for k in range(1, num + 1)]
+    return tuple(sorted([(token_id, logprob), *others], key=lambda pair: -pair[1])[:num])
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A whole generation."""
@@ -70,14 +104,14 @@ class Answer:
     finish: Finish
 
 
-class ScriptedRun:
+class ScriptedRun(Generic[S]):
     """One request on its way through the script. Synchronous; `peek` looks ahead, `accept` moves on."""
 
-    def __init__(self, script: Script, request: GenerateRequest, tokenizer: Tokenizer, *, stops_on_strings: bool = True) -> None:
+    def __init__(self, script: Policy[S], request: GenerateRequest, tokenizer: Tokenizer, *, stops_on_strings: bool = True) -> None:
         sampling = request.sampling
         self._script = script
         self._sampling = sampling
-        self._state = script.begin(sampling, request.input_ids)
+        self._state = script.start(request)
         self._matcher = StopMatcher(tokenizer, sampling.stop if stops_on_strings else (), min_tokens=sampling.min_tokens)
         self._matcher.feed(request.input_ids[request.num_prompt_tokens :])
         self.num_output = request.num_output_tokens
@@ -115,7 +149,7 @@ class ScriptedRun:
         return ends and index >= self._sampling.min_tokens
 
 
-def play(script: Script, request: GenerateRequest, tokenizer: Tokenizer, *, version: Version = 0) -> Answer:
+def play(script: Policy[S], request: GenerateRequest, tokenizer: Tokenizer, *, version: Version = 0) -> Answer:
     """The uninterrupted answer under one version: the oracle of I5."""
     run = ScriptedRun(script, request, tokenizer)
     tokens = run.accept(run.peek(request.remaining, version))

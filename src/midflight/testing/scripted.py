@@ -10,21 +10,23 @@ import bisect
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
-from midflight.testing.script import Answer, Script, ScriptedRun, play, scripted_tokenizer
+from midflight.testing.script import Answer, Policy, Script, ScriptedRun, likeliest, play, scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.types import (
     Attestation,
     Capabilities,
     Chunk,
     EngineHealth,
+    Feature,
     Finish,
     FinishReason,
     GenerateRequest,
     LogprobKind,
     PauseMode,
+    SamplingParams,
     Version,
     WeightManifest,
 )
@@ -42,8 +44,12 @@ CAPABLE = Capabilities(
     max_context=4096,
     vocab_size=262,
     max_running=64,
+    features=frozenset({Feature.TOP_LOGPROBS}),
 )
-"""Everything. Take a capability away with `dataclasses.replace`."""
+"""Everything, but ways of sampling that a script cannot obey. Take a capability away with `dataclasses.replace`.
+
+One that is given features beyond these records what it is asked for in `ScriptedEngine.requests`, and says what it would have said.
+"""
 
 _MAX_RECORDED = 100_000
 """Requests and calls remembered for tests; a long simulation must not grow without end."""
@@ -52,7 +58,7 @@ _MAX_RECORDED = 100_000
 class _Running:
     """A request inside the engine: waiting for a slot, or in one."""
 
-    def __init__(self, request: GenerateRequest, run: ScriptedRun, version: Version) -> None:
+    def __init__(self, request: GenerateRequest, run: ScriptedRun[Any], version: Version) -> None:
         self.request = request
         self.run = run
         self.first_version = version
@@ -74,7 +80,7 @@ class ScriptedEngine:
         self,
         name: str = "scripted",
         *,
-        script: Script | None = None,
+        script: Policy[Any] | None = None,
         capabilities: Capabilities = CAPABLE,
         step_seconds: float = 0.01,
         chunk_tokens: int = 1,
@@ -86,7 +92,7 @@ class ScriptedEngine:
     ) -> None:
         self.name = name
         self.capabilities = capabilities
-        self.script = script or Script()
+        self.script: Policy[Any] = script or Script()
         self.step_seconds = step_seconds
         self.chunk_tokens = chunk_tokens
         self.stage_seconds = stage_seconds
@@ -282,7 +288,10 @@ class ScriptedEngine:
         if strange := [i for i in request.input_ids if not 0 <= i < vocab_size]:
             raise RequestRejected(f"generating: token id {strange[0]} is outside the vocabulary of {vocab_size}.", param="input_ids")
 
-    def _begin(self, request: GenerateRequest) -> ScriptedRun:
+        if lacking := sorted(_wanted(request.sampling) - self.capabilities.features):
+            raise RequestRejected(f"generating on {self.name}: it has no {lacking[0]}. Leave that out.", param=lacking[0])
+
+    def _begin(self, request: GenerateRequest) -> ScriptedRun[Any]:
         if not self.capabilities.honours_seed:
             self._num_unseeded += 1
             request = replace(request, sampling=replace(request.sampling, seed=self._num_unseeded))
@@ -372,4 +381,16 @@ class ScriptedEngine:
         if not self.capabilities.versions_per_token:
             version = running.first_version
         ids, logprobs = tuple(t for t, _ in tokens), tuple(p for _, p in tokens)
-        return Chunk(ids, logprobs, version, min(version, running.kv_version), finish)
+        num_top = running.request.sampling.top_logprobs
+        top = tuple(likeliest(t, p, num_top) for t, p in tokens) if num_top else ()
+        return Chunk(ids, logprobs, version, min(version, running.kv_version), finish, top)
+
+
+def _wanted(sampling: SamplingParams) -> frozenset[Feature]:
+    asked = {
+        Feature.PENALTIES: sampling.is_penalised,
+        Feature.LOGIT_BIAS: sampling.logit_bias,
+        Feature.TOP_LOGPROBS: sampling.top_logprobs,
+        Feature.GRAMMARS: sampling.grammar,
+    }
+    return frozenset(feature for feature, value in asked.items() if value)
