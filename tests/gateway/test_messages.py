@@ -228,6 +228,25 @@ def test_a_fault_names_the_field_and_the_value(fields: dict[str, Any], param: st
     assert words in str(caught.value)
 
 
+WORDS = st.sampled_from(["user", "assistant", "text", "tool_use", "tool_result", "thinking", "a", ""])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | WORDS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "role", "content", "text", "id", "name", "input", "tool_use_id", "input_schema"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from(["messages", "system", "tools", "tool_choice", "thinking", "output_config"]), JSON | st.lists(JSON, max_size=2))
+def test_whatever_is_sent_is_read_or_refused(field: str, value: object) -> None:
+    try:
+        messages(**{field: value})
+    except RequestRejected as refused:
+        assert refused.param is not None and refused.param.startswith(field)
+
+
 def test_a_whole_message_holds_its_blocks_in_the_order_they_were_said() -> None:
     message = whole([ReasoningPiece("h"), ReasoningPiece("m"), ContentPiece("Wait"), ContentPiece("."), CALL])
     call = message["content"].pop()
@@ -336,7 +355,7 @@ def test_an_answer_sent_back_goes_on_from_its_tokens_and_counting_leaves_no_trac
             handle = it.gateway.open(KEY, sampling=DEFAULTS, tracked=True)
             first = await post(it, handle.base_url)
             again = [*HI, back(first), {"role": "user", "content": [{"type": "text", "text": "so?"}]}]
-            tree = it.gateway._sessions.get(handle.session_id).tree
+            tree = it.gateway.registry.get(handle.session_id).tree
             before = (len(tree.nodes), tree.num_branches, tree.num_rewritten, tree.num_mismatches)
             assert await post(it, handle.base_url, count=True, messages=again) == {"input_tokens": 14}
             other = [*HI, {"role": "assistant", "content": "never said"}, {"role": "user", "content": "so?"}]
@@ -424,6 +443,21 @@ def test_bad_requests_cost_themselves_only() -> None:
             assert (await it.http.post(f"{handle.base_url}/messages", json=BODY)).status_code == 410
             await asyncio.sleep(0)
         assert it.generator.running == 0
+
+    run_virtual(main())
+
+
+def test_what_the_engines_cannot_do_is_refused_in_the_clients_words() -> None:
+    async def main() -> None:
+        async with offered(limits=Limits(max_context=2000, vocab_size=262)) as it:  # engines without features
+            form = {"type": "json_schema", "schema": {"type": "object"}}
+            for fields, name in [
+                ({"output_config": {"format": form}}, "output_config.format"),
+                ({"output_format": form}, "output_format"),
+                ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice"),
+            ]:
+                refused = (await post(it, "/v1", **fields))["error"]
+                assert refused["type"] == "invalid_request_error" and refused["message"].startswith(f"{name} is not supported")
 
     run_virtual(main())
 

@@ -12,7 +12,7 @@ from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_blocks import BlockStream, content
 from midflight.gateway.dialects.messages_body import MessagesBody, messages_call
 from midflight.gateway.dialects.wording import weight_versions
-from midflight.gateway.faults import RETRY_AFTER_SECONDS, Fault
+from midflight.gateway.faults import Fault, retry_headers
 from midflight.types import FinishReason, Json
 
 
@@ -75,14 +75,12 @@ class MessagesExchange:
 def messages_fault(error: BaseException) -> Fault:
     """An error as Anthropic's clients read it. What is not ours says nothing of its inside."""
     request_id = f"req_{secrets.token_hex(12)}"
-    status, message, code, retryable = 500, "the gateway failed on this request; its log has the traceback.", "internal_error", False
+    status, message, code = 500, "the gateway failed on this request; its log has the traceback.", "internal_error"
     if isinstance(error, MidflightError):
-        status, message, code, retryable = error.status, str(error), error.code, error.retryable
+        status, message, code = error.status, str(error), error.code
     detail: dict[str, Json] = {"type": _ERROR_TYPES.get(status, _other_type(status)), "message": message, "details": {"error_code": code}}
-    headers = [(b"request-id", request_id.encode())]
-    if retryable:
-        headers.append((b"retry-after", str(RETRY_AFTER_SECONDS).encode()))
-    return Fault(status, {"type": "error", "error": detail, "request_id": request_id}, tuple(headers))
+    headers = ((b"request-id", request_id.encode()), *retry_headers(error))
+    return Fault(status, {"type": "error", "error": detail, "request_id": request_id}, headers)
 
 
 _ERROR_TYPES: Mapping[int, str] = {
