@@ -117,11 +117,11 @@ class Requests:
             self._forget(ongoing)
 
     def settle(self, ongoing: Ongoing, *, now: float) -> None:
-        """A reader has left. What was told whole can be asked for again by its key alone."""
+        """A reader has left. What was told whole can be asked for again by its key alone; nothing can, once its session has ended."""
         asked = self._tickets.get(ongoing)
         if asked is None or not ongoing.ended or ongoing.is_read:
             return
-        if asked.key is None and ongoing.delivered:
+        if ongoing.job.session.closed or (asked.key is None and ongoing.delivered):
             self._forget(ongoing)
             return
         self._kept[ongoing] = now + self._orphan_seconds
