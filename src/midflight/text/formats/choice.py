@@ -37,7 +37,7 @@ _REASONING_SIGNS = tuple((marker, name) for name, thinking in _REASONING.items()
 def tool_format(name: str, tokenizer: Tokenizer) -> ToolFormat | None:
     """`None`: the model has no format of its own. An unknown name: `ConfigError`."""
     chosen = _chosen("tool_format", name, TOOL_FORMATS, _TOOL_SIGNS, tokenizer)
-    return None if chosen == NONE else _TOOLS[chosen](ARGUMENTS in _source(tokenizer) or ARGUMENTS in special_tokens(tokenizer))
+    return None if chosen == NONE else _TOOLS[chosen](ARGUMENTS in _source(tokenizer) or ARGUMENTS in _special_tokens(tokenizer))
 
 
 def reasoning_format(name: str, tokenizer: Tokenizer) -> Thinking | None:
@@ -46,9 +46,13 @@ def reasoning_format(name: str, tokenizer: Tokenizer) -> Thinking | None:
     return None if chosen == NONE else _REASONING[chosen]
 
 
-def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Texts of the special tokens, and their ids."""
-    return {text: i for i in tokenizer.special_token_ids if (text := tokenizer.backend.id_to_token(i)) is not None}
+def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Texts of the tokens that are never part of a longer text (special ones, and others), and their ids."""
+    return {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
+
+
+def _special_tokens(tokenizer: Tokenizer) -> set[str]:
+    return {text for text, i in added_tokens(tokenizer).items() if i in tokenizer.special_token_ids}
 
 
 def _chosen(option: str, name: str, known: tuple[str, ...], signs: tuple[tuple[str, str], ...], tokenizer: Tokenizer) -> str:
@@ -56,7 +60,7 @@ def _chosen(option: str, name: str, known: tuple[str, ...], signs: tuple[tuple[s
         raise ConfigError(f"{option} is {name!r}: no such format.{nearest(name, known)}")
     if name != AUTO:
         return name
-    places = (_source(tokenizer), special_tokens(tokenizer))
+    places = (_source(tokenizer), _special_tokens(tokenizer))
     return next((named for place in places for sign, named in signs if sign in place), NONE)
 
 

@@ -19,7 +19,8 @@ class NotACall(Exception):
 
 
 class Cursor:
-    """A place in a growing text. What was read since the last `drop` is kept, in fragments: each letter is handled once.
+    """A place in a growing text. What was read since the last `drop` is kept, in fragments. Nothing is read twice but the
+    beginnings of markers, so a letter is handled no more often than a marker is long.
 
     A reading yields only when all the text at hand is read, so `push` never meets a rest.
     """
@@ -62,11 +63,13 @@ class Cursor:
         return found
 
     def literal(self, text: str) -> Reading[bool]:
-        """Takes `text` if it stands here, else as much of its beginning as does."""
-        for letter in text:
+        """Takes `text` if it stands here, else nothing."""
+        for place, letter in enumerate(text):
             if (yield from self.peek()) != letter:
+                self._back(text[:place])
                 return False
-            self._take(self._at + 1)
+            self._at += 1
+        self._taken.append(text)
         return True
 
     def expect(self, text: str) -> Reading[None]:
@@ -74,15 +77,16 @@ class Cursor:
             raise NotACall
 
     def until(self, marker: str) -> Reading[str]:
-        """Takes text up to `marker` and the marker; the text without it. The marker's first letter occurs in it once."""
+        """Takes text up to the first `marker` and the marker; the text without it."""
         mark = self.mark()
         other = outside(marker)
-        while True:
-            yield from self.run(other)
+        while (yield from self.peek()):
+            if self.take(other):
+                continue
             if (yield from self.literal(marker)):
                 return self.since(mark)[: -len(marker)]
-            if not (yield from self.peek()):
-                raise NotACall
+            yield from self.letter()
+        raise NotACall
 
     def mark(self) -> int:
         return len(self._taken)
@@ -97,6 +101,12 @@ class Cursor:
         self._taken.clear()
         return text
 
+    def _back(self, text: str) -> None:
+        """Goes back over `text`, part of which may have come with an earlier push."""
+        if self._at < len(text):
+            self._text, self._at = text + self._text[self._at :], len(text)
+        self._at -= len(text)
+
     def _take(self, end: int) -> str:
         text = self._text[self._at : end]
         self._at = end
@@ -106,5 +116,4 @@ class Cursor:
 
 def outside(marker: str) -> re.Pattern[str]:
     """Letters that cannot begin `marker`."""
-    assert marker[0] not in marker[1:], "after half a marker, another begins no earlier than at the next letter"
     return re.compile(f"[^{re.escape(marker[0])}]+")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from midflight.errors import RequestRejected
 from midflight.text.formats.assistant import AssistantMessage, MessageParser, Tool, joined
-from midflight.text.formats.choice import AUTO, reasoning_format, special_tokens, tool_format
+from midflight.text.formats.choice import AUTO, added_tokens, reasoning_format, tool_format
 from midflight.text.formats.hermes import Hermes
 from midflight.text.formats.lark import Lark, embedded
 from midflight.text.formats.parser import FormatParser
@@ -24,9 +24,9 @@ class MessageFormat:
         self._tools = tool_format(tools, tokenizer) or Hermes()
         self._thinking = reasoning_format(reasoning, tokenizer)
         markers = self._tools.markers + (self._thinking.markers if self._thinking else ())
-        special = special_tokens(tokenizer)
-        self._lark = Lark({marker: special[marker] for marker in markers if marker in special})
-        self.kept_token_ids: frozenset[int] = frozenset(self._lark.special.values())
+        added = added_tokens(tokenizer)
+        self._lark = Lark({marker: added[marker] for marker in markers if marker in added})
+        self.kept_token_ids: frozenset[int] = tokenizer.special_token_ids & set(self._lark.tokens.values())
         """Special tokens that are markers: their text must reach the parser."""
 
     def parser(self, prompt_text: str | None, *, calls: bool, tools: Sequence[Tool] = ()) -> MessageParser:

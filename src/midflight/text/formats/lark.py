@@ -15,17 +15,21 @@ _SPACING: dict[str, Json] = {"whitespace_flexible": False, "item_separator": ", 
 
 @dataclass(frozen=True, slots=True)
 class Lark:
-    """Writes the parts of a grammar. `special` has the ids of markers that are special tokens."""
+    """Writes the parts of a grammar. `tokens` has the ids of markers that are tokens of their own.
 
-    special: Mapping[str, int]
+    Such a marker is written by its id whether or not the tokenizer calls it special: llguidance keeps every added token in
+    angle brackets out of texts, so as letters it could only be written in a way the model never saw.
+    """
+
+    tokens: Mapping[str, int]
 
     def marker(self, text: str) -> str:
-        """The special token, or the letters if it is none."""
-        return f"<[{self.special[text]}]>" if text in self.special else literal(text)
+        """The token, or the letters if it is none."""
+        return f"<[{self.tokens[text]}]>" if text in self.tokens else literal(text)
 
     def ending(self, name: str, marker: str) -> str:
         """A rule: any text, up to the first `marker` and with it."""
-        if marker in self.special:
+        if marker in self.tokens:
             return f"{name}: /(?s:.*)/ {self.marker(marker)}"
         return f"{name}[lazy]: /(?s:.*){_slashed(re.escape(marker))}/"
 

@@ -63,24 +63,15 @@ def _listed(cursor: Cursor) -> Reading[list[ToolCall]]:
 def _named(cursor: Cursor) -> Reading[ToolCall]:
     name = yield from cursor.run(_NAME)
     yield from cursor.run(SPACES)
-    if (yield from cursor.peek()) == "[":
-        yield from cursor.letter()
-        yield from _after_bracket(cursor)
+    if (yield from cursor.literal(CALL_ID)):
+        yield from cursor.run(_NAME)
+    yield from cursor.literal(ARGUMENTS)
     yield from cursor.run(SPACES)
     mark = cursor.mark()
     yield from read_object(cursor)
     if not name:
         raise NotACall
     return ToolCall(name, cursor.since(mark))
-
-
-def _after_bracket(cursor: Cursor) -> Reading[None]:
-    """`[ARGS]`, or `[CALL_ID]`, an id and `[ARGS]`; the bracket is taken."""
-    if (yield from cursor.peek()) == CALL_ID[1]:
-        yield from cursor.expect(CALL_ID[1:])
-        yield from cursor.run(_NAME)
-        yield from cursor.expect("[")
-    yield from cursor.expect(ARGUMENTS[1:])
 
 
 def _named_rules(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 
 from midflight.text.formats.assistant import CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
 from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading, outside
@@ -48,7 +49,7 @@ class FormatParser:
 
     def _advance(self) -> tuple[Piece, ...]:
         next(self._reading, None)
-        pieces = tuple(self._pieces)
+        pieces = tuple(_merged(self._pieces))
         self._pieces.clear()
         return pieces
 
@@ -72,9 +73,11 @@ class FormatParser:
         reasoning.touch()
         inside = outside(thinking.closing)
         while (yield from self._cursor.peek()):
-            if not self._cursor.take(inside) and (yield from self._cursor.literal(thinking.closing)):
-                self._cursor.drop()
-                return
+            if not self._cursor.take(inside):
+                if (yield from self._cursor.literal(thinking.closing)):
+                    self._cursor.drop()
+                    return
+                yield from self._cursor.letter()
             if text := reasoning.add(self._cursor.drop()):
                 self._pieces.append(ReasoningPiece(text))
 
@@ -92,19 +95,21 @@ class FormatParser:
         yield from self._bare(tools)
         plain = outside(tools.opening)
         while (yield from self._cursor.peek()):
-            if self._cursor.take(plain) or not (yield from self._cursor.literal(tools.opening)):
+            if self._cursor.take(plain):
                 self._write()
-            else:
+            elif (yield from self._cursor.literal(tools.opening)):
                 yield from self._calls(tools.read(self._cursor, self._call, self._known))
+            else:
+                yield from self._cursor.letter()
+                self._write()
         self._give(self._content.end())
 
     def _bare(self, tools: ToolFormat) -> Reading[None]:
         """Calls without a marker, if the message begins so."""
-        if not self._cursor.since(0).strip():
-            yield from self._cursor.run(SPACES)
-            reading = tools.read_bare(self._cursor, self._call)
-            if reading is not None and (yield from self._cursor.peek()) == "{":
-                yield from self._calls(reading)
+        yield from self._cursor.run(SPACES)
+        reading = tools.read_bare(self._cursor, self._call)
+        if reading is not None and (yield from self._cursor.peek()) == "{":
+            yield from self._calls(reading)
         self._write()
 
     def _calls(self, reading: Reading[None]) -> Reading[None]:
@@ -124,3 +129,13 @@ class FormatParser:
     def _give(self, text: str) -> None:
         if text:
             self._pieces.append(ContentPiece(text))
+
+
+def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Neighbouring texts of one kind as one piece."""
+    for kind, group in groupby(pieces, type):
+        if kind is CallPiece:
+            yield from group
+        else:
+            text = "".join(piece.text for piece in group if not isinstance(piece, CallPiece))
+            yield ContentPiece(text) if kind is ContentPiece else ReasoningPiece(text)

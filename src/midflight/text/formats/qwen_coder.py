@@ -72,13 +72,11 @@ def _name(cursor: Cursor) -> Reading[str]:
 
 
 def _has_parameter(cursor: Cursor) -> Reading[bool]:
-    """Takes `<parameter=` or `</function>`, which both begin with `<`."""
+    """Takes `<parameter=` or `</function>`."""
     yield from cursor.run(SPACES)
-    yield from cursor.expect("<")
-    if (yield from cursor.peek()) == PARAMETER[1]:
-        yield from cursor.expect(PARAMETER[1:])
+    if (yield from cursor.literal(PARAMETER)):
         return True
-    yield from cursor.expect(END_FUNCTION[1:])
+    yield from cursor.expect(END_FUNCTION)
     return False
 
 
