@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.gateway.offered import ScriptedGenerator, Seen, make_gateway, offered
+from tests.gateway.offered import KEY, ScriptedGenerator, Seen, make_gateway, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Answer, Asked, CompletionCall, Delta, Messages, ToolChoice
@@ -17,7 +17,7 @@ from midflight.gateway.dialects.wording import call_id
 from midflight.gateway.sampling import Limits
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage, CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
-from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, Segment, Turn
+from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, SamplingParams, Segment, Turn
 
 CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -114,6 +114,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "send logprobs true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
     ({"frequency_penalty": -2.1}, "frequency_penalty", "-2.1"),
+    ({"temperature": 1e-320}, "temperature", "send 0"),
+    ({"top_k": 10**30}, "top_k", "1000"),
+    ({"repetition_penalty": 1e-9}, "repetition_penalty", "0.01"),
     ({"stop": 5}, "stop", "5"),
     ({"stop": ["a", 5]}, "stop", "5"),
     ({"repetition_penalty": 0}, "repetition_penalty", "0"),
@@ -130,6 +133,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"properties": {"a": {"anyOf": 3}}}}, "guided_json.properties.a.anyOf", "a list of schemas"),
     ({"guided_json": {"properties": {"a": 1}}}, "guided_json.properties.a", "1"),
     ({"guided_json": {"required": "a"}}, "guided_json.required", "list of names"),
+    ({"guided_json": '{"maximum": 1e999}'}, "guided_json", "finite"),
+    ({"guided_json": {"properties": {"x" * 300: 1}}}, ("guided_json.properties." + "x" * 300)[:200], "is 1"),
     ({"guided_regex": ""}, "guided_regex", "not empty"),
     ({"guided_choice": []}, "guided_choice", "list"),
     ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "Lark"),
@@ -411,5 +416,57 @@ def test_streamed_and_whole_answers_of_one_seed_are_the_same_over_the_wire() -> 
                     tokens = [t for c in mine if c.logprobs for t in c.logprobs.content]
                     assert tokens == (choice.logprobs.content if choice.logprobs else [])
             await asyncio.sleep(0)
+
+    run_virtual(main())
+
+
+SPOKEN = (
+    'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|end|>'
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"tools": [WEATHER, CLOCK]}, ["weather", "clock"]),
+        ({"tools": [WEATHER, CLOCK], "parallel_tool_calls": False}, ["weather"]),
+        ({"tools": [WEATHER, CLOCK], "tool_choice": "none"}, []),
+        ({}, []),
+    ],
+)
+def test_what_a_model_writes_as_calls_reaches_the_sdk_whole_and_streamed(fields: dict[str, Any], names: list[str]) -> None:
+    async def main() -> None:
+        async with offered(ScriptedGenerator(texts=[SPOKEN] * 2), limits=Limits(2048, 262)) as it:
+            asked: dict[str, Any] = {"model": "policy", "messages": CHAT["messages"], "max_tokens": 300, "logprobs": True, **fields}
+            whole = (await it.sdk().chat.completions.create(**asked)).choices[0]
+            stream = await it.sdk().chat.completions.create(**asked, stream=True)
+            streamed = gathered([chunk.model_dump(exclude_unset=True) async for chunk in stream]).choices[0]
+            calls = whole.message.tool_calls or []
+            assert [c.function.name for c in calls] == names
+            assert whole.finish_reason == streamed.finish_reason == ("tool_calls" if names else "stop")
+            assert (streamed.message.content or "").strip() == (whole.message.content or "").strip()
+            assert ("<tool_call>" in (whole.message.content or "")) is (not names)
+            assert [(c.function.name, json.loads(c.function.arguments)) for c in streamed.message.tool_calls or []] == [
+                (c.function.name, json.loads(c.function.arguments)) for c in calls
+            ]
+            assert streamed.logprobs == whole.logprobs
+            ids = {c.id for c in calls}
+            assert len(ids) == len(names) and all(i.startswith("call_") for i in ids)
+
+    run_virtual(main())
+
+
+def test_an_agent_that_sends_its_calls_back_stays_on_one_branch() -> None:
+    async def main() -> None:
+        async with offered(ScriptedGenerator(texts=[SPOKEN, "Sunny.<|end|>"]), limits=Limits(2048, 262)) as it:
+            handle = it.gateway.open(KEY, sampling=SamplingParams(max_tokens=300), tracked=True)
+            client = it.sdk(base_url=handle.base_url)
+            asked: dict[str, Any] = {"model": "policy", "tools": [WEATHER, CLOCK]}
+            first = (await client.chat.completions.create(messages=CHAT["messages"], **asked)).choices[0].message
+            results = [{"role": "tool", "tool_call_id": c.id, "content": "fine"} for c in first.tool_calls]
+            await client.chat.completions.create(messages=[*CHAT["messages"], first.model_dump(), *results], **asked)
+            record = it.gateway.close(handle.session_id)
+            assert (record.num_turns, record.num_branches, len(record.rows)) == (2, 0, 1)
 
     run_virtual(main())

@@ -55,6 +55,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 21}, "logprobs", "20"),
     ({"logprobs": True}, "logprobs", "True"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"prompt": [2**31]}, "prompt", "2147483648"),
+    ({"prompt": ["a", [-1]]}, "prompt.1", "-1"),
     ({"prompt_embeds": "x"}, "prompt_embeds", "unknown field"),
     ({"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
     ({"prompt": ["a", []], "n": 1}, "prompt", "at least one token"),

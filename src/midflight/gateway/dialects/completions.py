@@ -19,6 +19,9 @@ from midflight.types import Json
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
+MAX_TOKEN_ID = 2**31 - 1
+"""Ids are kept in 32 bits; the vocabulary's own bound is the gateway's to check."""
+
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PROMPT_SCHEMA = {
     "anyOf": [
@@ -184,4 +187,7 @@ def sources(prompt: JsonValue, *, param: str = "prompt") -> tuple[Source, ...]:
 def token_ids(value: JsonValue, param: str) -> TokenIds:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise RequestRejected(f"{param} is {value!r:.80}: send a text or a list of token ids.", param=param)
-    return TokenIds(tuple(cast("list[int]", value)))
+    ids = tuple(cast("list[int]", value))
+    if bad := [i for i in ids if not 0 <= i <= MAX_TOKEN_ID]:
+        raise RequestRejected(f"{param} holds token id {bad[0]!r:.80}: send ids of the vocabulary.", param=param)
+    return TokenIds(ids)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from midflight.errors import RequestRejected, nearest
 from midflight.gateway.call import Asked
@@ -23,7 +23,20 @@ MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 """Alternatives of a token, OpenAI's bound."""
 
+LEAST_TEMPERATURE = 1e-4
+"""Above 0: logits divided by less leave single precision."""
+
+
+def _not_tiny(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"send 0 for the likeliest token always, or {LEAST_TEMPERATURE} and more")
+    return temperature
+
+
 Tokens = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0, le=1000), AfterValidator(_not_tiny)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -53,13 +66,13 @@ class SamplingBody(Body):
     """Fields that chat and text completions share. `None` is as good as absent everywhere."""
 
     model: str
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: TopK | None = None
     min_p: Probability | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     seed: Seed | None = None

@@ -13,8 +13,8 @@ from midflight.errors import RequestRejected, nearest
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.types import Grammar, GrammarKind
 
-MAX_LETTERS = 2**18
-"""Of one grammar: it is compiled for each request that brings a new one."""
+MAX_LETTERS = 2**16
+"""Of one grammar: it is compiled for each request that brings a new one, and engines take no longer ones."""
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 

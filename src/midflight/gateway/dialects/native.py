@@ -17,8 +17,11 @@ from midflight.gateway.dialects.fields import (
     LogitBias,
     Penalty,
     Probability,
+    RepetitionPenalty,
     Seed,
+    Temperature,
     Tokens,
+    TopK,
     TopLogprobs,
     biases,
     parse,
@@ -38,9 +41,9 @@ DEFAULT_MAX_TOKENS = 128
 class NativeSampling(Body):
     max_new_tokens: Tokens | None = None
     min_new_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: TopK | None = None
     min_p: Probability | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -49,7 +52,7 @@ class NativeSampling(Body):
     sampling_seed: Seed | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias | None = None
     json_schema: dict[str, JsonValue] | str | None = None
     regex: str | None = None

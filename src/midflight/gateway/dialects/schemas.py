@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 from pydantic import JsonValue
@@ -21,19 +22,28 @@ def check_schema(schema: JsonValue, param: str, *, of_object: bool = False) -> d
     """The schema, if its keywords have the types that JSON Schema gives them; `of_object`: it must be one of an object."""
     _check(schema, param, depth=0)
     if not isinstance(schema, dict):
-        raise RequestRejected(f"{param} is {schema!r:.80}: send a JSON schema, which is an object.", param=param)
+        raise _refused(param, f"is {schema!r:.80}: send a JSON schema, which is an object.")
     if of_object and schema.get("type", "object") != "object":
-        raise RequestRejected(f"{param}.type is {schema['type']!r:.80}: send the schema of an object.", param=f"{param}.type")
+        raise _refused(f"{param}.type", f"is {schema['type']!r:.80}: send the schema of an object.")
+    try:
+        json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise _refused(param, "holds a number that JSON cannot write: send finite numbers.") from None
     return schema
+
+
+def _refused(param: str, fault: str) -> RequestRejected:
+    """`param` may be as long as the client's own names in it."""
+    return RequestRejected(f"{param[:200]} {fault}", param=param[:200])
 
 
 def _check(schema: JsonValue, param: str, *, depth: int) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise RequestRejected(f"{param} is {schema!r:.80}: send a JSON schema, which is an object.", param=param)
+        raise _refused(param, f"is {schema!r:.80}: send a JSON schema, which is an object.")
     if depth > MAX_DEPTH:
-        raise RequestRejected(f"{param[:200]} nests schemas more than {MAX_DEPTH} deep: flatten it with $defs.", param=param[:200])
+        raise _refused(param, f"nests schemas more than {MAX_DEPTH} deep: flatten it with $defs.")
     _check_keywords(schema, param)
     for place, part in _parts(schema, param):
         _check(part, place, depth=depth + 1)
@@ -47,11 +57,11 @@ def _parts(schema: dict[str, JsonValue], param: str) -> Iterable[tuple[str, Json
             yield place, value
         elif name in _LISTS or name == "items":
             if not isinstance(value, list):
-                raise RequestRejected(f"{place} is {value!r:.80}: send a list of schemas.", param=place)
+                raise _refused(place, f"is {value!r:.80}: send a list of schemas.")
             yield from ((f"{place}.{k}", part) for k, part in enumerate(value))
         elif name in _MAPS:
             if not isinstance(value, dict):
-                raise RequestRejected(f"{place} is {value!r:.80}: send an object of schemas by name.", param=place)
+                raise _refused(place, f"is {value!r:.80}: send an object of schemas by name.")
             yield from ((f"{place}.{key}", part) for key, part in value.items())
 
 
@@ -59,9 +69,9 @@ def _check_keywords(schema: dict[str, JsonValue], param: str) -> None:
     kind = schema.get("type")
     kinds: list[JsonValue] = kind if isinstance(kind, list) else [kind] if "type" in schema else []
     if bad := [k for k in kinds if k not in _TYPES]:
-        raise RequestRejected(f"{param}.type is {bad[0]!r:.80}: send one of {', '.join(_TYPES)}.", param=f"{param}.type")
+        raise _refused(f"{param}.type", f"is {bad[0]!r:.80}: send one of {', '.join(_TYPES)}.")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise RequestRejected(f"{param}.required is {required!r:.80}: send a list of names.", param=f"{param}.required")
+        raise _refused(f"{param}.required", f"is {required!r:.80}: send a list of names.")
     if not isinstance(schema.get("enum", []), list):
-        raise RequestRejected(f"{param}.enum is {schema['enum']!r:.80}: send a list of values.", param=f"{param}.enum")
+        raise _refused(f"{param}.enum", f"is {schema['enum']!r:.80}: send a list of values.")
