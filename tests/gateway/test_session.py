@@ -174,6 +174,54 @@ def test_every_generated_token_is_trained_in_one_row_or_has_one_reason(
         assert count == int((holders[0].generated & (holders[0].versions == int(version))).sum())
 
 
+def answer(session: Session, source: Messages, *texts: str) -> None:
+    """One request with a choice for each text."""
+    prompt, number = session.plan(source), session.next_request()
+    for text in texts:
+        ids = TOKENIZER.encode(text + "<|end|>")
+        turn = session.begin(prompt, policy_sampled=True, request=number)
+        session.received(turn, Chunk(ids, (-1.0,) * len(ids), 0, 0, Finish(FinishReason.STOP, 256)), num_overshoot=0)
+        session.finished(turn, turn.closed(num_resumes=0), reply=text, message=AssistantMessage(text))
+
+
+@pytest.mark.parametrize(("count_all", "trained", "dropped"), [(False, ["AC"], {Reason.UNCHOSEN: 3}), (True, ["BB", "AC"], {})])
+def test_choices_left_aside_are_trained_only_where_the_session_says_that_all_count(
+    count_all: bool, trained: list[str], dropped: dict[Reason, int]
+) -> None:
+    """DECISIONS 12. "BB" and its end are three tokens."""
+    sessions = registry()
+    handle = sessions.open(KEY, sampling=DEFAULTS, tracked=True, address="", count_all_choices=count_all)
+    session = sessions.get(handle.session_id)
+    user = {"role": "user", "content": "x"}
+    answer(session, Messages((user,)), "A", "BB")
+    answer(session, Messages((user, {"role": "assistant", "content": "A"}, user)), "C")
+    record = sessions.close(handle.session_id)
+    assert sorted(TOKENIZER.decode(r.token_ids[r.loss_mask].tolist(), skip_special=True) for r in record.rows) == sorted(trained)
+    assert record.dropped == dropped
+
+
+def test_the_record_says_how_often_a_history_was_rewritten_and_how_often_text_would_have_other_ids() -> None:
+    sessions = registry()
+    handle = sessions.open(KEY, sampling=DEFAULTS, tracked=True, address="")
+    session = sessions.get(handle.session_id)
+    user = {"role": "user", "content": "x"}
+    answer(session, Messages((user,)), " A")
+    answer(session, Messages((user, {"role": "assistant", "content": "A"}, user)), "B")
+    answer(session, Messages((user, {"role": "assistant", "content": "edited"}, user)), "C")
+    record = sessions.close(handle.session_id)
+    assert (record.num_turns, record.num_branches, record.num_rewritten, record.num_mismatches) == (3, 1, 1, 1)
+    again = sessions.close(handle.session_id)
+    assert (again.rows, again.num_rewritten, again.num_mismatches) == ((), 1, 1)
+
+
+def test_a_prompt_asked_often_is_remembered_by_its_digest() -> None:
+    """G7: not by its tokens."""
+    session = new_session()
+    for length in (10, 100_000):
+        session.seed("demo", 17, (1,) * length, asked=None, choice=0)
+    assert {len(key) for key in session._asked} == {16}
+
+
 def test_other_rollouts_have_other_seeds() -> None:
     other = RolloutKey(GroupKey(0, 3, 0), sample=2)
     assert request_seed("r", 0, KEY, occurrence=0, prompt_ids=(1,)) != request_seed("r", 0, other, occurrence=0, prompt_ids=(1,))

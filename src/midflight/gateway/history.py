@@ -24,6 +24,7 @@ Meaning: TypeAlias = tuple[str, str, tuple[tuple[str, str], ...]]
 """Content, reasoning, and the name and canonical arguments of each tool call."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 _REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning")
 
 
@@ -139,7 +140,7 @@ def _number(text: str) -> float | int:
 
 def _dumped(value: Json) -> bytes:
     try:
-        return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
+        return _CANONICAL.encode(value).encode()
     except RecursionError as error:
         raise RequestRejected("a message is nested too deeply to be read: send flatter JSON.", param="messages") from error
 
