@@ -17,9 +17,12 @@ from midflight.gateway.call import Answer, Asked, Delta, Messages, ToolChoice
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.sampling import Limits
+from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
+from midflight.text import Tokenizer
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
 from midflight.text.formats.assistant import joined
+from midflight.text.template import ChatTemplate
 from midflight.types import Finish, FinishReason, Grammar, GrammarKind, Segment, Turn
 
 HI = [{"role": "user", "content": "hi"}]
@@ -385,6 +388,34 @@ def test_a_tool_is_called_and_its_result_continues_the_recorded_turn() -> None:
             second = accumulated(await post(it, handle.base_url, max_tokens=200, stream=True, **ask))
             assert second["content"] == [{"type": "text", "text": "Sunny."}]
             assert counted["input_tokens"] == second["usage"]["input_tokens"] == len(it.generator.requests[1].input_ids)
+            record = it.gateway.close(handle.session_id)
+            assert (record.num_turns, len(record.rows)) == (2, 1)
+
+    run_virtual(main())
+
+
+def thinking_tokenizer() -> Tokenizer:
+    """Of a model whose template writes thinking, and ends it at once where it is told not to think."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}<|assistant|>{% if enable_thinking is false %}<think></think>{% endif %}"
+    )
+    plain = scripted_tokenizer()
+    return Tokenizer(plain.backend, template=ChatTemplate(template, {}), eos_token_ids=plain.eos_token_ids)
+
+
+def test_thinking_is_told_apart_and_its_tokens_are_found_again_when_it_is_sent_back() -> None:
+    async def main() -> None:
+        tokenizer = thinking_tokenizer()
+        async with offered(ScriptedGenerator(tokenizer, ["<think>hm</think>yo<|end|>", "so<|end|>"])) as it:
+            handle = it.gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+            first = accumulated(await post(it, handle.base_url, max_tokens=50, stream=True))
+            assert first["content"] == [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "yo"}]
+            again = [*HI, back(first), {"role": "user", "content": "so?"}]
+            await post(it, handle.base_url, max_tokens=50, messages=again, thinking={"type": "disabled"})
+            assert tokenizer.decode(it.generator.requests[1].input_ids) == (
+                "<|user|>hi<|end|><|assistant|><think>hm</think>yo<|end|><|user|>so?<|end|><|assistant|><think></think>"
+            )
             record = it.gateway.close(handle.session_id)
             assert (record.num_turns, len(record.rows)) == (2, 1)
 
