@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,29 @@ from midflight.ports import SessionHandle
 if TYPE_CHECKING:
     from httpx2 import AsyncBaseTransport as Transport
     from openai import AsyncOpenAI
+
+LOGGERS = ("httpx", "httpx2", "openai._base_client")
+"""They log the address of every request once somebody turns logging on, and addresses of sessions hold their secrets."""
+_SECRET = re.compile(r"(/s/[^/.\s]+\.)[^/\s]+")
+
+
+class HideSecrets(logging.Filter):
+    """Writes `...` for the secret in the address of a session: logs name sessions by their id only (G10)."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if (hidden := _SECRET.sub(r"\1...", message)) != message:
+            record.msg, record.args = hidden, ()
+        return True
+
+
+_hide = HideSecrets()
+
+
+def hide_secrets() -> None:
+    """In the logs of the clients' libraries, from now on. Idempotent."""
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_hide)
 
 
 class SharedClients:
@@ -26,6 +51,7 @@ class SharedClients:
             import openai
         except ImportError as error:
             raise ConfigError("environments need the package openai; install it with: pip install 'midflight[openai]'.") from error
+        hide_secrets()
         limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
         pool = openai.DefaultAsyncHttpxClient(trust_env=False, limits=limits, transport=transport)
         self._template = openai.AsyncOpenAI(base_url="http://unused.invalid/v1", api_key="unused", http_client=pool, timeout=None)

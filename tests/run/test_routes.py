@@ -1,0 +1,347 @@
+"""`/midflight/v1` over HTTP: who may do what, what it answers, and that no secret is ever shown (G4, G10, G11)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from tests.gateway.offered import RecordingControl, ScriptedGenerator, Seen, make_gateway
+
+from midflight.config.sections import Config
+from midflight.environments.claimed import Claimed
+from midflight.environments.clients import hide_secrets
+from midflight.errors import UnknownLease
+from midflight.gateway.gateway import Gateway
+from midflight.gateway.http import build_app
+from midflight.gateway.memory import MemoryTransport
+from midflight.gateway.owner import OwnedSessions
+from midflight.observe.observers import Recorder
+from midflight.run.routes import TrainerRoutes, info_route
+from midflight.run.service import StepDone
+from midflight.run.session_routes import SessionRoutes
+from midflight.testing.virtual_time import run_virtual
+from midflight.trajectories.packing import from_bytes, pack
+from midflight.types import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SamplingParams, Task, Trajectory, Version, WeightManifest
+
+TOKEN = "the-control-token-of-this-test"
+CONTROL = {"authorization": f"Bearer {TOKEN}"}
+API = "/midflight/v1"
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def one_batch(train_version: Version) -> PackedBatch:
+    """Two groups of one; the second rollout has no rows."""
+    row = Row(
+        np.array([1, 2, 3], np.int32), np.array([0, 1, 1], bool), np.array([0, 1, 1], bool), np.array([0, -0.5, -1.5], np.float32),
+        np.zeros(3, np.int32), np.zeros(3, np.int32),
+    )  # fmt: skip
+    keys = [RolloutKey(GroupKey(0, index), 0) for index in range(2)]
+    rollouts = [Trajectory(keys[0], "a", "s", 1.0, (row,)), Trajectory(keys[1], "b", "s", 0.25, (), truncated=True)]
+    return pack(Batch(3, train_version, tuple(Group(t.key.group, t.task_id, "s", (t,)) for t in rollouts)))
+
+
+class Service:
+    """A `RolloutService` whose batch comes after `seconds`."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.said: list[object] = []
+
+    async def take(self, train_version: Version) -> PackedBatch:
+        await asyncio.sleep(self.seconds)
+        return one_batch(train_version)
+
+    async def done(self, report: StepDone) -> None:
+        if report in self.said:
+            raise UnknownLease("twice")
+        self.said.append(report)
+
+    async def publish(self, manifest: WeightManifest) -> None:
+        self.said.append(manifest)
+
+    async def checkpointed(self, version: Version) -> None:
+        self.said.append(("checkpointed", version))
+
+    async def finish(self, version: Version) -> None:
+        self.said.append(("finish", version))
+
+
+@dataclass
+class Site:
+    http: httpx2.AsyncClient
+    gateway: Gateway
+    service: Service
+    environment: Claimed
+    finished: asyncio.Event
+
+    async def post(self, path: str, body: Any = None, *, token: str = TOKEN, **headers: str) -> httpx2.Response:
+        return await self.http.post(API + path, json={} if body is None else body, headers={"authorization": f"Bearer {token}", **headers})
+
+
+@asynccontextmanager
+async def site(
+    *, service: Service | None = None, max_sessions: int = 10, observer: Any = None, model: Path = Path("none")
+) -> AsyncIterator[Site]:
+    service, environment, finished = service or Service(), Claimed(), asyncio.Event()
+    gateway = make_gateway(ScriptedGenerator(), observer or Seen(), anonymous=False, max_sessions=max_sessions)
+    owned = OwnedSessions(gateway, session_seconds=100.0)
+    sessions = SessionRoutes(gateway, owned, token=TOKEN, sampling=SamplingParams(max_tokens=8), served=lambda: 5, board=environment.board)
+    trainer = TrainerRoutes(service, token=TOKEN, model=model, start_version=0, served=lambda: 1, finished=finished.set)
+    info = info_route(Config(), purpose="rollouts", model="/model", max_context=256, served=lambda: 1, token=TOKEN)
+    app = build_app(gateway, RecordingControl(), control_token=TOKEN, extra_routes=[info, *sessions.routes(), *trainer.routes()])
+    async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://here:1") as http:
+        yield Site(http, gateway, service, environment, finished)
+
+
+async def opened(at: Site, **body: Any) -> dict[str, str]:
+    return (await at.post("/sessions", body)).json()
+
+
+async def chat(at: Site, handle: dict[str, str]) -> httpx2.Response:
+    return await at.http.post(f"{handle['base_url']}/chat/completions", json=CHAT)
+
+
+def test_a_harness_opens_a_session_scores_it_and_reads_its_rows() -> None:
+    async def main() -> None:
+        async with site() as at:
+            handle = await opened(at, sampling={"max_tokens": 5}, task={"number": [1, None]})
+            assert handle["base_url"] == f"http://here:1/s/{handle['api_key']}/v1"
+            answer = (await chat(at, handle)).json()
+            owner, place = handle["owner_token"], f"/sessions/{handle['session_id']}"
+            assert (await at.post(f"{place}/reward", {"reward": 0.5}, token=owner)).status_code == 200
+            record = (await at.post(f"{place}/end", token=owner)).json()
+            assert (record["reward"], record["task"], record["num_turns"]) == (0.5, {"number": [1, None]}, 1)
+            (row,) = record["rows"]
+            assert sum(row["loss_mask"]) == answer["usage"]["completion_tokens"] == record["num_tokens"] <= 5
+            assert {len(values) for values in row.values()} == {answer["usage"]["total_tokens"]}
+            again = (await at.post(f"{place}/end", token=owner)).json()
+            assert (again["rows"], again["rows_given"], again["reward"]) == ([], True, 0.5)
+            assert (await chat(at, handle)).status_code == 410
+
+    run_virtual(main)
+
+
+def test_an_ended_session_comes_packed_when_it_has_a_reward_and_stays_whole_when_it_has_none() -> None:
+    async def main() -> None:
+        async with site() as at:
+            handle = await opened(at)
+            await chat(at, handle)
+            place = f"/sessions/{handle['session_id']}"
+            early = await at.post(f"{place}/end", accept="application/octet-stream")
+            assert early.status_code == 400 and "post that first" in early.json()["error"]["message"]
+            assert (await chat(at, handle)).status_code == 200, "it has not ended"
+            await at.post(f"{place}/reward", {"reward": -1})
+            packed = from_bytes((await at.post(f"{place}/end", accept="application/octet-stream")).content)
+            assert (packed.rewards.tolist(), packed.lease, packed.train_version) == ([-1.0], 0, 5)
+            assert packed.loss_mask.sum() > 0
+
+    run_virtual(main)
+
+
+def test_g4_an_agent_can_neither_score_nor_read_nor_end_a_session_and_an_owner_only_his_own() -> None:
+    async def main() -> None:
+        async with site() as at:
+            mine, other = await opened(at), await opened(at)
+            for verb, body in (("reward", {"reward": 1}), ("end", {})):
+                place = f"/sessions/{mine['session_id']}/{verb}"
+                for token in (mine["api_key"], other["api_key"], other["owner_token"], mine["session_id"], "", TOKEN + "x"):
+                    answer = await at.post(place, body, token=token)
+                    assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+                headers = {"x-midflight-session": mine["owner_token"]}
+                assert (await at.http.post(API + place, json=body, headers=headers)).status_code == 401
+                assert (await at.post(place, body, token=mine["owner_token"])).status_code == 200
+            assert (await at.post(f"/sessions/{mine['session_id']}/reward", {"reward": 2})).status_code == 409
+            assert (await at.post("/sessions/mf-none/end")).status_code == 404
+            chatting = await at.http.post(f"/s/{other['owner_token']}/v1/chat/completions", json=CHAT)
+            assert chatting.status_code == 401, "the owner's token is no agent's"
+
+    run_virtual(main)
+
+
+CONTROLLED = [
+    *(("POST", f"{API}/{path}") for path in ("sessions", "claims", "take", "done", "weights", "checkpointed", "finish")),
+    ("GET", API),
+    *(("POST", f"{API}/sessions/mf-x/{verb}") for verb in ("reward", "end")),
+    *(("POST", path) for path in ("/pause_generation", "/continue_generation", "/abort_request")),
+]
+
+
+def test_g10_every_control_route_is_401_without_its_token_or_with_another() -> None:
+    async def main() -> None:
+        async with site() as at:
+            handle = await opened(at)
+            for method, path in CONTROLLED:
+                path = path.replace("mf-x", handle["session_id"])
+                for headers in (
+                    {},
+                    {"authorization": "Bearer wrong"},
+                    {"authorization": f"Bearer {handle['api_key']}"},
+                    {"x-api-key": TOKEN},
+                ):
+                    answer = await at.http.request(method, path, headers=headers, content=b"{}")
+                    assert answer.status_code == 401, (path, headers)
+            assert (await at.http.get("/health")).status_code == 200
+            assert not at.service.said
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/sessions", {"samplng": {}}, "samplng"),
+        ("/sessions", {"sampling": {"temperature": -1}}, "temperature"),
+        ("/sessions", {"sampling": {"stop": [""]}}, "stop"),
+        ("/sessions", {"task": "x" * 70_000}, "task has"),
+        ("/claims", {"max": 0}, "max"),
+        ("/claims", {"wait_seconds": 1e9}, "wait_seconds"),
+        ("/take", {}, "train_version"),
+        ("/take", {"train_version": -1}, "train_version"),
+        ("/done", {"lease": 1, "version": "2"}, "version"),
+        ("/weights", {"version": 0}, "`version` and `file`"),
+        ("/weights", {"version": 0, "transport": "file", "location": "/etc/passwd"}, "all fields"),
+    ],
+)
+def test_a_wrong_body_is_refused_with_what_is_wrong_in_it(path: str, body: Any, words: str) -> None:
+    async def main() -> None:
+        async with site() as at:
+            answer = await at.post(path, body)
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_request"
+            assert words in answer.json()["error"]["message"]
+            for garbage in (b"{", b"[]", b"\xff", b"[" * 5000):
+                raw = await at.http.post(API + path, content=garbage, headers=CONTROL)
+                assert raw.status_code == 400, garbage
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("reward", ["1e39", "NaN", "true", '"1"', "[]"])
+def test_i10_a_reward_is_a_finite_number_or_null_and_never_left_out(reward: str) -> None:
+    async def main() -> None:
+        async with site() as at:
+            place = f"{API}/sessions/{(await opened(at))['session_id']}/reward"
+            for body in (f'{{"reward": {reward}}}', "{}", ""):
+                assert (await at.http.post(place, content=body, headers=CONTROL)).status_code == 400
+            assert (await at.http.post(place, content='{"reward": null}', headers=CONTROL)).json()["reward"] is None
+
+    run_virtual(main)
+
+
+def test_g7_beyond_the_most_sessions_the_answer_is_429_with_retry_after() -> None:
+    async def main() -> None:
+        async with site(max_sessions=1) as at:
+            handle = await opened(at)
+            refused = await at.post("/sessions")
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            await at.post(f"/sessions/{handle['session_id']}/end")
+            assert (await at.post("/sessions")).status_code == 200
+
+    run_virtual(main)
+
+
+def test_a_worker_claims_a_rollout_runs_its_agent_and_scores_it() -> None:
+    async def main() -> None:
+        async with site() as at:
+            waiting = asyncio.get_running_loop().create_task(at.post("/claims", {"max": 4, "wait_seconds": 50}))
+            await asyncio.sleep(1)
+            session = at.gateway.open(RolloutKey(GroupKey(0, 0), 0), sampling=SamplingParams(max_tokens=4), tracked=True)
+
+            class Client:
+                api_key = session.api_key
+
+            running = asyncio.get_running_loop().create_task(at.environment(Task("t1", "words", {"question": "q"}), Client()))  # type: ignore[arg-type]
+            (claim,) = (await waiting).json()
+            assert claim["task"] == {"id": "t1", "source": "words", "data": {"question": "q"}}
+            assert (claim["session_id"], claim["api_key"]) == (session.session_id, session.api_key)
+            assert (await chat(at, claim)).status_code == 200
+            place = f"/sessions/{claim['session_id']}/reward"
+            assert (await at.post(place, {"reward": 1}, token=claim["api_key"])).status_code == 401
+            assert (await at.post(place, {"reward": 0.75}, token=claim["owner_token"])).status_code == 200
+            assert await running == 0.75
+            assert (await at.post(place, {"reward": 0.75}, token=claim["owner_token"])).status_code == 200
+            assert (await at.post(place, {"reward": 1}, token=claim["owner_token"])).status_code == 409
+            assert (await at.post("/claims", {"wait_seconds": 5})).json() == []
+
+    run_virtual(main)
+
+
+def test_g11_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    async def main() -> None:
+        async with site(model=tmp_path) as at:
+            info = (await at.http.get(API, headers=CONTROL)).json()
+            assert (info["api_version"], info["served_version"], info["model_path"]) == (1, 1, "/model")
+            packed = from_bytes((await at.post("/take", {"train_version": 0})).content)
+            lists = (await at.post("/take", {"train_version": 0}, accept="text/html, application/json;q=0.9")).json()
+            assert lists == {
+                "lease": 3,
+                "train_version": 0,
+                "rollouts": [{"group": 0, "reward": 1.0, "truncated": False}, {"group": 1, "reward": 0.25, "truncated": True}],
+                "rows": [
+                    {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "logprobs": [0.0, -0.5, -1.5], "versions": [0, 0, 0],
+                     "kv_versions": [0, 0, 0], "rollout": 0}
+                ],
+            }  # fmt: skip
+            assert packed.token_ids.tolist() == lists["rows"][0]["token_ids"]
+            assert (await at.post("/done", {"lease": 3, "version": 5})).json()["error"]["code"] == "out_of_turn"
+            assert (await at.post("/done", {"lease": 3, "version": 1, "metrics": {"loss": 0.5}})).json() == {"version": 1}
+            (step,) = at.service.said
+            assert isinstance(step, StepDone) and (step.num_tokens, step.metrics) == (2, {"loss": 0.5})
+            assert (await at.post("/done", {"lease": 3, "version": 1})).status_code == 409
+            manifest = {"version": 1, "fingerprint": "f", "transport": "file", "location": "/x", "tensors": []}
+            assert (await at.post("/weights", manifest)).json() == {"version": 1, "served_version": 1}
+            assert (await at.post("/weights", {**manifest, "version": 0})).status_code == 409
+            assert (await at.post("/weights", {"version": 1, "file": "/nowhere"})).status_code == 400
+            assert (await at.post("/checkpointed", {"version": 1})).status_code == 200
+            assert not at.finished.is_set()
+            assert (await at.post("/finish", {"version": 1})).status_code == 200
+            await asyncio.sleep(0)
+            assert at.finished.is_set()
+
+    run_virtual(main)
+
+
+def test_a_take_that_may_wait_so_long_and_no_longer_answers_204() -> None:
+    async def main() -> None:
+        async with site(service=Service(seconds=25)) as at:
+            began = asyncio.get_running_loop().time()
+            answer = await at.post("/take", {"train_version": 0, "wait_seconds": 10})
+            assert (answer.status_code, answer.content) == (204, b"")
+            assert asyncio.get_running_loop().time() - began == pytest.approx(10)
+            assert (await at.post("/take", {"train_version": 0, "wait_seconds": 30})).status_code == 200
+            assert (await at.post("/take", {"train_version": 0})).status_code == 200
+
+    run_virtual(main)
+
+
+def test_g10_no_secret_is_in_any_log_error_or_fact(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        seen = Recorder()
+        shown: list[str] = []
+        async with site(observer=seen) as at:
+            handle = await opened(at)
+            await chat(at, handle)
+            for wrong in (handle["api_key"], handle["owner_token"] + "x", handle["owner_token"][:-1]):
+                shown.append((await at.post(f"/sessions/{handle['session_id']}/reward", {"reward": 1}, token=wrong)).text)
+            bad = {**handle, "base_url": handle["base_url"].replace("/v1", "x/v1")}
+            shown.append((await chat(at, bad)).text)
+            shown.append((await at.post(f"/sessions/{handle['session_id']}/end", token=handle["owner_token"])).text)
+            shown += [(await chat(at, handle)).text, repr(at.gateway.registry), repr(seen.events)]
+        secrets = [handle[name].partition(".")[2] for name in ("api_key", "owner_token")] + [TOKEN]
+        everything = "\n".join([*shown, caplog.text])
+        assert handle["session_id"] in everything and seen.events
+        assert not [secret for secret in secrets if secret in everything]
+
+    hide_secrets()  # as in every process that runs agents
+    with caplog.at_level(logging.DEBUG):
+        run_virtual(main)
+    assert "/v1/chat/completions" in caplog.text, "the client's library has logged"
