@@ -90,7 +90,7 @@ class RemoteEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Each wait is for a step of the engine, or for the loss of the connection, which raises `EngineUnavailable`."""
         handle = next(self._counter)
-        stream = self._streams.open(handle)
+        stream = self._streams.open(handle, request)
         try:
             self._send(Submit(handle, request))
             while True:
@@ -99,7 +99,7 @@ class RemoteEngine:
                 if chunk.finish is not None:
                     return
         finally:
-            if self._streams.close(handle):
+            if self._streams.close(handle, stream):
                 with contextlib.suppress(EngineUnavailable):
                     self._send(Abort(handle))
 

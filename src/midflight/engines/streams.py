@@ -4,57 +4,124 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from midflight.engines.output import StepOutput
-from midflight.types import Chunk, Finish, Version
+from midflight.types import Chunk, Finish, GenerateRequest, Version
+
+PATIENCE_SECONDS = 0.05
+"""How long a caller that is not eager lets tokens gather. What an engine's death can cost it is no more than that."""
+
+Top: TypeAlias = "tuple[tuple[int, float], ...] | None"
+
+
+@dataclass(slots=True)
+class _Part:
+    """Tokens of one version that wait for the caller."""
+
+    version: Version
+    kv_version: Version
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
+    finish: Finish | None = None
+
+    def chunk(self) -> Chunk:
+        return Chunk(tuple(self.token_ids), tuple(self.logprobs), self.version, self.kv_version, self.finish, tuple(self.top_logprobs))
 
 
 class ChunkStream:
-    """The chunks of one request. Bounded by the request's own `max_tokens`."""
+    """The chunks of one request. Bounded by the request's own `max_tokens`.
 
-    def __init__(self) -> None:
-        self._chunks: deque[Chunk] = deque()
+    Tokens that come while nobody reads become one chunk. An eager caller is woken by each, another by the first, the last, and
+    in between when tokens have gathered for `PATIENCE_SECONDS`.
+    """
+
+    def __init__(self, *, eager: bool) -> None:
+        self._parts: deque[_Part] = deque()
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
+        self._at_once = True
+        self._eager = eager
+        self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, chunk: Chunk) -> None:
-        self._chunks.append(chunk)
+    def add(self, token_id: int, logprob: float, *, version: Version, kv_version: Version, top: Top = None) -> None:
+        part = self._parts[-1] if self._parts else None
+        if part is None or part.version != version or part.kv_version != kv_version:
+            part = _Part(version, kv_version)
+            self._parts.append(part)
+        part.token_ids.append(token_id)
+        part.logprobs.append(logprob)
+        if top is not None:
+            part.top_logprobs.append(top)
+        if self._at_once:
+            self._at_once = self._eager
+            self._arrived.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._arrived.set)
+
+    def end(self, version: Version, finish: Finish) -> None:
+        """The last word: it goes with the tokens before it."""
+        if not self._parts:
+            self._parts.append(_Part(version, version))
+        self._parts[-1].finish = finish
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
+        """Comes after the tokens before it."""
         self._error = error
         self._arrived.set()
 
     async def next(self) -> Chunk:
         """Waits for a chunk, which the decode thread delivers, or for the engine's end, which raises `EngineUnavailable`."""
-        while not self._chunks:
+        while not self._parts or not self._arrived.is_set():
             if self._error is not None:
                 raise self._error
-            self._arrived.clear()
             await self._arrived.wait()
-        return self._chunks.popleft()
+            if not self._parts:
+                self._arrived.clear()
+        chunk = self._parts.popleft().chunk()
+        if not self._parts:
+            self._rest()
+        return chunk
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._rest()
+
+    def _rest(self) -> None:
+        if self._error is None:
+            self._arrived.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class ChunkStreams:
-    """An outlet that splits every step into one chunk per request."""
+    """An outlet that splits every step by request."""
 
     def __init__(self) -> None:
         self._streams: dict[int, ChunkStream] = {}
 
-    def open(self, handle: int) -> ChunkStream:
-        stream = self._streams[handle] = ChunkStream()
+    def open(self, handle: int, request: GenerateRequest) -> ChunkStream:
+        stream = self._streams[handle] = ChunkStream(eager=request.eager)
         return stream
 
-    def close(self, handle: int) -> bool:
+    def close(self, handle: int, stream: ChunkStream) -> bool:
         """Whether the request had not ended."""
+        stream.close()
         return self._streams.pop(handle, None) is not None
 
     def put(self, step: StepOutput) -> None:
-        finishes = {handle: finish for handle, _, finish in step.finishes}
-        for handle, chunk in step_chunks(step, finishes):
-            stream = self._streams.get(handle) if chunk.finish is None else self._streams.pop(handle, None)
-            if stream is not None:
-                stream.put(chunk)
+        streams, version = self._streams, step.version
+        columns = (step.handles, step.token_ids, step.logprobs, step.kv_versions)
+        for handle, token, logprob, kv, top in zip(*(column.tolist() for column in columns), _likeliest(step), strict=True):
+            if (stream := streams.get(handle)) is not None:
+                stream.add(token, logprob, version=version, kv_version=kv, top=top)
+        for handle, _, finish in step.finishes:
+            if (stream := streams.pop(handle, None)) is not None:
+                stream.end(version, finish)
         for handle, _, error in step.failures:
             self.reject(handle, error)
 
@@ -74,18 +141,17 @@ def step_chunks(step: StepOutput, finishes: dict[int, Finish]) -> list[tuple[int
     """One chunk per token, and one without tokens per request that ended without one. `finishes` is used up."""
     columns = (step.handles, step.token_ids, step.logprobs, step.kv_versions)
     rows = zip(*(column.tolist() for column in columns), _likeliest(step), strict=True)
-    chunks = [(h, Chunk((token,), (logprob,), step.version, kv, finishes.pop(h, None), top)) for h, token, logprob, kv, top in rows]
-    return chunks + [(h, empty_chunk(step.version, finish)) for h, finish in finishes.items()]
+    chunks = [
+        (h, Chunk((token,), (logprob,), step.version, kv, finishes.pop(h, None), (top,) if top else ()))
+        for h, token, logprob, kv, top in rows
+    ]
+    return chunks + [(h, Chunk((), (), step.version, step.version, finish)) for h, finish in finishes.items()]
 
 
-def _likeliest(step: StepOutput) -> list[tuple[tuple[tuple[int, float], ...], ...]]:
-    """What `Chunk.top_logprobs` is for each row. A row that asked has one alternative at least, the sampled token."""
+def _likeliest(step: StepOutput) -> list[Top]:
+    """The alternatives of each row; `None` for a row that did not ask. One that did has one at least, the sampled token."""
     if not step.top_ids.size:
-        return [()] * len(step.handles)
+        return [None] * len(step.handles)
     pairs = zip(step.top_ids.tolist(), step.top_logprobs.tolist(), strict=True)
     rows = [tuple((i, p) for i, p in zip(*row, strict=True) if i >= 0) for row in pairs]
-    return [(row,) if row else () for row in rows]
-
-
-def empty_chunk(version: Version, finish: Finish) -> Chunk:
-    return Chunk(token_ids=(), logprobs=(), version=version, kv_version=version, finish=finish)
+    return [row or None for row in rows]

@@ -264,6 +264,7 @@ class Gateway:
                 input_ids=prompt.ids,
                 num_prompt_tokens=len(prompt.ids),
                 sampling=replace(sampling, seed=seed),
+                eager=call.stream,
             ),
             policy_sampled=samples_the_policy(sampling, session.sampling),
             number=number,

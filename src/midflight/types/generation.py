@@ -67,6 +67,8 @@ class GenerateRequest:
     input_ids: tuple[int, ...]
     num_prompt_tokens: int
     sampling: SamplingParams
+    eager: bool = True
+    """Whether each token is wanted as it comes; otherwise they may come several at a time, which costs less."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -131,7 +131,7 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end; the first also for `prepared`."""
         submission = await self.prepared(request, outlet=_LOCAL)
-        stream = self._local.open(submission.handle)
+        stream = self._local.open(submission.handle, request)
         try:
             self.submit(submission)
             while True:
@@ -140,7 +140,7 @@ class EmbeddedEngine:
                 if chunk.finish is not None:
                     return
         finally:
-            if self._local.close(submission.handle):
+            if self._local.close(submission.handle, stream):
                 self.abort_handles(frozenset({submission.handle}))
 
     async def abort(self, request_id: str | None) -> None:

@@ -159,10 +159,16 @@ def _likeliest(log_p: Tensor, num_top: NDArray[np.int64] | None) -> tuple[NDArra
     if num_top is None or not width:
         return ids, logprobs
     rows = np.flatnonzero(num_top)
-    values, order = log_p[torch.from_numpy(rows).to(log_p.device)].sort(dim=-1, descending=True, stable=True)
-    values, order = values[:, :width].cpu().numpy(), order[:, :width].cpu().numpy()
-    kept = (np.arange(width) < num_top[rows, None]) & np.isfinite(values)
-    ids[rows], logprobs[rows] = np.where(kept, order, -1), np.where(kept, values, 0.0)
+    part = log_p[_vector(rows, log_p)]
+    # Equal values at the border are all taken in, so that ids decide between them; a stable sort would visit the whole vocabulary.
+    near = (part >= part.topk(width).values[:, -1:]) & (part > -torch.inf)
+    row, column = near.nonzero().T.cpu().numpy()
+    value = part[near].cpu().numpy()
+    order = np.lexsort((column, -value, row))
+    row, column, value = row[order], column[order], value[order]
+    rank = np.arange(len(row)) - np.searchsorted(row, np.arange(len(rows)))[row]
+    kept = rank < num_top[rows][row]
+    ids[rows[row[kept]], rank[kept]], logprobs[rows[row[kept]], rank[kept]] = column[kept], value[kept]
     return ids, logprobs
 
 
