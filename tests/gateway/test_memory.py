@@ -71,17 +71,20 @@ def test_an_application_that_fails_breaks_the_connection_and_nothing_else(starte
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_the_application_ends_with_its_client(close: bool) -> None:
-    ended: list[str] = []
+@pytest.mark.parametrize("started", [True, False])
+def test_a_client_who_goes_is_told_to_the_application_which_ends_when_it_wants(close: bool, started: bool) -> None:
+    told: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        await receive()
+        if started:
             await start(send)
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
-            await receive()
-            await receive()
-        finally:
-            ended.append("app")
+        told.append((await receive())["type"])
+        await asyncio.sleep(1)
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": b"nobody waits for it", "more_body": True})
+        told.append("ended")
 
     async def use(client: httpx2.AsyncClient) -> None:
         with pytest.raises(TimeoutError):
@@ -90,6 +93,62 @@ def test_the_application_ends_with_its_client(close: bool) -> None:
                     await answer.aread()
                 raise TimeoutError
         await asyncio.sleep(0.01)
-        assert ended == ["app"]
+        assert told == ["http.disconnect"]
+        await asyncio.sleep(1)
+        assert told == ["http.disconnect", "ended"]
+
+    through(app, use)
+
+
+def test_a_writer_who_waits_for_a_reader_is_freed_by_his_going() -> None:
+    ended: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await start(send)
+        for _ in range(200):
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        ended.append((await receive())["type"])
+        ended.append((await receive())["type"])
+
+    async def use(client: httpx2.AsyncClient) -> None:
+        async with client.stream("GET", "http://any/"):
+            await asyncio.sleep(1)
+            assert ended == []
+        await asyncio.sleep(0.01)
+        assert ended == ["http.request", "http.disconnect"]
+
+    through(app, use)
+
+
+def test_the_end_of_the_task_group_ends_what_runs_on_without_a_client() -> None:
+    ended: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append("cancelled")
+
+    async def main() -> None:
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks)) as client:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(1):
+                        await client.get("http://any/")
+                assert ended == []
+                raise ZeroDivisionError
+        assert ended == ["cancelled"]
+
+    run_virtual(main())
+
+
+def test_a_head_request_has_no_body() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await start(send)
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def use(client: httpx2.AsyncClient) -> None:
+        answer = await client.head("http://any/")
+        assert (answer.headers["x-made"], answer.content) == ("here", b"")
 
     through(app, use)

@@ -136,7 +136,9 @@ async def send_json(send: Send, value: Json, *, status: int = 200, headers: Sequ
 
 
 async def send_fault(send: Send, fault: Fault) -> None:
-    await send_json(send, fault.body, status=fault.status, headers=fault.headers)
+    """After a body that did not come in time the connection is of no use: what comes on it later is still that body."""
+    closing = ((b"connection", b"close"),) if fault.status == BodyTooSlow.status else ()
+    await send_json(send, fault.body, status=fault.status, headers=(*fault.headers, *closing))
 
 
 async def send_bytes(
