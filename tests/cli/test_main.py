@@ -41,7 +41,7 @@ class Launch:
 def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     made = Launch()
     module = ModuleType("midflight.run.launch")
-    for name in ("train", "serve", "engine", "evaluate", "new_model"):
+    for name in ("train", "rollouts", "serve", "engine", "evaluate", "new_model"):
         setattr(module, name, lambda *a, _name=name, **k: made._call(_name, *a, **k))
     import midflight.run
 
@@ -97,7 +97,13 @@ def test_an_override_has_the_last_word_over_an_option(launch: Launch, model: Pat
 
 def test_engine_gets_its_address(launch: Launch, model: Path) -> None:
     assert main(["engine", "--model", str(model), "--port", "9001"]) == 0
-    assert launch.calls[0][2] == {"host": "127.0.0.1", "port": 9001}
+    assert launch.calls[0][2] == {"host": "127.0.0.1", "port": 9001, "token": None}
+
+
+def test_a_control_token_reaches_whoever_guards_with_it(launch: Launch, model: Path) -> None:
+    for words in (["serve", "--model", str(model)], ["engine", "--model", str(model)], ["rollouts", DEMO]):
+        assert main([*words, "--control-token", "chosen-by-the-user"]) == 0
+        assert launch.calls[-1][0] == words[0] and launch.calls[-1][2]["token"] == "chosen-by-the-user"
 
 
 def test_evaluate_gets_the_configuration_and_the_model(launch: Launch, model: Path) -> None:

@@ -24,8 +24,8 @@ LONG = {"ignore_eos": True}
 
 
 class Served:
-    def __init__(self, command: Command, url: str) -> None:
-        self.command, self.url = command, url
+    def __init__(self, command: Command, url: str, token: str) -> None:
+        self.command, self.url, self.token = command, url, token
 
     def metric(self, text: str, name: str) -> float:
         """Sum over its labels."""
@@ -46,15 +46,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     command = Command("serve", "--model", folder / "model", "--engines", 2, "--port", port, folder=folder)
     try:
         command.until(lambda: "ready: " in command.said, "announcement of the address")
-        assert command.said.strip() == f"ready: http://127.0.0.1:{port}/v1"
-        yield Served(command, f"http://127.0.0.1:{port}")
+        command.until(lambda: "control token: " in command.said, "announcement of the token")
+        said = re.fullmatch(rf"ready: http://127.0.0.1:{port}/v1\ncontrol token: (\S+)", command.said.strip())
+        assert said is not None, command.said
+        yield Served(command, f"http://127.0.0.1:{port}", said[1])
     finally:
         command.end()
 
 
 @contextlib.asynccontextmanager
 async def http(served: Served) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(served.url, timeout=aiohttp.ClientTimeout(60)) as session:
+    headers = {"Authorization": f"Bearer {served.token}"}
+    async with aiohttp.ClientSession(served.url, headers=headers, timeout=aiohttp.ClientTimeout(60)) as session:
         yield session
 
 
@@ -148,6 +151,36 @@ def test_native_generation_gives_ids_and_versions_and_is_aborted_by_its_id(serve
 async def post(session: aiohttp.ClientSession, path: str, body: object) -> tuple[int, Any]:
     async with session.post(path, json=body) as answer:
         return answer.status, await answer.json()
+
+
+def test_g10_what_controls_needs_the_token_that_was_printed_once(served: Served) -> None:
+    async def main() -> None:
+        async with aiohttp.ClientSession(served.url) as stranger:
+            for path in ("/pause_generation", "/continue_generation", "/abort_request", "/midflight/v1/sessions"):
+                for headers in ({}, {"Authorization": "Bearer wrong"}):
+                    async with stranger.post(path, json={}, headers=headers) as answer:
+                        assert answer.status == 401, path
+            for path in ("/health", "/metrics", "/v1/models"):
+                async with stranger.get(path) as answer:
+                    assert answer.status == 200, path
+
+    run(main())
+
+
+def test_g4_a_harness_of_another_language_gets_a_session_and_its_rows(served: Served) -> None:
+    async def main() -> None:
+        async with http(served) as session:
+            status, handle = await post(session, "/midflight/v1/sessions", {"sampling": {"max_tokens": 9}, "task": "any"})
+            assert status == 200 and handle["base_url"].startswith(f"{served.url}/s/")
+            async with openai.AsyncOpenAI(base_url=handle["base_url"], api_key="none", max_retries=0) as client:
+                answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+            place = f"/midflight/v1/sessions/{handle['session_id']}"
+            assert (await post(session, f"{place}/reward", {"reward": 1}))[0] == 200
+            status, record = await post(session, f"{place}/end", {})
+            assert status == 200 and answer.usage is not None
+            assert record["num_tokens"] == answer.usage.completion_tokens and record["reward"] == 1
+
+    run(main())
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "abort", "drain"])
