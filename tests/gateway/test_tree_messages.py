@@ -14,7 +14,7 @@ from midflight.gateway.rows import harvest
 from midflight.gateway.tree import TokenTree
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import ChatTemplate, Message, Tokenizer
-from midflight.text.formats import AssistantMessage, ToolCall
+from midflight.text.formats import AssistantMessage, Tool, ToolCall
 from midflight.types import Json
 
 USER: Message = {"role": "user", "content": "hi"}
@@ -218,3 +218,27 @@ def test_half_a_surrogate_pair_is_a_conversation_like_any_other() -> None:
     lone = json.loads('"\\ud83d"')
     assert read([{"role": "user", "content": lone}, {"role": "assistant", "content": lone}]).chain
     assert tree.plan_ids((1, 2)).parent is None
+
+
+def test_a_template_that_refuses_to_be_asked_again_costs_the_request_nothing() -> None:
+    """A conversation that ends with a reply may be refused, while the request itself is not."""
+    source = (
+        "{{ raise_exception('ask something') if messages[-1].role == 'assistant' }}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}assistant: "
+    )
+    tokenizer = Tokenizer(scripted_tokenizer().backend, template=ChatTemplate(source, {}), eos_token_ids=frozenset({256}))
+    model = Model(tokenizer)
+    model.says(model.tree.plan_chat([USER]), "  fox<|end|>")
+    second = model.tree.plan_chat([USER, {"role": "assistant", "content": "fox"}, USER])
+    assert second.parent is None and second.rewritten
+
+
+def test_other_tools_in_the_prompt_start_a_branch() -> None:
+    source = "{{ tools | tojson if tools else '' }}" + scripted_tokenizer().template.source  # type: ignore[union-attr]
+    tokenizer = Tokenizer(scripted_tokenizer().backend, template=ChatTemplate(source, {}), eos_token_ids=frozenset({256}))
+    model = Model(tokenizer)
+    model.says(model.tree.plan_chat([USER], tools=[Tool("f")]), "fox<|end|>")
+    chat: list[Message] = [USER, {"role": "assistant", "content": "fox"}, USER]
+    assert model.tree.plan_chat(chat, tools=[Tool("f")]).parent is model.tree.nodes[0]
+    other = model.tree.plan_chat(chat, tools=[Tool("g")])
+    assert other.parent is None and other.rewritten

@@ -100,7 +100,10 @@ class Matcher:
         if self.end_of_turn:
             at = chat.text.find(self.end_of_turn, node.num_letters)
             return None if at < 0 else at
-        written = self.tokenizer.render(chat.messages[: place + 1], tools=chat.tools, options=chat.options)
+        try:
+            written = self.tokenizer.render(chat.messages[: place + 1], tools=chat.tools, options=chat.options)
+        except MidflightError:  # the template takes the whole conversation, but none that ends here
+            return None
         return len(written) if chat.text.startswith(written) and len(written) >= node.num_letters else None
 
     def _means_the_same(self, node: Node, text: str, end: int) -> bool:
