@@ -79,6 +79,22 @@ def test_parallel_calls_stream_as_blocks(scripted: str) -> None:
     assert len({call.id for call in calls}) == 2
 
 
+def test_the_tool_runner_works_through_a_call(scripted: str) -> None:
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city.
+
+        Args:
+            city: The name of the city.
+        """
+        return "sunny" if city == "Paris" else "rainy"
+
+    runner = client(scripted).beta.messages.tool_runner(
+        model="policy", messages=[user("What is the weather in Paris?")], tools=[get_weather], max_tokens=500
+    )
+    assert runner.until_done().content[0].text == "The tool said: sunny."
+
+
 def test_a_forced_call_and_a_schema_hold_for_random_weights(served: str) -> None:
     paint = {"name": "paint", "input_schema": COLOUR}
     for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "paint"}):

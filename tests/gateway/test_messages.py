@@ -189,6 +189,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2}, "n", "unknown field"),
     ({"max_token": 2}, "max_token", "Did you mean 'max_tokens'"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "not supported"),
+    ({"thread": {"type": "create"}}, "thread", "whole conversation"),
     ({"messages": []}, "messages", "[]"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "tool"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "None"),
@@ -469,6 +470,8 @@ def test_bad_requests_cost_themselves_only() -> None:
                     assert (await post(it, base, count=count, **fields))["error"]["type"] == status
             assert (await post(it, "/v1", count=True, temperature=1))["error"]["message"].startswith("unknown field 'temperature'")
             assert (await it.http.post("/v1/messages", content=b"{")).status_code == 400
+            thread = (await post(it, "/v1", thread={"type": "create"}))["error"]
+            assert thread["details"] == {"error_code": "thread_unsupported_request"}  # the SDK goes on without a thread
             assert (await post(it, "/v1", max_tokens=250))["usage"]["input_tokens"] == 5
             it.gateway.close(handle.session_id)
             assert (await it.http.post(f"{handle.base_url}/messages", json=BODY)).status_code == 410

@@ -20,6 +20,12 @@ from midflight.types import Grammar, GrammarKind, Json
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
+class ThreadRefused(RequestRejected):
+    """By this code Anthropic's SDK knows to send the whole conversation instead, and does."""
+
+    code = "thread_unsupported_request"
+
+
 class ClientTool(Body):
     """A tool that the client runs. `type` is checked by hand, so that a tool of Anthropic's servers is refused by its name."""
 
@@ -124,6 +130,8 @@ class MessagesBody(PromptBody):
     min_p: Probability | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool | None = None
+    thread: JsonValue = None
+    """Refused: conversations are not kept for the client."""
 
     def asked(self) -> Asked:
         return Asked(
@@ -173,6 +181,8 @@ class MessagesBody(PromptBody):
 
 def messages_call(body: MessagesBody) -> CompletionCall:
     """The call that a body means; raises `RequestRejected` where its fields contradict each other."""
+    if body.thread is not None:
+        raise ThreadRefused("thread is not supported here: leave it out, and send the whole conversation as messages.", param="thread")
     prompt = body.prompt()
     choice, forced = body.choice(prompt.tools)
     asked = body.asked()
