@@ -1,0 +1,67 @@
+"""A training run whose rollouts are claimed by workers outside, some of which die: nothing else changes (I1, I2, I3, I10)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+from midflight.environments.claimed import Claimed, claims
+from midflight.gateway.call import CompletionCall, Messages
+from midflight.observe.events import RolloutFinished
+from midflight.testing.virtual_time import run_virtual
+
+from .site import Site, config
+
+
+class Workers:
+    """They claim, talk to the policy, and post a reward; one in `dies` is silent for ever after its claim."""
+
+    def __init__(self, environment: Claimed, *, dies: float) -> None:
+        self._environment, self._dies = environment, dies
+        self._random = random.Random(5)
+        self.num_silent = 0
+        self.rewards: dict[str, float] = {}
+        self.claimed: list[str] = []
+
+    async def run(self, site: Site) -> None:
+        """Claims until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for offer in await claims(self._environment.board, most=3, wait_seconds=600):
+                    self.claimed.append(offer.session_id)
+                    if self._random.random() < self._dies:
+                        self.num_silent += 1
+                    else:
+                        tasks.create_task(self._work(site, offer.session_id, offer.api_key))
+
+    async def _work(self, site: Site, session_id: str, api_key: str) -> None:
+        assert site.ring is not None
+        gateway = site.ring.serving.gateway
+        await asyncio.sleep(self._random.random())
+        call = CompletionCall((Messages(({"role": "user", "content": session_id},)),))
+        await gateway.answers(gateway.prepare(gateway.session_for(path_token=None, api_key=api_key), call))
+        self.rewards[session_id] = self._random.random()
+        self._environment.board.score(session_id, self.rewards[session_id])
+
+
+def test_i10_a_run_fed_by_workers_trains_what_they_scored_and_a_silent_one_costs_an_attempt(tmp_path: Path) -> None:
+    async def main() -> tuple[Site, Workers]:
+        environment = Claimed()
+        workers = Workers(environment, dies=0.1)
+        site = Site(config(steps=8, size=4, retries=1), tmp_path, agents=environment, sdk=True)
+        async with site.opened() as ring:
+            await ring.train(site.trainer, site.trainer, workers.run(site))
+        assert (environment.board.num_offered, environment.board.num_claimed) == (0, 0)
+        return site, workers
+
+    site, workers = run_virtual(main)
+    site.check_groups()
+    site.check_ages()
+    site.check_fates()
+    assert workers.num_silent > 2 and len(workers.claimed) == len(set(workers.claimed)), "an attempt is claimed once"
+    finished = site.seen.of(RolloutFinished)
+    unscored = [fact for fact in finished if fact.reward is None]
+    assert unscored and all("RolloutTimeout" in (fact.error or "") for fact in unscored)
+    trained = [t.reward for batch in site.taken for group in batch.groups for t in group.trajectories]
+    assert len(trained) >= 8 * 2 * 2 and set(trained) <= set(workers.rewards.values())
