@@ -100,6 +100,13 @@ def test_the_likeliest_are_of_the_distribution_sampled_and_as_many_as_are_asked_
     assert sample(logits, settings).top_ids.shape == (4, 0)
 
 
+def test_equal_ones_at_the_border_of_the_likeliest_are_reported_by_id() -> None:
+    sampled = sample(torch.zeros(2, 60, dtype=torch.float64), asking(batch(2), num_top=np.array([2, 20])))
+    assert sampled.top_ids[0].tolist() == [0, 1] + [-1] * 18 and sampled.top_ids[1].tolist() == list(range(20))
+    few = sample(torch.zeros(1, 3), asking(batch(1), num_top=np.array([20])))
+    assert few.top_ids.tolist() == [[0, 1, 2]] and few.top_logprobs[0] == pytest.approx([math.log(1 / 3)] * 3)
+
+
 def table_of(*requests: GenerateRequest) -> SlotTable:
     table = SlotTable(max_running=4, max_context=MAX_CONTEXT)
     grammars = Grammars(TOKENIZER, vocab_size=262)
