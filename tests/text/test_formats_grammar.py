@@ -181,6 +181,12 @@ def test_a_response_format_holds_after_thinking(grammar: Grammar, good: str, bad
     assert not accepts(which, unopened, f"<think>a</think>{bad}") and not accepts(which, unopened, bad)
 
 
+def test_an_answer_after_thinking_cannot_be_blanks_without_end() -> None:
+    grammar = MessageFormat(LETTERS, reasoning="think").after_thinking(GRAMMARS[0][0], prompt_text="x<think>")
+    assert accepts("letters", grammar, 'a</think>{"a":' + " " * 40 + "1}")
+    assert not accepts("letters", grammar, 'a</think>{"a":' + " " * 41 + "1}")
+
+
 def test_a_response_format_stays_as_it_is_where_no_thinking_comes() -> None:
     grammar = GRAMMARS[0][0]
     assert MessageFormat(LETTERS, reasoning="none").after_thinking(grammar, prompt_text="x<think>\n") is grammar

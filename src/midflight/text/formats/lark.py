@@ -6,11 +6,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from midflight.types import Grammar, GrammarKind, Json
 
 _SPACING: dict[str, Json] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As `json.dumps` and the chat templates write: a model that wanders has no endless whitespace to wander in."""
+
+_BLANKS: dict[str, Json] = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
+"""Between JSON tokens of a client's schema: enough for indented JSON, and no endless answer of blanks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,20 @@ def embedded(name: str, grammar: Grammar) -> str:
     """A rule that matches what `grammar` does."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"{name}: %json {grammar.text}"
+            return f"{name}: %json {_bounded(grammar.text)}"
         case GrammarKind.REGEX:
             return f"{name}: /(?:{_slashed(grammar.text)})/"
         case GrammarKind.LARK:
             return f"{name}: %lark {{\n{grammar.text}\n}}"
+
+
+def _bounded(schema: str) -> str:
+    """The schema with bounded blanks. What is no JSON object stays as it is, for the engine to refuse."""
+    try:
+        parsed = cast(Json, json.loads(schema))
+    except (ValueError, RecursionError):
+        return schema
+    return json.dumps({"x-guidance": _BLANKS, **parsed}) if isinstance(parsed, dict) else schema
 
 
 def _slashed(pattern: str) -> str:
