@@ -305,7 +305,7 @@ def test_over_a_real_socket_the_sdk_sees_the_same(caplog: pytest.LogCaptureFixtu
                 stream = await client.chat.completions.create(model="policy", messages=CHAT, stream=True)
                 assert "".join([c.choices[0].delta.content or "" async for c in stream]) == "yo"
                 generator.seconds_per_token = 0.05
-                generator.texts = []
+                generator.texts = ["a" * 200] * 2
             async with openai.AsyncOpenAI(base_url=f"{gateway.address}/v1", api_key="any", max_retries=0) as client:
                 for streaming in (False, True):
                     with pytest.raises(TimeoutError):

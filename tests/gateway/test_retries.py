@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, offered
+from tests.gateway.offered import DEFAULTS, KEY, Offered, RecordingControl, ScriptedGenerator, Seen, make_gateway, offered
 
 from midflight.errors import NoEngine
+from midflight.gateway.http import build_app
 from midflight.gateway.retries import MAX_KEPT, MAX_KEY_CHARS
+from midflight.run.http_server import serve_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Reason, RolloutKey
 
@@ -349,3 +352,25 @@ def test_a_slow_reader_is_told_all_that_waits_at_once() -> None:
             assert len(parts) < 70
 
     run_virtual(main())
+
+
+def test_g5_over_a_real_socket_a_client_who_times_out_is_given_the_rest_of_his_answer() -> None:
+    """The SDK gives up after 0.5 s, closes its connection and tries again half a second later; the answer takes 1.4 s."""
+
+    async def main() -> None:
+        generator = ScriptedGenerator(texts=[TEXT], seconds_per_token=0.2)
+        gateway = make_gateway(generator, Seen())
+        listener = socket.create_server(("127.0.0.1", 0))
+        started = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(serve_app(build_app(gateway, RecordingControl()), listener, ready=started.set))
+            await started.wait()
+            gateway.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+            async with openai.AsyncOpenAI(base_url=handle.base_url, api_key="x", max_retries=4, timeout=0.5) as client:
+                answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+            assert answer.choices[0].message.content == "abcdef"
+            assert (len(generator.requests), gateway.close(handle.session_id).num_turns) == (1, 1)
+            serving.cancel()
+
+    asyncio.run(main())
