@@ -11,7 +11,7 @@ from tests.gateway.offered import DEFAULTS, ScriptedGenerator, Seen, make_gatewa
 from midflight.errors import Overloaded, RewardFixed, SessionClosed, Unauthorized, UnknownSession
 from midflight.gateway.call import CompletionCall, Messages
 from midflight.gateway.gateway import Gateway
-from midflight.gateway.owner import OwnedSessions, SessionExpiry
+from midflight.gateway.owner import MAX_AT_ONCE, OwnedSessions, SessionExpiry
 from midflight.gateway.registry import OpenSession
 from midflight.run.parts import serve_while
 from midflight.testing.virtual_time import run_virtual
@@ -154,6 +154,21 @@ def test_ended_sessions_are_bounded_and_what_is_forgotten_unread_is_said(caplog:
     with caplog.at_level(logging.WARNING):
         forgotten = run_virtual(unread)
     assert f"session {forgotten} is forgotten with its rows" in caplog.text
+
+
+def test_many_sessions_that_fall_due_at_once_all_end_without_holding_up_the_loop() -> None:
+    async def main() -> None:
+        gateway, owned = made()
+        loop = asyncio.get_running_loop()
+        handles = [opened(owned) for _ in range(MAX_AT_ONCE * 3)]
+        await asyncio.sleep(HOUR)
+        assert owned.expire() == loop.time() and len(owned) == 2 * MAX_AT_ONCE
+        expiring = loop.create_task(SessionExpiry(owned).run())
+        await asyncio.sleep(1)
+        assert len(owned) == 0 and owned.num_ended == len(handles) and gateway.num_sessions == 0
+        expiring.cancel()
+
+    run_virtual(main)
 
 
 def test_an_untracked_session_keeps_counts_and_no_rows() -> None:

@@ -65,3 +65,22 @@ def test_i10_a_run_fed_by_workers_trains_what_they_scored_and_a_silent_one_costs
     assert unscored and all("RolloutTimeout" in (fact.error or "") for fact in unscored)
     trained = [t.reward for batch in site.taken for group in batch.groups for t in group.trajectories]
     assert len(trained) >= 8 * 2 * 2 and set(trained) <= set(workers.rewards.values())
+
+
+def test_g11_a_take_that_may_not_wait_looks_once_and_finds_the_batch_that_is_there(tmp_path: Path) -> None:
+    async def main() -> None:
+        site = Site(config(steps=1, size=2), tmp_path)
+        async with site.opened() as ring:
+
+            async def life() -> None:
+                looks = 0
+                while (batch := await ring.system.take_within(0, seconds=0)) is None:
+                    looks += 1
+                    await asyncio.sleep(0.5)
+                assert looks > 0 and len(batch.rewards) == 4
+                again = await ring.system.take_within(0, seconds=0)
+                assert again is not None and again.lease == batch.lease
+
+            await ring.serve(life())
+
+    run_virtual(main)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import numpy as np
 import pytest
 from tests.gateway.offered import RecordingControl, ScriptedGenerator, Seen, make_gateway
@@ -58,6 +59,9 @@ class Service:
     async def take(self, train_version: Version) -> PackedBatch:
         await asyncio.sleep(self.seconds)
         return one_batch(train_version)
+
+    async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
+        return await self.take(train_version) if self.seconds <= seconds else await asyncio.sleep(seconds)
 
     async def done(self, report: StepDone) -> None:
         if report in self.said:
@@ -201,6 +205,7 @@ def test_g10_every_control_route_is_401_without_its_token_or_with_another() -> N
         ("/sessions", {"sampling": {"temperature": -1}}, "temperature"),
         ("/sessions", {"sampling": {"stop": [""]}}, "stop"),
         ("/sessions", {"task": "x" * 70_000}, "task has"),
+        ("/sessions", {"task": "DEEP"}, ""),
         ("/claims", {"max": 0}, "max"),
         ("/claims", {"wait_seconds": 1e9}, "wait_seconds"),
         ("/take", {}, "train_version"),
@@ -213,7 +218,8 @@ def test_g10_every_control_route_is_401_without_its_token_or_with_another() -> N
 def test_a_wrong_body_is_refused_with_what_is_wrong_in_it(path: str, body: Any, words: str) -> None:
     async def main() -> None:
         async with site() as at:
-            answer = await at.post(path, body)
+            content = msgspec.json.encode(body).replace(b'"DEEP"', b"[" * 20_000 + b"]" * 20_000)
+            answer = await at.http.post(API + path, content=content, headers=CONTROL)
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_request"
             assert words in answer.json()["error"]["message"]
             for garbage in (b"{", b"[]", b"\xff", b"[" * 5000):
@@ -223,7 +229,7 @@ def test_a_wrong_body_is_refused_with_what_is_wrong_in_it(path: str, body: Any, 
     run_virtual(main)
 
 
-@pytest.mark.parametrize("reward", ["1e39", "NaN", "true", '"1"', "[]"])
+@pytest.mark.parametrize("reward", ["1e39", "1e400", "1" + "0" * 400, "NaN", "true", '"1"', "[]"])
 def test_i10_a_reward_is_a_finite_number_or_null_and_never_left_out(reward: str) -> None:
     async def main() -> None:
         async with site() as at:

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 from midflight.errors import RewardFixed, Unauthorized, UnknownSession
@@ -26,6 +27,8 @@ OUTSIDE_ATTEMPT = 2**21
 """Attempt number of every session opened from outside: training and evaluation count far below, so keys never meet."""
 MAX_ENDED = 10_000
 """Ended sessions whose records are kept for their owners: some kilobytes each while the rows have not been fetched."""
+MAX_AT_ONCE = 64
+"""Sessions ended between two turns of the event loop: making rows takes about a millisecond each, and answers must not wait long."""
 
 
 class Registry(Protocol):
@@ -136,10 +139,11 @@ class OwnedSessions:
         return self._find(session_id).reward is not None
 
     def expire(self) -> float | None:
-        """Does what is due; returns when to come again, None while there is nothing."""
+        """Does what is due, a bounded part of it; returns when to come again, None while there is nothing."""
         now = self._now()
-        while self._live and (owned := next(iter(self._live.values()))).due <= now:
-            self._look(owned, now)
+        for owned in list(islice(self._live.values(), MAX_AT_ONCE)):
+            if owned.due <= now:
+                self._look(owned, now)
         while self._ended and next(iter(self._ended.values())).due <= now:
             self._ended.popitem(last=False)
         return min((next(iter(kept.values())).due for kept in (self._live, self._ended) if kept), default=None)

@@ -24,7 +24,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.wire import with_client
 from midflight.run.batches import batch_as_lists
 from midflight.run.edge import JSON, PACKED, Struct, body_of, control_route, json_answer, wants
-from midflight.run.service import RolloutService
+from midflight.run.service import TakesWithin
 from midflight.run.session_routes import WaitSeconds
 from midflight.run.steps import DoneBody, ModelTensors, StepBook
 from midflight.trajectories.packing import to_bytes
@@ -107,7 +107,7 @@ class TrainerRoutes:
 
     def __init__(
         self,
-        service: RolloutService,
+        service: TakesWithin,
         *,
         token: str,
         model: Path,
@@ -134,15 +134,18 @@ class TrainerRoutes:
     async def _take(self, request: Request) -> Response:
         body = await body_of(request, Take)
         self._book.check_take(body.train_version)
-        try:
-            async with asyncio.timeout(body.wait_seconds):
-                batch: PackedBatch = await with_client(request.scope, request.receive, self._service.take(body.train_version))
-        except TimeoutError:
+        batch = await with_client(request.receive, self._drawn(body))
+        if batch is None:
             return Response(status_code=204)
         self._book.taken(batch, now=time.monotonic())
         if wants(request, (PACKED, JSON)) == JSON:
             return json_answer(batch_as_lists(batch))
         return Response(to_bytes(batch), media_type=PACKED)
+
+    async def _drawn(self, body: Take) -> PackedBatch | None:
+        if body.wait_seconds is None:
+            return await self._service.take(body.train_version)
+        return await self._service.take_within(body.train_version, seconds=body.wait_seconds)
 
     async def _done(self, request: Request) -> Response:
         step = self._book.report(await body_of(request, DoneBody), now=time.monotonic())

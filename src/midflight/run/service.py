@@ -40,3 +40,11 @@ class RolloutService(Protocol):
     async def finish(self, version: Version) -> None:
         """No more steps: stops the rollouts and evaluates the last version; returns when that is done."""
         ...
+
+
+class TakesWithin(RolloutService, Protocol):
+    """A service whose batches are also asked for by requests that may not wait for ever."""
+
+    async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
+        """As `take`, but None when there is no batch yet after `seconds`; 0 looks once."""
+        ...

@@ -26,7 +26,7 @@ from midflight.gateway.wire import with_client
 from midflight.run.batches import rows_as_lists
 from midflight.run.edge import JSON, PACKED, Struct, bearer_of, body_of, control_route, holds, json_answer, open_route, origin, wants
 from midflight.trajectories.packing import pack, to_bytes
-from midflight.types import Batch, Group, SamplingParams, Trajectory, Version
+from midflight.types import Batch, Group, Json, SamplingParams, Trajectory, Version
 
 MAX_TASK_BYTES = 64 * 2**10
 """What a session's `task` may be as JSON: it is kept with each of up to ten thousand sessions."""
@@ -113,7 +113,7 @@ class SessionRoutes:
         body = await body_of(request, OpenBody)
         if len(body.task) > MAX_TASK_BYTES:
             raise RequestRejected(f"task has {len(body.task)} bytes: send {MAX_TASK_BYTES} at most, or a reference.", param="task")
-        task = msgspec.json.decode(body.task)
+        task = _task(body.task)
         sampling = _sampling(body.sampling, self._sampling)
         handle = self._owned.open(sampling=sampling, keeps_rows=body.tracked, count_all_choices=body.count_all_choices, task=task)
         return json_answer(self._opened(request, handle.session_id, handle.api_key, handle.owner_token))
@@ -149,7 +149,7 @@ class SessionRoutes:
                 'nothing is to be claimed here: the run\'s environment.entry is not "midflight.environments.claimed:claimed".'
             )
         body = await body_of(request, ClaimBody)
-        offers = await with_client(request.scope, request.receive, claims(self._board, most=body.max, wait_seconds=body.wait_seconds))
+        offers = await with_client(request.receive, claims(self._board, most=body.max, wait_seconds=body.wait_seconds))
         return json_answer([self._claim_of(request, offer) for offer in offers])
 
     def _claim_of(self, request: Request, offer: Offer) -> Claim:
@@ -167,6 +167,13 @@ class SessionRoutes:
             owner: OwnedSessions | SessionRegistry = self._owned if session_id in self._owned else self._gateway.registry
             owner.check_owner(session_id, bearer_of(request))
         return session_id
+
+
+def _task(raw: msgspec.Raw) -> Json:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestRejected(f"task is no JSON that could be kept: {error}. Send something plainer.", param="task") from error
 
 
 def _sampling(asked: Sampling, default: SamplingParams) -> SamplingParams:

@@ -273,6 +273,16 @@ class RolloutSystem:
         await self._records.leased(batch)
         return pack(batch)
 
+    async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
+        """Only the wait for the batch has the deadline: once there is one, it is written down and given."""
+        try:
+            async with asyncio.timeout(seconds):
+                batch = await self.queue.take(train_version)
+        except TimeoutError:
+            return None
+        await self._records.leased(batch)
+        return pack(batch)
+
     async def done(self, report: StepDone) -> None:
         self.queue.done(report.lease)  # first: a lease that is not open is refused here
         self._records.done(report.lease)
