@@ -101,9 +101,8 @@ async def _whole_body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-async def with_client(scope: Scope, receive: Receive, work: Awaitable[T]) -> T:
+async def with_client(receive: Receive, work: Awaitable[T]) -> T:
     """Waits for `work`, as long as the client waits for it: when he goes the work is cancelled and `ClientGone` raised."""
-    del scope  # every wire tells a client's going alike
     try:
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(_raise_when_gone(receive), name="watch for the client's disconnect")
