@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import stat
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from midflight.config.sections import Config, GatewaySection
 from midflight.errors import ConfigError
+from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import TOKEN_VARIABLE, Endpoint, control_token, exposure, remove_endpoint, write_endpoint
+from midflight.run.launch import warn
 
 
 def test_the_endpoint_file_is_for_this_user_alone_and_goes_with_its_run(tmp_path: Path) -> None:
@@ -56,3 +61,10 @@ def test_anything_else_is_warned_of_by_name(host: str) -> None:
     for warning in (open_to_all, sessions_only):
         assert host in warning and "/metrics" in warning and "no TLS" in warning
     assert "for everybody, without a token" in open_to_all and "session's address" in sessions_only
+
+
+@pytest.mark.parametrize(("host", "num_warnings"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
+def test_the_warning_is_shown_before_anything_listens(host: str, num_warnings: int) -> None:
+    console = Console(file=StringIO(), width=80)
+    warn(Terminal(console), Config(gateway=GatewaySection(host=host)), anonymous=True)
+    assert isinstance(console.file, StringIO) and console.file.getvalue().count("warning: 0.0.0.0 can be reached") == num_warnings

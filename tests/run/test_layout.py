@@ -1,0 +1,55 @@
+"""A batch as docs/foreign-trainers.md describes it, read with nothing but the standard library (G11)."""
+
+from __future__ import annotations
+
+import array
+import json
+import re
+import struct
+import sys
+from pathlib import Path
+
+from tests.run.test_routes import one_batch
+
+from midflight.run.batches import batch_as_lists
+from midflight.trajectories.packing import to_bytes
+
+PAGE = Path(__file__).parents[2] / "docs" / "foreign-trainers.md"
+CODES = {"I32": "i", "F32": "f", "BOOL": "b"}
+
+
+def read(data: bytes) -> tuple[dict[str, str], dict[str, list[float]]]:
+    """Metadata and arrays, by the page's table alone."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    metadata, arrays = header.pop("__metadata__"), {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        found = array.array(CODES[entry["dtype"]], data[8 + length + begin : 8 + length + end])
+        if sys.byteorder == "big":
+            found.byteswap()
+        assert entry["shape"] == [len(found)]
+        arrays[name] = found.tolist()
+    return metadata, arrays
+
+
+def test_the_bytes_are_laid_out_as_the_page_says_and_say_what_the_lists_say() -> None:
+    batch = one_batch(7)
+    metadata, arrays = read(to_bytes(batch))
+    assert metadata == {"format": "midflight.packed_batch", "format_version": "1", "lease": "3", "train_version": "7"}
+    table = PAGE.read_text().partition("| array | dtype |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(arrays)
+    lists = batch_as_lists(batch)
+    assert arrays["row_offsets"] == [0, 3] and arrays["row_rollout"] == [0]
+    assert arrays["token_ids"] == lists.rows[0].token_ids == [1, 2, 3]
+    assert arrays["loss_mask"] == [0, 1, 1] and lists.rows[0].loss_mask == [False, True, True]
+    assert arrays["logprobs"] == [0.0, -0.5, -1.5]
+    assert list(zip(arrays["rollout_group"], arrays["rewards"], arrays["truncated"], strict=True)) == [(0, 1.0, 0), (1, 0.25, 1)]
+
+
+def test_the_page_shows_the_fields_that_the_lists_have() -> None:
+    block = re.findall(r"```json\n(\{\n.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    shown, lists = json.loads(block), batch_as_lists(one_batch(7))
+    assert set(shown) == set(lists.__struct_fields__)
+    assert set(shown["rows"][0]) == set(lists.rows[0].__struct_fields__)
+    assert set(shown["rollouts"][0]) == set(lists.rollouts[0].__struct_fields__)
