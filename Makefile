@@ -4,13 +4,20 @@ BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-clients lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest tests
+
+# Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
+test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
+	for clients in $(VENV)-clients $(VENV)-clients-openai2; do \
+	    MIDFLIGHT_PYTHON=$(CURDIR)/$(BIN)/python $$clients/bin/python -m pytest -q -p no:cacheprovider \
+	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients || exit 1; \
+	done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -34,5 +41,12 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
 	touch $@
 
+$(VENV)-clients/.done: tests/clients/requirements.txt constraints.txt
+$(VENV)-clients-openai2/.done: tests/clients/requirements-openai2.txt constraints.txt
+$(VENV)-clients/.done $(VENV)-clients-openai2/.done:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-clients-openai2 runs build dist

@@ -68,7 +68,7 @@ def build_app(
         routes += [Route(prefix + path, models, methods=["GET"]) for path in ("/v1/models", "/v1/models/{model:path}")]
     routes += operator_routes(control, control_token=control_token)
     routes += [Route("/health", HealthEndpoint(ready), methods=["GET"]), *extra_routes]
-    routes.append(Route("/openapi.json", OpenApiEndpoint(), methods=["GET"]))
+    routes.append(Route("/openapi.json", OpenApiEndpoint(gateway.model), methods=["GET"]))
     if metrics is not None:
         routes.append(Route("/metrics", MetricsEndpoint(metrics), methods=["GET"]))
     return Direct(endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception}))

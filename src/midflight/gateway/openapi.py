@@ -88,8 +88,8 @@ _SCHEMAS: Mapping[str, Json] = {
 
 
 @cache
-def openapi_document() -> _Object:
-    """The whole document. Every request may name its session by address or by key; plain serving may need neither."""
+def openapi_document(model: str) -> _Object:
+    """The whole document of a gateway that serves this model. Every request may name its session by address or by key; plain serving may need neither."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -100,22 +100,29 @@ def openapi_document() -> _Object:
         "servers": [{"url": "/"}, {"url": "/s/{token}", "variables": {"token": {"default": "", "description": "The session's secret."}}}],
         "security": [{}, {"bearer": []}, {"apiKey": []}, {"session": []}],
         "paths": {**{path: {"post": _post(path, described)} for path, described in DESCRIBED.items()}, **_plain_paths()},
-        "components": {"schemas": {**_bodies(), **_SCHEMAS}, "securitySchemes": _security()},
+        "components": {"schemas": {**_bodies(model), **_SCHEMAS}, "securitySchemes": _security()},
     }
 
 
 class OpenApiEndpoint:
     """Serves the document."""
 
+    def __init__(self, model: str) -> None:
+        self._model = model
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, openapi_document())
+        await send_json(send, openapi_document(self._model))
 
 
-def _bodies() -> _Object:
-    """Schemas of all bodies, and of what they are made of."""
+def _bodies(model: str) -> _Object:
+    """Schemas of all bodies, and of what they are made of. Only one model is served."""
     bodies = [(described.body, "validation") for described in DESCRIBED.values()]
     _, definitions = models_json_schema(cast("Sequence[tuple[type[BaseModel], str]]", bodies), ref_template="#/components/schemas/{model}")  # pyright: ignore[reportArgumentType]
-    return cast(_Object, definitions["$defs"])
+    schemas = cast("dict[str, dict[str, _Object]]", definitions["$defs"])
+    for schema in schemas.values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"const": model}
+    return cast(_Object, schemas)
 
 
 def _post(path: str, described: Described) -> Json:

@@ -1,0 +1,66 @@
+"""The gateway over a scripted engine whose model answers by rule, on a free port; says `ready: URL`.
+
+| the last message | the answer |
+|---|---|
+| a tool's result | `The tool said: <result>.`; for an agent that must end by a call, a call of `final_answer` with it |
+| `count` | one two three four five |
+| asks for the weather, tools are offered | a call of `get_weather` for each city named |
+| asks for the weather, code is wanted | a block of Python that prints the tool's answer as the final one |
+| anything else | `hello` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from dataclasses import replace
+
+from midflight.config.sections import Config
+from midflight.gateway.http import build_app
+from midflight.observe.prometheus import Metrics
+from midflight.run.http_server import serve_app
+from midflight.run.system import Serving
+from midflight.testing.replies import Replies
+from midflight.testing.script import scripted_tokenizer
+from midflight.testing.scripted import CAPABLE, ScriptedEngine
+from midflight.types import Feature
+
+CITIES = ("Paris", "Rome")
+
+
+def reply(prompt: str) -> str:
+    """The model's answer to a rendered conversation."""
+    head, _, last = prompt.removesuffix("<|assistant|>").removesuffix("<|end|>").rpartition("<|")
+    role, _, text = last.partition("|>")
+    if "code_block_tags" in head or "```python" in head or "<code>" in head:
+        return code()
+    result = text if role == "tool" else (found[-1] if (found := re.findall(r"sunny in \w+", text)) and "Observation" in text else None)
+    if result is not None:
+        return call("final_answer", answer=f"The tool said: {result}.") if '"final_answer"' in head else f"The tool said: {result}."
+    if "weather" in text and "get_weather" in head:
+        return "\n".join(call("get_weather", city=city) for city in CITIES if city in text)
+    return "one two three four five" if "count" in text else "hello"
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def code() -> str:
+    return "Thought: I ask the tool.\n<code>\nfinal_answer(get_weather(city='Paris'))\n</code>"
+
+
+async def main() -> None:
+    capabilities = replace(CAPABLE, max_context=32_768, features=frozenset(Feature))  # the replies obey the grammars they meet
+    engine = ScriptedEngine(script=Replies(reply), capabilities=capabilities, step_seconds=0.0, chunk_tokens=3)
+    serving = Serving(Config(), scripted_tokenizer(), [engine], observer=Metrics(), version=0, anonymous=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        serving.gateway.address = url
+        await serve_app(build_app(serving.gateway, serving.control), listener, ready=lambda: print(f"ready: {url}", flush=True))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
