@@ -12,12 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-PROBE_SECONDS = 0.2
-"""Between two probes of a client who has ended his side: the first finds nobody there, the second learns of it. A round trip."""
 UNREAD_SECONDS = 120.0
 """A client who takes nothing of his answer for so long is cut off: he would hold its place for ever."""
-
-_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[], None]) -> None:
@@ -44,24 +40,12 @@ async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[]
 
 
 class _Connection(HttpToolsProtocol):
-    """Tells a client who has ended his side and waits for the answer from one who has gone.
+    """Cuts off a client who reads nothing, and refuses what is not HTTP in the shape of any other error.
 
-    Both look alike until something is sent. Before the response that is an interim one, which clients skip (RFC 9110, 15.2);
-    after its start the response itself. A refusal of what is not HTTP has the shape of any other error.
+    A client who ends his side counts as gone, since nothing tells him from one who has closed the connection.
     """
 
     _stalled: asyncio.TimerHandle | None = None
-
-    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  (asyncio reads the result)
-        """Whether to stay for the answer: the request is whole, and its client can be asked whether he waits."""
-        cycle = self.cycle
-        asked = cycle is not None  # pyright: ignore[reportUnnecessaryComparison]  (before the first request it is None)
-        if not asked or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
-            return False
-        cycle.keep_alive = False
-        self._probe()
-        self.loop.call_later(PROBE_SECONDS, self._probe)
-        return True
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -82,10 +66,6 @@ class _Connection(HttpToolsProtocol):
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(head % len(body) + body)
         self.transport.close()
-
-    def _probe(self) -> None:
-        if not (self.cycle.response_started or self.transport.is_closing()):
-            self.transport.write(_PROBE)
 
     def _reading(self) -> None:
         if self._stalled is not None:
