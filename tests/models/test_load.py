@@ -87,7 +87,10 @@ def test_a_model_loads_in_the_dtype_asked_for(tmp_path: Path):
 def test_a_made_model_computes_as_it_does_after_saving_and_loading(tmp_path: Path, dtype: str):
     model = tiny_model(dtype=dtype)
     save_model(model, tmp_path)
-    assert torch.equal(model(IDS).logits, load_model(tmp_path, dtype=dtype)(IDS).logits)
+    loaded = load_model(tmp_path, dtype=dtype)
+    assert all(torch.equal(made, read) for made, read in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
+    # Products of the same numbers may differ in the last bit with the place of the weights in memory.
+    torch.testing.assert_close(model(IDS).logits, loaded(IDS).logits, rtol=0, atol=8 * torch.finfo(model.dtype).eps)
 
 
 def test_a_missing_folder_or_configuration_is_named(tmp_path: Path):
