@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
 
 import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.gateway.asked import Told, asked, requests
 from tests.gateway.offered import Seen
 
 from midflight.gateway.control import Control
@@ -29,65 +28,8 @@ from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, PauseMode, RolloutKey, SamplingParams
 
-Told: TypeAlias = dict[int, tuple[str, str]]
-"""By choice: its text, and how it ended."""
-
 STOP = "th"
-CHAT = {"model": "policy", "messages": [{"role": "user", "content": "tell me"}], "seed": 7, "max_tokens": 60}
-REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", CHAT),
-    "chat with a stop string": ("/v1/chat/completions", {**CHAT, "stop": STOP}),
-    "four choices": ("/v1/chat/completions", {**CHAT, "n": 4}),
-    "eight prompts": (
-        "/v1/completions",
-        {"model": "policy", "prompt": [f"p{k}" for k in range(8)], "seed": 7, "max_tokens": 60, "stop": STOP},
-    ),
-    "responses": ("/v1/responses", {"model": "policy", "input": "tell me", "max_output_tokens": 60, "seed": 7}),
-    "messages": (
-        "/v1/messages",
-        {"model": "policy", "messages": CHAT["messages"], "max_tokens": 60, "stop_sequences": [STOP], "seed": 7},
-    ),
-    "native": ("/generate", {"input_ids": [97, 98], "sampling_params": {"max_new_tokens": 60, "sampling_seed": 7}}),
-}
-
-
-def told_whole(path: str, body: Any) -> Told:
-    match path:
-        case "/v1/chat/completions":
-            return {c["index"]: (c["message"]["content"], c["finish_reason"]) for c in body["choices"]}
-        case "/v1/completions":
-            return {c["index"]: (c["text"], c["finish_reason"]) for c in body["choices"]}
-        case "/v1/responses":
-            return {0: ("".join(part["text"] for item in body["output"] for part in item["content"]), body["status"])}
-        case "/v1/messages":
-            return {0: ("".join(block["text"] for block in body["content"]), body["stop_reason"])}
-        case _:
-            return {0: (body["text"], body["meta_info"]["finish_reason"]["type"])}
-
-
-def told_streamed(path: str, frames: list[Any]) -> Told:
-    """The same, put together from a stream's frames."""
-    texts: dict[int, str] = {}
-    ends: dict[int, str] = {}
-    for frame in frames:
-        assert "error" not in frame, frame
-        for choice in frame.get("choices", ()):
-            piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            texts[choice["index"]] = texts.get(choice["index"], "") + piece
-            ends[choice["index"]] = choice["finish_reason"] or ends.get(choice["index"], "")
-        match frame.get("type"):
-            case "response.output_text.delta":
-                texts[0] = texts.get(0, "") + frame["delta"]
-            case "response.completed" | "response.incomplete":
-                ends[0] = frame["response"]["status"]
-            case "content_block_delta":
-                texts[0] = texts.get(0, "") + frame["delta"]["text"]
-            case "message_delta":
-                ends[0] = frame["delta"]["stop_reason"]
-            case _ if path == "/generate":
-                texts[0] = frame["text"]
-                ends[0] = (frame["meta_info"]["finish_reason"] or {}).get("type", "")
-    return {index: (texts.get(index, ""), ends[index]) for index in ends}
+REQUESTS = requests(60, stop=STOP)
 
 
 class Site:
@@ -101,7 +43,7 @@ class Site:
         generator = Generator(self.fleet, tokenizer=scripted_tokenizer(), request_seconds=600)
         self.control = Control(self.fleet, generator)
         self.health = HealthWatch(self.fleet, interval_seconds=0.2, stall_seconds=1.0)
-        self.gateway = Gateway(generator, scripted_tokenizer(), Seen(), model="policy", limits=Limits(4096, 262))
+        self.gateway = Gateway(generator, scripted_tokenizer(), Seen(), model="policy", limits=Limits(4096, 262, features=CAPABLE.features))
         self.gateway.address = "http://memory"
 
     @asynccontextmanager
@@ -140,17 +82,6 @@ class Site:
                     await self.control.resume()
 
 
-async def asked(http: httpx2.AsyncClient, base: str, name: str, *, stream: bool) -> Told:
-    path, body = REQUESTS[name]
-    url = base.removesuffix("/v1") + path
-    answer = await http.post(url, json={**body, "stream": stream})
-    assert answer.status_code == 200, answer.text
-    if not stream:
-        return told_whole(path, answer.json())
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    return told_streamed(path, [json.loads(line) for line in lines if line != "[DONE]"])
-
-
 async def all_told(events: list[tuple[float, str, int]]) -> tuple[dict[tuple[str, bool], Told], int, int]:
     """Every request at once, streamed and not, each in a session of its own; and how many turns and rows were recorded."""
     site = Site()
@@ -162,7 +93,7 @@ async def all_told(events: list[tuple[float, str, int]]) -> tuple[dict[tuple[str
                 key = RolloutKey(GroupKey(0, number), 0)
                 handle = site.gateway.open(key, sampling=SamplingParams(max_tokens=60), tracked=True)
                 handles.append(handle)
-                tasks[name, stream] = group.create_task(asked(http, handle.base_url, name, stream=stream))
+                tasks[name, stream] = group.create_task(asked(http, handle.base_url, REQUESTS[name], stream=stream))
             await disturbance
         records = [site.gateway.close(handle.session_id) for handle in handles]
     assert all(record.failed_requests == 0 for record in records)
@@ -184,8 +115,12 @@ def test_streamed_and_whole_answers_of_a_calm_site_are_the_same() -> None:
     for name in REQUESTS:
         assert told[name, True] == told[name, False], name
     assert turns == 2 * (5 + 4 + 8)
-    assert any(STOP not in text and end == "stop" for text, end in told["eight prompts", False].values())
-    assert len(set(told["four choices", False].values())) == 4
+    assert any(STOP not in choice.text and choice.ended == "stop" for choice in told["eight prompts", False].choices.values())
+    assert len({choice.text for choice in told["four choices", False].choices.values()}) == 4
+    for name, answer in told.items():
+        for choice in answer.choices.values():
+            assert choice.ids and (len(choice.logprobs) == len(choice.ids) or name[0] == "messages"), name
+        assert sum(completion for _, completion in answer.usage) == sum(len(choice.ids) for choice in answer.choices.values())
 
 
 PAUSES = [f"pause by {mode}" for mode in PauseMode]
