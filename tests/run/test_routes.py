@@ -316,6 +316,33 @@ def test_g11_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(
     run_virtual(main)
 
 
+@pytest.mark.parametrize("version", [1, 2**63, 2**80])
+def test_i8_a_checkpoint_of_a_version_that_was_never_made_is_refused_and_reaches_no_store(version: int) -> None:
+    async def main() -> None:
+        async with site() as at:
+            answer = await at.post("/checkpointed", {"version": version})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "out_of_turn")
+            assert (await at.post("/checkpointed", {"version": 0})).status_code == 200
+            assert at.service.said == [("checkpointed", 0)]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"num_tokens": -5}, {"num_tokens": 2**60}, {"started": -1.0}, {"ended": 1e300}, {"metrics": {str(k): 0.0 for k in range(1025)}}],
+)
+def test_a_step_that_cannot_have_been_is_refused_and_its_lease_stays_open(said: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with site() as at:
+            await at.post("/take", {"train_version": 0})
+            assert (await at.post("/done", {"lease": 3, "version": 1, **said})).status_code == 400
+            assert not at.service.said
+            assert (await at.post("/done", {"lease": 3, "version": 1})).status_code == 200
+
+    run_virtual(main())
+
+
 def test_a_take_that_may_wait_so_long_and_no_longer_answers_204() -> None:
     async def main() -> None:
         async with site(service=Service(seconds=25)) as at:

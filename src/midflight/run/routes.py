@@ -164,6 +164,7 @@ class TrainerRoutes:
 
     async def _checkpointed(self, request: Request) -> Response:
         body = await body_of(request, AtVersion)
+        self._book.check_saved(body.version)
         await self._service.checkpointed(body.version)
         return json_answer({"version": body.version})
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
 from midflight.run.service import StepDone
 from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.published_file import read_specs
+
+Seconds = Annotated[float, Meta(ge=0, le=1e10)]
+"""Of CLOCK_MONOTONIC: three centuries are more than any machine has been up."""
 
 _TIED = "lm_head.weight"
 """The output layer, by the name that `transformers` gives it in most models."""
@@ -72,6 +77,11 @@ class StepBook:
         self._open.pop(step.lease, None)
         self._made = max(self._made, step.version)
 
+    def check_saved(self, version: Version) -> None:
+        """A checkpoint holds steps that were made: what is trained later must not count as final."""
+        if version > self._made:
+            raise OutOfTurn(f"a checkpoint of version {version}: the newest made is {self._made}; report its step with `done` first.")
+
     def check_version(self, version: Version) -> None:
         """Versions are published in order, and only those that a step has made."""
         if version > self._made:
@@ -94,10 +104,11 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     lease: int
     version: Version
-    started: float | None = None
-    ended: float | None = None
-    num_tokens: int | None = None
-    metrics: dict[str, float] = {}
+    started: Seconds | None = None
+    ended: Seconds | None = None
+    num_tokens: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    metrics: Annotated[dict[str, float], Meta(max_length=1024)] = {}
+    """They are kept in the journal for every step."""
 
 
 class ModelTensors:
