@@ -141,7 +141,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", "guided_grammar": "start: A"}, "guided_grammar", "guided_regex and guided_grammar"),
     ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "regex and json_object"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown field"),
-    ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "'auto'"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", "custom"),
     (tool(name="a b"), "tools.0.function.name", "a b"),
     (tool(name="x" * 65), "tools.0.function.name", "xxx"),

@@ -183,7 +183,9 @@ def with_block(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": None}, "max_tokens", "None"),
     ({"max_tokens": 0}, "max_tokens", "0"),
-    ({"temperature": 2.1}, "temperature", "2.1"),
+    ({"temperature": 1000.5}, "temperature", "1000.5"),
+    ({"temperature": 0.00001}, "temperature", "send 0 for the likeliest"),
+    ({"top_k": 2**31}, "top_k", "2147483648"),
     ({"stop_sequences": [""]}, "stop_sequences.0", "''"),
     ({"stop_sequences": ["x"] * 17}, "stop_sequences", "16"),
     ({"n": 2}, "n", "unknown field"),
@@ -220,7 +222,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"thinking": {"type": "between_tools"}}, "thinking.type", "between_tools"),
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display", "omitted"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format.schema.type", "5"),
-    ({"output_format": {"type": "json_schema", "schema": {}}, "tools": [WEATHER]}, "output_format", "together with tools"),
 ]
 
 

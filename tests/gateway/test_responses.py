@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import openai
@@ -162,7 +162,6 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
     ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.name", "sub"),
     ({"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type", "allowed_tools"),
     ({"tool_choice": "required"}, "tool_choice", "required"),
-    ({"tools": [ADD], "text": {"format": {"type": "json_object"}}}, "text.format", "auto"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "missing"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format", "another field"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
@@ -228,7 +227,7 @@ class BarParser:
 
 
 class Bars(MessageFormat):
-    def parser(self, prompt_text: str | None, *, calls: bool) -> BarParser:
+    def parser(self, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[Tool] = ()) -> BarParser:
         return BarParser()
 
 

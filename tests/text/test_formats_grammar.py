@@ -202,3 +202,62 @@ def test_a_marker_that_is_a_token_is_written_as_that_token_and_not_in_letters() 
     for tokenizer in (SPECIAL, ADDED):
         assert "<[262]>" in text(tokenizer) and "<[263]>" in text(tokenizer) and "tool_call>" not in text(tokenizer)
     assert "<[" not in text(LETTERS)
+
+
+NUMBER = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}')
+
+
+@pytest.mark.parametrize("tools", FORMS)
+@pytest.mark.parametrize("reasoning", PROMPTS)
+@pytest.mark.parametrize("which", TOKENIZERS)
+def test_an_answer_is_calls_or_matches_the_response_format(tools: str, reasoning: str, which: str) -> None:
+    form, prompt, thought = MessageFormat(TOKENIZERS[which], tools=tools, reasoning=reasoning), PROMPTS[reasoning], THOUGHTS[reasoning]
+    grammar = form.calls_or(NUMBER, [WEATHER, CLOCK], parallel=True, prompt_text=prompt)
+    call = one(tools, "weather", '{"city": "Oslo"}')
+    for text, names, content in [(call, ["weather"], ""), (BOTH[tools], ["clock", "weather"], ""), ('{"a": 1}', [], '{"a": 1}')]:
+        assert accepts(which, grammar, thought + text), text
+        message = form.parse(thought + text, prompt, calls=True, tools=[WEATHER, CLOCK])
+        assert ([c.name for c in message.tool_calls], message.content) == (names, content)
+    for text in ("", "hello", '{"a": "1"}', '{"b": 1}', f'{call}{{"a": 1}}', f'{{"a": 1}}{call}', one(tools, "whether", "{}"), call[:-1]):
+        assert not accepts(which, grammar, thought + text), text
+
+
+@pytest.mark.parametrize("tools", FORMS)
+@pytest.mark.parametrize("which", TOKENIZERS)
+def test_beside_a_response_format_too_several_calls_are_let_through_only_in_parallel(tools: str, which: str) -> None:
+    grammar = MessageFormat(TOKENIZERS[which], tools=tools).calls_or(NUMBER, [WEATHER, CLOCK], parallel=False, prompt_text="x")
+    assert accepts(which, grammar, one(tools, "clock", "{}")) and not accepts(which, grammar, BOTH[tools])
+
+
+@pytest.mark.parametrize(("format_", "good", "bad"), GRAMMARS)
+@pytest.mark.parametrize("tools", FORMS)
+def test_a_response_format_of_any_kind_may_stand_beside_tools(tools: str, format_: Grammar, good: str, bad: str) -> None:
+    grammar = MessageFormat(LETTERS, tools=tools, reasoning="think").calls_or(format_, [CLOCK], parallel=True, prompt_text="x")
+    assert accepts("letters", grammar, f"<think>a</think>{good}") and accepts("letters", grammar, good)
+    assert accepts("letters", grammar, one(tools, "clock", "{}"))
+    assert not accepts("letters", grammar, bad)
+
+
+NAMED = [
+    ('{"type": "object"}', ['{"name": "bob"}', '{"name": "clock", "x": 1}', "{}"]),
+    (
+        '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": false}',
+        ['{"name": "bob"}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "contents"), NAMED)
+def test_a_response_that_begins_as_a_bare_call_does_stays_possible_and_so_does_a_call(schema: str, contents: list[str]) -> None:
+    """Llama may write calls without a marker; after its tag there is no doubt."""
+    form = MessageFormat(LETTERS, tools="llama3")
+    grammar = form.calls_or(Grammar(GrammarKind.JSON_SCHEMA, schema), [WEATHER, CLOCK], parallel=True, prompt_text="x")
+    for content in contents:
+        assert accepts("letters", grammar, content)
+        assert form.parse(content, "x", calls=True).content == content
+    assert accepts("letters", grammar, f"<|python_tag|>{one('llama3', 'clock', '{}')}")
+
+
+def test_only_the_response_format_is_left_where_no_call_would_be_read() -> None:
+    for form, tools in ((MessageFormat(LETTERS, tools="none", reasoning="none"), [CLOCK]), (MessageFormat(LETTERS, reasoning="none"), [])):
+        assert form.calls_or(NUMBER, tools, parallel=True, prompt_text="x") is NUMBER

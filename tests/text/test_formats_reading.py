@@ -50,13 +50,23 @@ CALLS = [
     ("mistral", '[TOOL_CALLS]weather[CALL_ID]x1Y2[ARGS]{"city": "Oslo"}', "", (OSLO,)),
     ("qwen_coder", f"Well.\n{CODER_OSLO}\n{CODER_OSLO}", "Well.", (OSLO, OSLO)),
     ("qwen_coder", "<tool_call><function=clock></function></tool_call>", "", (NOW,)),
-    ("none", HERMES_OSLO, "", (OSLO,)),
 ]
 
 
 @pytest.mark.parametrize(("tools", "text", "content", "calls"), CALLS)
 def test_calls_are_taken_out_of_the_text_around_them(tools: str, text: str, content: str, calls: tuple[ToolCall, ...]) -> None:
     assert read(tools, text) == AssistantMessage(content, tool_calls=calls)
+
+
+def test_without_a_tool_format_only_a_forced_call_is_read() -> None:
+    form = MessageFormat(model(), tools="none")
+    assert form.parse(HERMES_OSLO, "x", calls=True) == AssistantMessage(HERMES_OSLO)
+    assert form.parse(HERMES_OSLO, "x", calls=True, forced=True) == AssistantMessage("", tool_calls=(OSLO,))
+    assert form.parse(HERMES_OSLO, "x", calls=False, forced=True) == AssistantMessage(HERMES_OSLO)
+
+
+def test_a_model_that_shows_no_tool_format_is_read_in_that_of_hermes() -> None:
+    assert MessageFormat(model(), tools="auto").parse(HERMES_OSLO, "x", calls=True) == AssistantMessage("", tool_calls=(OSLO,))
 
 
 @pytest.mark.parametrize(("tools", "text"), [(tools, text) for tools, text, _, _ in CALLS])

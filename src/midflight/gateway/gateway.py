@@ -233,21 +233,25 @@ class Gateway:
     # --- Inside ------------------------------------------------------------------------------------------------------
 
     def _constrained(self, call: CompletionCall, prompt: Prompt) -> CompletionCall:
-        """A tool call that must come is sampled under a grammar, and so is a response format after thinking."""
+        """A tool call that must come is sampled under a grammar; so is a response format after thinking, or a call instead of it."""
         source, grammar = call.sources[0], call.asked.grammar
         if not isinstance(source, Messages) or (grammar is None and call.tool_choice is not ToolChoice.REQUIRED):
             return call
         if call.tool_choice is ToolChoice.REQUIRED:
             tools = [tool for tool in source.tools if call.forced_tool in (None, tool.name)]
             grammar = self.message_format.calls_grammar(tools, parallel=call.parallel_tool_calls, prompt_text=prompt.text)
+        elif grammar is not None and call.tool_choice is ToolChoice.AUTO:
+            parallel = call.parallel_tool_calls
+            grammar = self.message_format.calls_or(grammar, source.tools, parallel=parallel, prompt_text=prompt.text)
         elif grammar is not None:
             grammar = self.message_format.after_thinking(grammar, prompt_text=prompt.text)
         return replace(call, asked=replace(call.asked, grammar=grammar))
 
     def _telling(self, call: CompletionCall, choice: Choice) -> Telling:
-        parser = None
-        if isinstance(call.sources[0], Messages):
-            parser = self.message_format.parser(choice.prompt.text, calls=call.tool_choice is not ToolChoice.NONE)
+        source, chosen, parser = call.sources[0], call.tool_choice, None
+        if isinstance(source, Messages):
+            calls, forced = chosen is not ToolChoice.NONE, chosen is ToolChoice.REQUIRED
+            parser = self.message_format.parser(choice.prompt.text, calls=calls, forced=forced, tools=source.tools)
         keep = self.message_format.kept_token_ids
         return Telling(self.tokenizer, choice.request.sampling, parser, keep=keep, one_call=not call.parallel_tool_calls)
 

@@ -14,7 +14,7 @@ from midflight.errors import MidflightError
 from midflight.gateway.history import meaning
 from midflight.gateway.node import Node, text_digest, unpacked
 from midflight.text import Message, Tokenizer
-from midflight.text.formats import MessageFormat
+from midflight.text.formats import MessageFormat, Tool
 from midflight.types import Json
 
 _PROBE = "Zq7x"
@@ -30,8 +30,12 @@ class Chat:
 
     text: str
     messages: Sequence[Message]
-    tools: Sequence[Message] | None = None
+    tools: Sequence[Tool] = ()
     options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    @property
+    def tools_as_json(self) -> Sequence[Message] | None:
+        return [tool.as_json() for tool in self.tools] or None
 
 
 class Matcher:
@@ -68,7 +72,7 @@ class Matcher:
         """The turn whose reply the template wrote at this place in other words, and the text after it."""
         for node in nodes[-_MAX_TWINS:]:
             end = self._end_of_message(node, chat, place)
-            if end is not None and self._means_the_same(node, chat.text, end):
+            if end is not None and self._means_the_same(node, chat, end):
                 return node, self._rest(node, chat.text[end:])
         return None
 
@@ -101,16 +105,18 @@ class Matcher:
             at = chat.text.find(self.end_of_turn, node.num_letters)
             return None if at < 0 else at
         try:
-            written = self.tokenizer.render(chat.messages[: place + 1], tools=chat.tools, options=chat.options)
+            written = self.tokenizer.render(chat.messages[: place + 1], tools=chat.tools_as_json, options=chat.options)
         except MidflightError:  # the template takes the whole conversation, but none that ends here
             return None
         return len(written) if chat.text.startswith(written) and len(written) >= node.num_letters else None
 
-    def _means_the_same(self, node: Node, text: str, end: int) -> bool:
-        """Compared with all that was sampled, which may be more than the agent saw."""
-        prompt, written = text[: node.num_letters], text[node.num_letters : end]
+    def _means_the_same(self, node: Node, chat: Chat, end: int) -> bool:
+        """Compared with all that was sampled, which may be more than the agent saw; calls count, whether the agent saw them so
+        or as content."""
+        prompt, written = chat.text[: node.num_letters], chat.text[node.num_letters : end]
         said = self.tokenizer.decode(unpacked(node.output), skip_special=True, keep=self._format.kept_token_ids)
-        parsed = [self._format.parse(each, prompt, calls=True) for each in (written, said[: node.num_reply_letters])]
+        texts = (written, said[: node.num_reply_letters])
+        parsed = [self._format.parse(each, prompt, calls=True, forced=True, tools=chat.tools) for each in texts]
         return meaning(parsed[0]) == meaning(parsed[1])
 
     def _rest(self, node: Node, tail: str) -> str:

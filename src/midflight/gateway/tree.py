@@ -47,7 +47,7 @@ class TokenTree:
         written = [tool.as_json() for tool in tools] or None
         text = self._tokenizer.render(messages, tools=written, add_generation_prompt=True, options=options)
         history = read(messages)
-        found = self._continued(Chat(text, messages, written, options or {}), history)
+        found = self._continued(Chat(text, messages, tools, options or {}), history)
         if found is None:
             ids = self._tokenizer.encode(text)
             return Prompt(ids, text, history.chain[-1], self._longest_prefix(ids), rewritten=self._is_rewritten(history, since=0))

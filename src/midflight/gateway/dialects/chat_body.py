@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
+from midflight.gateway.call import CompletionCall, Messages
 from midflight.gateway.dialects.chat_input import ROLES, conversation
 from midflight.gateway.dialects.fields import SamplingBody, Tokens, TopLogprobs, refuse_unknown_within
 from midflight.gateway.dialects.tools import MAX_TOOLS, ToolBody, choice_of, tools_of
@@ -62,11 +62,9 @@ def chat_call(body: ChatBody) -> CompletionCall:
         raise RequestRejected(f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.", param="top_logprobs")
     tools = tools_of(body.tools or ())
     choice, forced = choice_of(body.tool_choice, tools)
-    asked = body.asked(_max_tokens(body), top_logprobs=body.top_logprobs)
-    _check_no_contest(asked, choice)
     return CompletionCall(
         sources=(Messages(conversation(body.messages), tools, _options(body)),),
-        asked=asked,
+        asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
         n=body.n or 1,
         stream=bool(body.stream),
         model=body.model,
@@ -83,16 +81,6 @@ def _max_tokens(body: ChatBody) -> int | None:
     if old is not None and new is not None and old != new:
         raise RequestRejected(f"max_tokens is {old} and max_completion_tokens is {new}: send one of them.", param="max_completion_tokens")
     return old if new is None else new
-
-
-def _check_no_contest(asked: Asked, choice: ToolChoice) -> None:
-    """An answer cannot both match a grammar of the client's and be free to call tools."""
-    if asked.grammar is not None and choice is not ToolChoice.NONE:
-        raise RequestRejected(
-            f"response_format (or a grammar) together with tool_choice {choice.value!r} is not supported here:"
-            ' send tool_choice "none", or leave the format out.',
-            param="response_format",
-        )
 
 
 def _options(body: ChatBody) -> dict[str, Json]:

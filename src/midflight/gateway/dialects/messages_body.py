@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
-from midflight.gateway.dialects.fields import MAX_STOPS, Body, Probability, Seed, Tokens, refuse_unknown_within, top_k
+from midflight.gateway.dialects.fields import MAX_STOPS, Body, Probability, Seed, Temperature, Tokens, TopK, refuse_unknown_within, top_k
 from midflight.gateway.dialects.messages_input import conversation
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.gateway.dialects.tools import MAX_TOOLS, check_known, tool_of
@@ -122,9 +122,9 @@ class PromptBody(Body):
 class MessagesBody(PromptBody):
     max_tokens: Tokens
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: TopK | None = None
     stream: bool | None = None
     seed: Seed | None = None
     min_p: Probability | None = None
@@ -185,15 +185,9 @@ def messages_call(body: MessagesBody) -> CompletionCall:
         raise ThreadRefused("thread is not supported here: leave it out, and send the whole conversation as messages.", param="thread")
     prompt = body.prompt()
     choice, forced = body.choice(prompt.tools)
-    asked = body.asked()
-    if asked.grammar is not None and choice is not ToolChoice.NONE:
-        raise RequestRejected(
-            f'{body.format_param} together with tools is not supported here: send tool_choice {{"type": "none"}}, or leave the format out.',
-            param=body.format_param,
-        )
     return CompletionCall(
         sources=(prompt,),
-        asked=asked,
+        asked=body.asked(),
         stream=bool(body.stream),
         model=body.model,
         prompt_param="messages",

@@ -114,7 +114,7 @@ def responses_call(body: ResponsesBody) -> CompletionCall:
     choice, forced = _choice(body.tool_choice, tools)
     return CompletionCall(
         sources=(Messages(conversation(body.input, instructions=body.instructions), tools, _options(body)),),
-        asked=_asked(body, choice),
+        asked=_asked(body),
         stream=bool(body.stream),
         model=body.model,
         prompt_param="input",
@@ -175,20 +175,13 @@ def _choice(given: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | 
     return ToolChoice.REQUIRED, name
 
 
-def _asked(body: ResponsesBody, choice: ToolChoice) -> Asked:
-    """An answer cannot both match a grammar of the client's and be free to call tools."""
+def _asked(body: ResponsesBody) -> Asked:
     asked = body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs)
     given = body.text.format if body.text is not None else None
     grammar = None if given is None else _grammar(given)
     if grammar is not None and asked.grammar is not None:
         raise RequestRejected("text.format and another field both say what the answer must match: send one.", param="text.format")
-    asked = replace(asked, grammar=grammar or asked.grammar)
-    if asked.grammar is not None and choice is not ToolChoice.NONE:
-        remedy = 'send tool_choice "none", or leave the format out'
-        raise RequestRejected(
-            f"text.format (or a grammar) together with tool_choice {choice.value!r} is not supported here: {remedy}.", param="text.format"
-        )
-    return asked
+    return replace(asked, grammar=grammar or asked.grammar)
 
 
 def _grammar(given: FormatBody) -> Grammar | None:

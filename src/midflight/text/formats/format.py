@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from midflight.errors import RequestRejected
 from midflight.text.formats.assistant import AssistantMessage, MessageParser, Tool, joined
-from midflight.text.formats.choice import AUTO, added_tokens, reasoning_format, tool_format
+from midflight.text.formats.choice import AUTO, NONE, added_tokens, reasoning_format, tool_format
 from midflight.text.formats.hermes import Hermes
 from midflight.text.formats.lark import Lark, embedded
 from midflight.text.formats.parser import FormatParser
@@ -19,8 +19,9 @@ class MessageFormat:
     """Which markers the model writes tool calls and thinking between. Stateless."""
 
     def __init__(self, tokenizer: Tokenizer, *, tools: str = AUTO, reasoning: str = AUTO) -> None:
-        """`auto` chooses from the chat template, else from the special tokens. `none`: the model has no such markers of its
-        own; calls are then read, and made to be written, as Hermes writes them. An unknown name: `ConfigError`."""
+        """`auto` chooses from the chat template, else from the special tokens. A model without markers for calls writes them
+        as Hermes does; `tools` = `none` reads no call but one that was forced. An unknown name: `ConfigError`."""
+        self._reads_free_calls = tools != NONE
         self._tools = tool_format(tools, tokenizer) or Hermes()
         self._thinking = reasoning_format(reasoning, tokenizer)
         markers = self._tools.markers + (self._thinking.markers if self._thinking else ())
@@ -29,14 +30,18 @@ class MessageFormat:
         self.kept_token_ids: frozenset[int] = tokenizer.special_token_ids & set(self._lark.tokens.values())
         """Special tokens that are markers: their text must reach the parser."""
 
-    def parser(self, prompt_text: str | None, *, calls: bool, tools: Sequence[Tool] = ()) -> MessageParser:
+    def parser(self, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[Tool] = ()) -> MessageParser:
         """A parser for one message. `prompt_text` says whether thinking was opened by the prompt; `calls`: whether tool calls
-        are looked for. `tools`, where they are known, give types to arguments that the format writes without."""
+        are looked for, `forced`: even where free text is not searched for them. `tools`, where they are known, give types to
+        arguments that the format writes without."""
         opened = self._thinking is not None and self._thinking.begun(prompt_text) is Begun.OPENED
-        return FormatParser(self._tools if calls else None, self._thinking, opened=opened, known=tools)
+        reads = calls and (forced or self._reads_free_calls)
+        return FormatParser(self._tools if reads else None, self._thinking, opened=opened, known=tools)
 
-    def parse(self, text: str, prompt_text: str | None, *, calls: bool, tools: Sequence[Tool] = ()) -> AssistantMessage:
-        parser = self.parser(prompt_text, calls=calls, tools=tools)
+    def parse(
+        self, text: str, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[Tool] = ()
+    ) -> AssistantMessage:
+        parser = self.parser(prompt_text, calls=calls, forced=forced, tools=tools)
         return joined(parser.feed(text) + parser.finish())
 
     def calls_grammar(self, tools: Sequence[Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
@@ -47,6 +52,15 @@ class MessageFormat:
         rules = self._tools.rules(self._lark, tools, parallel=parallel)
         start = self._thinking_before("calls", prompt_text) or "start: calls"
         return Grammar(GrammarKind.LARK, f"{start}\n{rules}\n")
+
+    def calls_or(self, grammar: Grammar, tools: Sequence[Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
+        """What a message matches that is free to call one of these tools: `calls_grammar`, or content that matches `grammar`;
+        never both. Content alone where free text is not searched for calls."""
+        if not tools or not self._reads_free_calls:
+            return self.after_thinking(grammar, prompt_text=prompt_text)
+        rules = self._tools.rules(self._lark, tools, parallel=parallel)
+        start = self._thinking_before("answer", prompt_text) or "start: answer"
+        return Grammar(GrammarKind.LARK, f"{start}\nanswer: calls | content\n{rules}\n{embedded('content', grammar)}\n")
 
     def after_thinking(self, grammar: Grammar, *, prompt_text: str | None) -> Grammar:
         """The same grammar for the content of a message that may think first."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from midflight.text.formats.assistant import Tool, ToolCall
 from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
-from midflight.text.formats.hermes import objects_of
 from midflight.text.formats.json_call import as_call, read_object
-from midflight.text.formats.lark import Lark, alternatives
+from midflight.text.formats.lark import Lark, alternatives, arguments, literal
 from midflight.text.formats.tool_format import Give
 
 OPENING = "<|python_tag|>"
@@ -43,11 +43,19 @@ class Llama3:
             give(call)
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        names, objects = objects_of(tools, "parameters")
+        names = [f"tool_{place}" for place in range(len(tools))]
         return "\n".join(
             [
                 f"calls: {lark.marker(OPENING)}? call" + (' ("; " call)*' if parallel else ""),
                 f"call: {alternatives(names)}",
-                *objects,
+                *(rule for name, tool in zip(names, tools, strict=True) for rule in _tool_rules(name, tool)),
             ]
         )
+
+
+def _tool_rules(name: str, tool: Tool) -> tuple[str, str]:
+    """One tool's object, JSON token by JSON token: llguidance decides between it and other JSON that may stand in its place by
+    comparing such tokens."""
+    parts = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", '"parameters"', ":", " "]
+    head = " ".join(literal(part) for part in parts)
+    return f'{name}: {head} {name}_arguments "}}"', f"{name}_arguments: {arguments(tool.parameters)}"
