@@ -47,13 +47,14 @@ class Told:
 
 
 def requests(num_tokens: int, *, stop: str, **more: Any) -> dict[str, Asking]:
-    """One request of each kind that answers `num_tokens` at most. `more` goes into all bodies (native: into its sampling)."""
+    """One request of each kind that answers `num_tokens` at most. `more` goes into all bodies (native: into its sampling)
+    but that of messages, which has other fields."""
     ids = {"return_token_ids": True}
     chat = {"model": "policy", "messages": CHAT, "seed": 7, "max_tokens": num_tokens, "logprobs": True, "top_logprobs": 2, **ids, **more}
     prompts = [f"p{k}" for k in range(8)]
     texts = {"model": "policy", "prompt": prompts, "seed": 7, "max_tokens": num_tokens, "stop": stop, "logprobs": 1, **ids, **more}
     response = {"model": "policy", "input": "tell me", "max_output_tokens": num_tokens, "seed": 7, **ids, **more}
-    message = {"model": "policy", "messages": CHAT, "max_tokens": num_tokens, "stop_sequences": [stop], "seed": 7, **ids, **more}
+    message = {"model": "policy", "messages": CHAT, "max_tokens": num_tokens, "stop_sequences": [stop], "seed": 7, **ids}
     native = {"max_new_tokens": num_tokens, "sampling_seed": 7, **more}
     return {
         "chat": ("/v1/chat/completions", chat),
