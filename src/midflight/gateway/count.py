@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.types import Receive, Scope, Send
 
 from midflight.errors import UnknownModel, nearest
+from midflight.gateway.call import CompletionCall
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages import messages_fault
 from midflight.gateway.dialects.messages_body import PromptBody
@@ -23,11 +24,14 @@ class CountEndpoint:
         """Waits for the body; ended by it, or by the client who goes."""
         try:
             session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=api_key(scope))
-            body = parse(PromptBody, await read_body(receive))
+            sent = await read_body(receive)
+            body = parse(PromptBody, sent)
             if body.model != self._gateway.model:
                 known = self._gateway.model
                 raise UnknownModel(f"the model {body.model!r} does not exist.{nearest(body.model, [known])}", param="model")
-            await send_json(send, {"input_tokens": self._gateway.count(session, body.prompt())})
+            prompt = body.prompt()
+            await self._gateway.check_lengths(CompletionCall((prompt,), prompt_param="messages"), num_bytes=len(sent))
+            await send_json(send, {"input_tokens": self._gateway.count(session, prompt)})
         except ClientGone:
             return
         except Exception as error:  # the edge: every error becomes an answer

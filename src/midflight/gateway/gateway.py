@@ -15,6 +15,7 @@ from typing import Protocol
 
 from midflight.errors import MidflightError, RequestRejected, SessionClosed, Unauthorized, UnknownModel, nearest
 from midflight.gateway.call import Answer, CompletionCall, Delta, Messages, Sink, Source, ToolChoice
+from midflight.gateway.lengths import check_lengths
 from midflight.gateway.registry import OpenSession, SessionRegistry
 from midflight.gateway.replay import RecordedTurns, Replay
 from midflight.gateway.retries import Requests
@@ -188,6 +189,10 @@ class Gateway:
             for k in range(call.n)
         ]
         return Job(session, call, tuple(choices))
+
+    async def check_lengths(self, call: CompletionCall, *, num_bytes: int) -> None:
+        """Waits, if the call is long, for a look at its prompts. To be called before `prepare`, which holds up the event loop."""
+        await check_lengths(self.tokenizer, call.sources, self.limits, num_bytes=num_bytes, param=call.prompt_param)
 
     def count(self, session: Session, source: Source) -> int:
         """Tokens of a prompt, as `prepare` would send it."""

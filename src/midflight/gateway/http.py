@@ -115,6 +115,7 @@ class CompletionEndpoint:
             session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=key)
             body = await read_body(receive, declared=headers.get(b"content-length"))
             exchange = self._dialect.exchange(body)
+            await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
             session_id = session.session_id if session.key is not None else None
             asked = ticket(headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body)
             original = self._requests.find(asked, now=_loop_time())

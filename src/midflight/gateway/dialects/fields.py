@@ -17,6 +17,9 @@ from midflight.types import Grammar
 MAX_STOPS = 16
 """Stop strings of one request: each token is compared with all of them."""
 
+MAX_VALUES = 2**20
+"""Values in one body, such as the ids of prompts: they are read in a few tenths of a second, in which nothing else happens."""
+
 MAX_BIASES = 1024
 """Tokens of one `logit_bias`: they travel with the request, and each changes a row of logits at every step."""
 
@@ -142,12 +145,19 @@ _TAG = re.compile(r"str|\[key\]|(list|dict)\[.*\]")
 
 def parse(kind: type[B], body: bytes) -> B:
     """A checked body, or `RequestRejected` naming the field, the value and the remedy."""
+    _check_values(body)
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _rejected(error) from None
     _refuse_unknown(parsed, prefix="")
     return parsed
+
+
+def _check_values(body: bytes) -> None:
+    """Marks are counted before anything is read, those in texts too; there a mark is about a token."""
+    if len(body) > MAX_VALUES and (marks := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MAX_VALUES:
+        raise RequestRejected(f"the body holds about {marks} values: send {MAX_VALUES} at most, in several requests.")
 
 
 def refuse_unknown_within(body: Body, field: str) -> None:
