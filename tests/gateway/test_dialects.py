@@ -25,7 +25,7 @@ def test_every_sampling_field_reaches_the_call() -> None:
         max_completion_tokens=9, stream=True,
     )  # fmt: skip
     assert exchange.call.asked == Asked(9, 1, 0.5, 0.9, 7, 0.1, ("x",), (4,), True, -1)
-    assert (exchange.call.n, exchange.call.stream, exchange.call.max_tokens_param) == (3, True, "max_completion_tokens")
+    assert (exchange.call.n, exchange.call.stream, exchange.call.name_of("max_tokens")) == (3, True, "max_completion_tokens")
 
 
 def test_nothing_asked_leaves_everything_to_the_session() -> None:

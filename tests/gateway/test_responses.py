@@ -118,7 +118,7 @@ def test_every_field_reaches_the_call() -> None:
     assert source.tools == (Tool("add", "Adds.", {"type": "object", "properties": {}}),)
     assert source.options == {"enable_thinking": False, "reasoning_effort": "low"}
     assert (call.tool_choice, call.forced_tool, call.parallel_tool_calls, call.stream) == (ToolChoice.REQUIRED, "add", False, True)
-    assert (call.prompt_param, call.max_tokens_param) == ("input", "max_output_tokens")
+    assert (call.prompt_param, call.name_of("max_tokens")) == ("input", "max_output_tokens")
 
 
 def test_nothing_asked_leaves_everything_to_the_session() -> None:

@@ -84,14 +84,17 @@ class CompletionCall:
     """Whether an abort of the operator ends the request with what there is; otherwise it is resumed."""
     prompt_param: str = "prompt"
     """What the client calls the prompt."""
-    max_tokens_param: str = "max_tokens"
-    grammar_param: str = "response_format"
-    """What the client calls that which the answer must match."""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the client calls fields of `Asked`, where his names are others."""
     tool_choice: ToolChoice = ToolChoice.NONE
     forced_tool: str | None = None
     """With `REQUIRED`: the one tool that must be called."""
     parallel_tool_calls: bool = True
     """False shows the agent the first call only."""
+
+    def name_of(self, asked: str) -> str:
+        """The client's own name for a field of `Asked`, by which its faults are told."""
+        return self.names.get(asked, asked)
 
 
 @dataclass(frozen=True, slots=True)

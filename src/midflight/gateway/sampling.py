@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from midflight.errors import ContextExceeded, RequestRejected
-from midflight.gateway.call import Asked, CompletionCall, ToolChoice
+from midflight.gateway.call import CompletionCall, ToolChoice
 from midflight.gateway.tree import packed
 from midflight.types import Feature, RolloutKey, SamplingParams
 
@@ -50,22 +50,22 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
         raise ContextExceeded(
             f"This model's maximum context length is {limits.max_context} tokens, but you asked for {num_prompt_tokens + max_tokens}"
             f" tokens ({num_prompt_tokens} in the {call.prompt_param}, {max_tokens} in the answer). Shorten one of them.",
-            param=call.max_tokens_param,
+            param=call.name_of("max_tokens"),
         )
     return SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=_min_tokens(asked, own, max_tokens),
+        min_tokens=_min_tokens(call, own, max_tokens),
         temperature=own.temperature if asked.temperature is None else asked.temperature,
         top_p=own.top_p if asked.top_p is None else asked.top_p,
         top_k=own.top_k if asked.top_k is None else asked.top_k,
         min_p=own.min_p if asked.min_p is None else asked.min_p,
         stop=own.stop if asked.stop is None else asked.stop,
-        stop_token_ids=_stop_token_ids(asked, own, limits),
+        stop_token_ids=_stop_token_ids(call, own, limits),
         ignore_eos=own.ignore_eos if asked.ignore_eos is None else asked.ignore_eos,
         frequency_penalty=own.frequency_penalty if asked.frequency_penalty is None else asked.frequency_penalty,
         presence_penalty=own.presence_penalty if asked.presence_penalty is None else asked.presence_penalty,
         repetition_penalty=own.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty,
-        logit_bias=_logit_bias(asked, own, limits),
+        logit_bias=_logit_bias(call, own, limits),
         grammar=asked.grammar or own.grammar,
         top_logprobs=asked.top_logprobs or 0,
     )
@@ -84,40 +84,44 @@ def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: i
     return int.from_bytes(digest, "little")
 
 
-def _min_tokens(asked: Asked, own: SamplingParams, max_tokens: int) -> int:
-    if asked.min_tokens is not None and asked.min_tokens > max_tokens:
-        raise RequestRejected(f"min_tokens is {asked.min_tokens}, above max_tokens = {max_tokens}: lower it.", param="min_tokens")
-    return min(own.min_tokens if asked.min_tokens is None else asked.min_tokens, max_tokens)
+def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> int:
+    asked, name = call.asked.min_tokens, call.name_of("min_tokens")
+    if asked is not None and asked > max_tokens:
+        raise RequestRejected(f"{name} is {asked}, above {call.name_of('max_tokens')} = {max_tokens}: lower it.", param=name)
+    return min(own.min_tokens if asked is None else asked, max_tokens)
 
 
 def _check_features(call: CompletionCall, limits: Limits) -> None:
     """What the engines cannot do is refused by the client's own name for it."""
     asked = call.asked
-    grammar_param = "tool_choice" if call.tool_choice is ToolChoice.REQUIRED else call.grammar_param
     wanted = [
         ("frequency_penalty", asked.frequency_penalty, Feature.PENALTIES),
         ("presence_penalty", asked.presence_penalty, Feature.PENALTIES),
         ("repetition_penalty", asked.repetition_penalty not in (None, 1), Feature.PENALTIES),
         ("logit_bias", asked.logit_bias, Feature.LOGIT_BIAS),
         ("top_logprobs", asked.top_logprobs, Feature.TOP_LOGPROBS),
-        (grammar_param, asked.grammar, Feature.GRAMMARS),
+        ("grammar", asked.grammar, Feature.GRAMMARS),
     ]
-    for param, value, feature in wanted:
+    for name, value, feature in wanted:
         if value and feature not in limits.features:
+            forced = feature is Feature.GRAMMARS and call.tool_choice is ToolChoice.REQUIRED
+            param = "tool_choice" if forced else call.name_of(name)
             raise RequestRejected(f"{param} is not supported by the engines behind this endpoint: leave it out.", param=param)
 
 
-def _logit_bias(asked: Asked, own: SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
-    bias = own.logit_bias if asked.logit_bias is None else asked.logit_bias
+def _logit_bias(call: CompletionCall, own: SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
+    name = call.name_of("logit_bias")
+    bias = own.logit_bias if call.asked.logit_bias is None else call.asked.logit_bias
     bad = next((i for i, _ in bias if not 0 <= i < limits.vocab_size), None)
     if bad is not None:
-        raise RequestRejected(f"logit_bias names token {bad}: send ids from 0 to {limits.vocab_size - 1}.", param="logit_bias")
+        raise RequestRejected(f"{name} names token {bad}: send ids from 0 to {limits.vocab_size - 1}.", param=name)
     return bias
 
 
-def _stop_token_ids(asked: Asked, own: SamplingParams, limits: Limits) -> tuple[int, ...]:
-    ids = own.stop_token_ids if asked.stop_token_ids is None else asked.stop_token_ids
+def _stop_token_ids(call: CompletionCall, own: SamplingParams, limits: Limits) -> tuple[int, ...]:
+    name = call.name_of("stop_token_ids")
+    ids = own.stop_token_ids if call.asked.stop_token_ids is None else call.asked.stop_token_ids
     bad = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
     if bad is not None:
-        raise RequestRejected(f"stop_token_ids holds {bad}: send ids from 0 to {limits.vocab_size - 1}.", param="stop_token_ids")
+        raise RequestRejected(f"{name} holds {bad}: send ids from 0 to {limits.vocab_size - 1}.", param=name)
     return ids

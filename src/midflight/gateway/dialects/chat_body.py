@@ -69,7 +69,7 @@ def chat_call(body: ChatBody) -> CompletionCall:
         stream=bool(body.stream),
         model=body.model,
         prompt_param="messages",
-        max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        names=body.names("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,

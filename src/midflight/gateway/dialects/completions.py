@@ -61,6 +61,7 @@ class CompletionExchange:
         self.call = CompletionCall(
             sources=sources(parsed.prompt),
             asked=parsed.asked(parsed.max_tokens, top_logprobs=parsed.logprobs),
+            names=parsed.names(top_logprobs="logprobs"),
             n=parsed.n or 1,
             stream=bool(parsed.stream),
             default_max_tokens=DEFAULT_MAX_TOKENS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -102,9 +103,9 @@ class SamplingBody(Body):
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-    @property
-    def grammar(self) -> Grammar | None:
-        """What the answer must match, whichever field says it; `RequestRejected` if several do."""
+    @cached_property
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """What the answer must match, after the name of the field that says it; `RequestRejected` if several do."""
         return grammar_of(
             {
                 "response_format": self.response_format,
@@ -115,6 +116,11 @@ class SamplingBody(Body):
                 "guided_grammar": self.guided_grammar,
             }
         )
+
+    def names(self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs") -> Mapping[str, str]:
+        """The client's names for what `asked` gives."""
+        grammar = "grammar" if self.grammar is None else self.grammar[0]
+        return {"max_tokens": max_tokens, "top_logprobs": top_logprobs, "grammar": grammar}
 
     def asked(self, max_tokens: int | None, *, top_logprobs: int | None = None) -> Asked:
         return Asked(
@@ -132,7 +138,7 @@ class SamplingBody(Body):
             presence_penalty=self.presence_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=biases(self.logit_bias),
-            grammar=self.grammar,
+            grammar=None if self.grammar is None else self.grammar[1],
             top_logprobs=top_logprobs,
         )
 
@@ -184,14 +190,14 @@ def _is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
 
 
-def stops(stop: str | list[str] | None) -> tuple[str, ...] | None:
+def stops(stop: str | list[str] | None, *, param: str = "stop") -> tuple[str, ...] | None:
     if stop is None:
         return None
     found = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(found) > MAX_STOPS:
-        raise RequestRejected(f"stop holds {len(found)} strings: send {MAX_STOPS} at most.", param="stop")
+        raise RequestRejected(f"{param} holds {len(found)} strings: send {MAX_STOPS} at most.", param=param)
     if "" in found:
-        raise RequestRejected("stop holds an empty string, which would end every answer at once: leave it out.", param="stop")
+        raise RequestRejected(f"{param} holds an empty string, which would end every answer at once: leave it out.", param=param)
     return found
 
 

@@ -22,8 +22,8 @@ _SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def grammar_of(asked: Mapping[str, JsonValue], *, prefix: str = "") -> Grammar | None:
-    """What the answer must match, from the fields by their names; two at once are refused."""
+def grammar_of(asked: Mapping[str, JsonValue], *, prefix: str = "") -> tuple[str, Grammar] | None:
+    """What the answer must match, and the field that says so, from the fields by their names; two at once are refused."""
     found = [
         (prefix + name, grammar)
         for name, value in asked.items()
@@ -32,7 +32,7 @@ def grammar_of(asked: Mapping[str, JsonValue], *, prefix: str = "") -> Grammar |
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise RequestRejected(f"{names} both say what the answer must match: send one of them.", param=found[1][0])
-    return found[0][1] if found else None
+    return found[0] if found else None
 
 
 def _response_format(value: JsonValue, param: str) -> Grammar | None:

@@ -194,7 +194,7 @@ def messages_call(body: MessagesBody) -> CompletionCall:
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
-        grammar_param=body.format_param,
+        names={"grammar": body.format_param},
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
@@ -32,10 +33,17 @@ from midflight.gateway.dialects.fields import (
 from midflight.gateway.dialects.grammars import grammar_of
 from midflight.gateway.dialects.wording import alternatives, token_text, weight_versions
 from midflight.text import Tokenizer
-from midflight.types import FinishReason, Json
+from midflight.types import FinishReason, Grammar, Json
 
 DEFAULT_MAX_TOKENS = 128
 """SGLang's default."""
+
+_PREFIX = "sampling_params."
+_NAMES = {
+    "max_tokens": f"{_PREFIX}max_new_tokens",
+    "min_tokens": f"{_PREFIX}min_new_tokens",
+    "top_logprobs": "top_logprobs_num",
+}
 
 
 class NativeSampling(Body):
@@ -58,8 +66,17 @@ class NativeSampling(Body):
     regex: str | None = None
     ebnf: str | None = None
 
+    @cached_property
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """What the answer must match, after the name of the field that says it."""
+        return grammar_of({"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf}, prefix=_PREFIX)
+
+    def names(self) -> Mapping[str, str]:
+        """The client's names for what `asked` gives."""
+        found = {name: _PREFIX + name for name in type(self).model_fields} | _NAMES
+        return found if self.grammar is None else {**found, "grammar": self.grammar[0]}
+
     def asked(self, *, top_logprobs: int | None) -> Asked:
-        grammars: dict[str, JsonValue] = {"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf}
         return Asked(
             max_tokens=self.max_new_tokens,
             min_tokens=self.min_new_tokens,
@@ -67,7 +84,7 @@ class NativeSampling(Body):
             top_p=self.top_p,
             top_k=top_k(self.top_k),
             min_p=self.min_p,
-            stop=stops(self.stop),
+            stop=stops(self.stop, param=f"{_PREFIX}stop"),
             stop_token_ids=None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             seed=self.sampling_seed,
@@ -75,7 +92,7 @@ class NativeSampling(Body):
             presence_penalty=self.presence_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=biases(self.logit_bias),
-            grammar=grammar_of(grammars, prefix="sampling_params."),
+            grammar=None if self.grammar is None else self.grammar[1],
             top_logprobs=top_logprobs,
         )
 
@@ -143,7 +160,7 @@ class NativeExchange:
             request_id=parsed.rid,
             may_abort=True,
             prompt_param=param,
-            max_tokens_param="sampling_params.max_new_tokens",
+            names=sampling.names(),
         )
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:

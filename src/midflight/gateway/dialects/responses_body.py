@@ -118,8 +118,7 @@ def responses_call(body: ResponsesBody) -> CompletionCall:
         stream=bool(body.stream),
         model=body.model,
         prompt_param="input",
-        max_tokens_param="max_output_tokens",
-        grammar_param="text.format",
+        names=_names(body),
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -182,6 +181,11 @@ def _asked(body: ResponsesBody) -> Asked:
     if grammar is not None and asked.grammar is not None:
         raise RequestRejected("text.format and another field both say what the answer must match: send one.", param="text.format")
     return replace(asked, grammar=grammar or asked.grammar)
+
+
+def _names(body: ResponsesBody) -> Mapping[str, str]:
+    names = body.names("max_output_tokens")
+    return names if body.grammar is not None else {**names, "grammar": "text.format"}
 
 
 def _grammar(given: FormatBody) -> Grammar | None:
