@@ -19,6 +19,8 @@ from typer.main import get_command
 from midflight.cli.commands import app
 from midflight.config import load_config
 from midflight.environments.registry import environment_name, load_environment
+from midflight.gateway.http import DIALECTS
+from midflight.gateway.openapi import DESCRIBED
 from midflight.observe.summary import Summary
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Task
@@ -144,7 +146,9 @@ def test_the_environment_of_the_readme_is_ten_lines_that_work(tmp_path: Path, mo
     assert [run_virtual(lambda task=task: environment(task, client)) for task in tasks] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("name", "most"), [("one_file_grpo.py", 250), ("own_environment.py", 45), ("agent_openai.py", 45), ("foreign_trainer.py", 95)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("one_file_grpo.py", 250), ("own_environment.py", 45), ("agent_openai.py", 45), ("foreign_trainer.py", 95)]
+)
 def test_an_example_stays_short_enough_to_be_read(name: str, most: int) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) <= most
 
@@ -208,3 +212,44 @@ def test_every_number_of_a_decision_or_promise_in_the_code_is_explained() -> Non
     }
     cited |= {number for path in files for number in re.findall(r"(?<=[( ])[PS]\d{1,2}(?=[),:;])", path.read_text())}
     assert cited and cited <= known, f"not in docs/decisions.md: {sorted(cited - known)}"
+
+
+# --- The gateway's pages ---------------------------------------------------------------------------------------------
+
+
+def test_the_map_of_the_gateway_names_each_of_its_files_once() -> None:
+    listed = [path for cells in rows(section("The gateway, file by file")) for path in linked(cells[0])]
+    files = {path for path in (SRC / "gateway").rglob("*.py") if path.name != "__init__.py"}
+    assert len(listed) == len(set(listed)) and set(listed) == files, sorted(str(path) for path in files ^ set(listed))
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Where to read on")[2]
+    assert {path.name for path in PAGES if path.name != "README.md"} <= {Path(target).name for _, target in LINK.findall(table)}
+
+
+def test_every_route_of_an_agent_is_in_the_table_of_routes() -> None:
+    text = (ROOT / "docs" / "gateway.md").read_text()
+    assert all(f"`POST {path}`" in text for path in DESCRIBED) and DESCRIBED.keys() >= {dialect.path for dialect in DIALECTS}
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        ("/v1/chat/completions", "gateway.md"),
+        ("/v1/completions", "gateway.md"),
+        ("/generate", "gateway.md"),
+        ("/v1/responses", "responses.md"),
+        ("/v1/messages", "messages.md"),
+        ("/v1/messages/count_tokens", "messages.md"),
+    ],
+)
+def test_every_field_of_a_body_is_named_on_its_page(route: str, name: str) -> None:
+    named = {word for code in CODE.findall((ROOT / "docs" / name).read_text()) for word in re.findall(r"\w+", code)}
+    fields_read = set(DESCRIBED[route].body.model_fields)
+    assert fields_read and fields_read <= named, f"{name} says nothing of {sorted(fields_read - named)}"
+
+
+def test_every_metric_is_explained() -> None:
+    names = set(re.findall(r'"(midflight_\w+)", "', source()))
+    assert len(names) > 20 and names <= set(CODE.findall((ROOT / "docs" / "metrics.md").read_text()))
