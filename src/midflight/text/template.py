@@ -26,6 +26,9 @@ Message: TypeAlias = Mapping[str, Json]
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
+_MAX_SAID = 500
+"""Letters of a template's message that are passed on: it may quote the conversation."""
+
 
 class _GenerationBlock(Extension):
     """`{% generation %}` marks the assistant's part for training tools; here it renders its body and nothing else."""
@@ -45,7 +48,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._compiled = _ENVIRONMENT.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a stranger's program: compiling it may fail in any way
             raise ModelNotFound(f"compiling the chat template failed: {error}. Correct chat_template in the model folder.") from error
 
     def render(
@@ -56,8 +59,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         options: Mapping[str, Json] | None = None,
     ) -> str:
-        """The conversation as one text. A template that refuses it (`raise_exception`) raises `RequestRejected`, and so does a
-        conversation that holds half a surrogate pair, which no tokenizer can read.
+        """The conversation as one text. A template that refuses it (`raise_exception`) or fails in any other way raises
+        `RequestRejected`, and so does a conversation that holds half a surrogate pair, which no tokenizer can read.
 
         `options` are names of the template's own, such as `enable_thinking`.
         """
@@ -71,9 +74,9 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
             text.encode("utf-8")
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a stranger's program: it may fail in any way, and that costs one request
             raise RequestRejected(
-                f"the model's chat template refused the messages: {error}. Change them to what it expects.", param="messages"
+                f"the model's chat template refused the messages: {_told(error)}. Change them to what it expects.", param="messages"
             ) from error
         return text
 
@@ -110,6 +113,12 @@ def _with_reasoning_names(message: Message) -> dict[str, Json]:
     if reasoning is None:
         return dict(message)
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _told(error: Exception) -> str:
+    """What the template says, as it can be written; the name of what went wrong inside it."""
+    said = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    return said[:_MAX_SAID].encode("utf-8", "replace").decode()
 
 
 def _raise_exception(message: str) -> NoReturn:
