@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from tests.engines.models import ask
 
-from midflight.engines.output import StepOutput
-from midflight.engines.streams import step_chunks
-from midflight.engines.wire import Step, Submit, decode_client_frame, decode_engine_frame, encode, pack_step, unpack_step
+from midflight.engines.output import StepOutput, TokenRow, Top
+from midflight.engines.wire import Step, Submit, decode_client_frame, decode_engine_frame, encode, pack_step, step_rows
 from midflight.errors import RequestRejected
-from midflight.types import Chunk, Finish, FinishReason, Grammar, GrammarKind
+from midflight.types import Finish, FinishReason, Grammar, GrammarKind
 
 PLAIN = StepOutput(
     version=3,
@@ -27,28 +26,24 @@ TOPPED = StepOutput(
         "top_logprobs": np.array([[-0.5, -1.0, 0.0], [0.0, 0.0, 0.0], [-0.25, -2.5, -3.0]]),
     }
 )
-TOPS = [(((5, -0.5), (9, -1.0)),), (), (((1, -0.25), (7, -2.5), (2, -3.0)),)]
+TOPS = [((5, -0.5), (9, -1.0)), None, ((1, -0.25), (7, -2.5), (2, -3.0))]
 
 
-def carried(step: StepOutput) -> list[tuple[int, Chunk]]:
-    """Its chunks on the other side, by the client's numbers 1, 2, 3."""
+def carried(step: StepOutput) -> tuple[int, list[TokenRow], tuple[tuple[int, Finish], ...]]:
+    """What the other side reads, by the client's numbers 1, 2, 3."""
     frame = decode_engine_frame(encode(pack_step(step, {11: 1, 12: 2, 13: 3})))
     assert isinstance(frame, Step)
-    unpacked = unpack_step(frame)
-    return step_chunks(unpacked, {h: f for h, _, f in unpacked.finishes})
+    return frame.version, step_rows(frame), frame.finishes
 
 
-@pytest.mark.parametrize(("step", "tops"), [(PLAIN, [(), (), ()]), (TOPPED, TOPS)])
-def test_a_step_arrives_as_it_left(step: StepOutput, tops: list[tuple[tuple[tuple[int, float], ...], ...]]) -> None:
-    assert carried(step) == [
-        (1, Chunk((5,), (-0.5,), 3, 2, None, tops[0])),
-        (2, Chunk((6,), (-1.5,), 3, 3, None, tops[1])),
-        (3, Chunk((7,), (-2.5,), 3, 3, Finish(FinishReason.LENGTH), tops[2])),
-    ]
+@pytest.mark.parametrize(("step", "tops"), [(PLAIN, [None, None, None]), (TOPPED, TOPS)])
+def test_a_step_arrives_as_it_left(step: StepOutput, tops: list[Top]) -> None:
+    rows = [(1, 5, -0.5, 2, tops[0]), (2, 6, -1.5, 3, tops[1]), (3, 7, -2.5, 3, tops[2])]
+    assert carried(step) == (3, rows, ((3, Finish(FinishReason.LENGTH)),))
 
 
 def test_an_empty_step_arrives_too() -> None:
-    assert carried(StepOutput(version=1)) == []
+    assert carried(StepOutput(version=1)) == (1, [], ())
 
 
 def test_alternatives_that_nobody_asked_for_take_no_byte() -> None:

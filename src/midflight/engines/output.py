@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,12 @@ class StepOutput:
             ended=self.ended,
             num_running=self.num_running,
         )
+
+
+Top: TypeAlias = "tuple[tuple[int, float], ...] | None"
+"""The likeliest (id, log-probability) at a token's position; `None` for a request that did not ask."""
+TokenRow: TypeAlias = tuple[int, int, float, int, Top]
+"""What a step did for one request: its handle, the token, its log-probability, the version of the oldest key, alternatives."""
 
 
 class Outlet(Protocol):

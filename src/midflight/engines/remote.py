@@ -25,7 +25,7 @@ from midflight.engines.wire import (
     decode_engine_frame,
     encode,
     error_from,
-    unpack_step,
+    step_rows,
 )
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import Observer
@@ -187,11 +187,11 @@ class RemoteEngine:
                     self._streams.reject(rejected.handle, error_from(rejected.code, rejected.message, rejected.param))
 
     def _take_step(self, frame: Step) -> None:
-        step = unpack_step(frame)
-        self._streams.put(step)
-        if step.num_running:
+        rows = step_rows(frame)
+        self._streams.take(frame.version, rows, finishes=frame.finishes)
+        if frame.num_running:
             self._observer.engine_stepped(
-                engine=self._name, started=step.started, ended=step.ended, num_tokens=len(step.token_ids), num_running=step.num_running
+                engine=self._name, started=frame.started, ended=frame.ended, num_tokens=len(rows), num_running=frame.num_running
             )
 
     def _send(self, frame: ClientFrame) -> None:

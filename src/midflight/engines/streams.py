@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from midflight.engines.output import StepOutput
+from midflight.engines.output import StepOutput, TokenRow, Top
 from midflight.types import Chunk, Finish, GenerateRequest, Version
 
 PATIENCE_SECONDS = 0.05
 """How long a caller that is not eager lets tokens gather. What an engine's death can cost it is no more than that."""
-
-Top: TypeAlias = "tuple[tuple[int, float], ...] | None"
 
 
 @dataclass(slots=True)
@@ -114,16 +112,19 @@ class ChunkStreams:
         return self._streams.pop(handle, None) is not None
 
     def put(self, step: StepOutput) -> None:
-        streams, version = self._streams, step.version
-        columns = (step.handles, step.token_ids, step.logprobs, step.kv_versions)
-        for handle, token, logprob, kv, top in zip(*(column.tolist() for column in columns), _likeliest(step), strict=True):
-            if (stream := streams.get(handle)) is not None:
-                stream.add(token, logprob, version=version, kv_version=kv, top=top)
-        for handle, _, finish in step.finishes:
-            if (stream := streams.pop(handle, None)) is not None:
-                stream.end(version, finish)
+        self.take(step.version, _rows(step), finishes=[(h, f) for h, _, f in step.finishes])
         for handle, _, error in step.failures:
             self.reject(handle, error)
+
+    def take(self, version: Version, rows: Iterable[TokenRow], *, finishes: Iterable[tuple[int, Finish]]) -> None:
+        """What a step did, by handle; of requests that were closed meanwhile nothing is kept."""
+        streams = self._streams
+        for handle, token, logprob, kv, top in rows:
+            if (stream := streams.get(handle)) is not None:
+                stream.add(token, logprob, version=version, kv_version=kv, top=top)
+        for handle, finish in finishes:
+            if (stream := streams.pop(handle, None)) is not None:
+                stream.end(version, finish)
 
     def reject(self, handle: int, error: Exception) -> None:
         """Ends one request with an error; an unknown one has been closed meanwhile."""
@@ -139,17 +140,20 @@ class ChunkStreams:
 
 def step_chunks(step: StepOutput, finishes: dict[int, Finish]) -> list[tuple[int, Chunk]]:
     """One chunk per token, and one without tokens per request that ended without one. `finishes` is used up."""
-    columns = (step.handles, step.token_ids, step.logprobs, step.kv_versions)
-    rows = zip(*(column.tolist() for column in columns), _likeliest(step), strict=True)
     chunks = [
         (h, Chunk((token,), (logprob,), step.version, kv, finishes.pop(h, None), (top,) if top else ()))
-        for h, token, logprob, kv, top in rows
+        for h, token, logprob, kv, top in _rows(step)
     ]
     return chunks + [(h, Chunk((), (), step.version, step.version, finish)) for h, finish in finishes.items()]
 
 
+def _rows(step: StepOutput) -> Iterable[TokenRow]:
+    columns = (step.handles, step.token_ids, step.logprobs, step.kv_versions)
+    return zip(*(column.tolist() for column in columns), _likeliest(step), strict=True)
+
+
 def _likeliest(step: StepOutput) -> list[Top]:
-    """The alternatives of each row; `None` for a row that did not ask. One that did has one at least, the sampled token."""
+    """The alternatives of each row. One that asked has one at least, the sampled token."""
     if not step.top_ids.size:
         return [None] * len(step.handles)
     pairs = zip(step.top_ids.tolist(), step.top_logprobs.tolist(), strict=True)

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from midflight.engines.output import StepOutput
+from midflight.engines.output import StepOutput, TokenRow
 from midflight.errors import EngineError, MidflightError, RequestRejected
 from midflight.types import Capabilities, Finish, GenerateRequest, Version
 
@@ -102,24 +102,24 @@ def pack_step(step: StepOutput, numbers: dict[int, int]) -> Step:
     )
 
 
-def unpack_step(frame: Step) -> StepOutput:
-    handles = np.frombuffer(frame.handles, dtype="<i4").astype(np.int64)
-    columns = (len(handles), len(frame.top_ids) // 4 // max(1, len(handles)))
-    return StepOutput(
-        version=frame.version,
-        handles=handles,
-        token_ids=np.frombuffer(frame.token_ids, dtype="<i4").astype(np.int64),
-        logprobs=np.frombuffer(frame.logprobs, dtype="<f4").astype(np.float64),
-        kv_versions=np.frombuffer(frame.kv_versions, dtype="<i4").astype(np.int64),
-        top_ids=np.frombuffer(frame.top_ids, dtype="<i4").astype(np.int64).reshape(columns),
-        top_logprobs=np.frombuffer(frame.top_logprobs, dtype="<f4").astype(np.float64).reshape(columns),
-        outlets=np.zeros_like(handles),
-        finishes=tuple((handle, 0, finish) for handle, finish in frame.finishes),
-        touched=frozenset({0}),
-        started=frame.started,
-        ended=frame.ended,
-        num_running=frame.num_running,
-    )
+def step_rows(frame: Step) -> list[TokenRow]:
+    """(handle, token, log-probability, version of its oldest key, alternatives) of each request, without arrays between."""
+    handles, tokens, kv = (_ints(column) for column in (frame.handles, frame.token_ids, frame.kv_versions))
+    logprobs = _floats(frame.logprobs)
+    if not frame.top_ids:
+        return [(h, t, p, k, None) for h, t, p, k in zip(handles, tokens, logprobs, kv, strict=True)]
+    pairs = list(zip(_ints(frame.top_ids), _floats(frame.top_logprobs), strict=True))
+    width = len(pairs) // len(handles)
+    tops = [tuple(pair for pair in pairs[at : at + width] if pair[0] >= 0) or None for at in range(0, len(pairs), width)]
+    return list(zip(handles, tokens, logprobs, kv, tops, strict=True))
+
+
+def _ints(column: bytes) -> list[int]:
+    return np.frombuffer(column, dtype="<i4").tolist()
+
+
+def _floats(column: bytes) -> list[float]:
+    return np.frombuffer(column, dtype="<f4").tolist()
 
 
 def error_from(code: str, message: str, param: str | None) -> MidflightError:

@@ -198,15 +198,18 @@ class Gateway:
         """Tokens of a prompt, as `prepare` would send it."""
         return len(session.plan(source).ids)
 
-    async def run(self, job: Job, sink: Sink) -> None:
+    async def run(self, job: Job, sink: Sink, *, begun: Callable[[asyncio.Timeout], None] | None = None) -> None:
         """Waits for the answers; each event goes to `sink`. Ended by the answers, by the request's deadline (inside the
-        generator), by the close of the session (`SessionClosed`) or by the cancellation of the caller."""
+        generator), by the close of the session (`SessionClosed`), by the cancellation of the caller, or by whoever reschedules
+        the scope that `begun` is told of (`TimeoutError`)."""
         session = job.session
         if session.closed:
             raise SessionClosed(f"session {session.session_id} has ended: open a new one.")
         try:
             async with asyncio.timeout(None) as scope:
                 self._scopes[session.session_id].add(scope)
+                if begun is not None:
+                    begun(scope)
                 try:
                     await self._run_choices(job, sink)
                 finally:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
+import msgspec
+
 from midflight.errors import RequestRejected
 from midflight.text import Message
 from midflight.text.formats import AssistantMessage
@@ -64,7 +66,7 @@ def assistant_reply(message: AssistantMessage) -> dict[str, Json]:
 
 def digest(message: Message, calls: Mapping[str, int] | None = None) -> bytes:
     """Names one message. `calls`: the position of each tool call, by its id, that the message may answer."""
-    return _hashed(_dumped(_reply_meaning(message) if message.get("role") == "assistant" else _context_meaning(message, calls or {})))
+    return _hashed(_named(_reply_meaning(message) if message.get("role") == "assistant" else _context_meaning(message, calls or {})))
 
 
 def linked(before: bytes, own: bytes) -> bytes:
@@ -136,6 +138,14 @@ def _number(text: str) -> float | int:
     """A client that knows one kind of number writes 1.0 as 1."""
     value = float(text)
     return int(value) if value.is_integer() else value
+
+
+def _named(value: Json) -> bytes:
+    """One spelling of a value. The quick encoder refuses half characters and huge numbers, which the slow one spells."""
+    try:
+        return msgspec.json.encode(value, order="sorted")
+    except (ValueError, OverflowError, RecursionError):
+        return _dumped(value)
 
 
 def _dumped(value: Json) -> bytes:

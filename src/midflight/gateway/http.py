@@ -36,6 +36,9 @@ from midflight.gateway.stream import AnswerStream, WholeAnswer
 from midflight.gateway.wire import ClientGone, api_key, headers_of, key_in, read_body, send_bytes, send_fault, send_json, until_gone
 from midflight.types import Json
 
+WATCH_AFTER_SECONDS = 0.02
+"""An answer that is told within this time is told to a client who has gone, too: it costs less than to look."""
+
 DIALECTS = (
     Dialect("/v1/chat/completions", ChatExchange),
     Dialect("/v1/completions", CompletionExchange),
@@ -147,12 +150,12 @@ class CompletionEndpoint:
         telling = self._stream(reader, exchange, reply) if streams else WholeAnswer(reader, exchange, reply)
         try:
             async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(_watch(receive, reader), name="watch for the client's disconnect")
+                watch = Watch(tasks, receive, reader)
                 told = tasks.create_task(telling.tell(send), name="tell") if generates and streams else None
                 if generates:
                     await self._generate(ongoing)
                 await (told or telling.tell(send))
-                watch.cancel()
+                watch.end()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -168,9 +171,7 @@ class CompletionEndpoint:
         """Waits for the answers; ended by them, or when nobody has read them for too long. Its failure is the answer's."""
         error: Exception | None = Stopping("the gateway is stopping: try again when it is back.")
         try:
-            async with asyncio.timeout(None) as scope:
-                ongoing.runs_in(scope)
-                await self._gateway.run(ongoing.job, ongoing.put)
+            await self._gateway.run(ongoing.job, ongoing.put, begun=ongoing.runs_in)
             error = None
         except Exception as failure:
             error = failure
@@ -178,10 +179,27 @@ class CompletionEndpoint:
             self._requests.end(ongoing, error, now=_loop_time())
 
 
-async def _watch(receive: Receive, reader: Reader) -> None:
-    """Waits for the client to go; cancelled when he was told."""
-    await until_gone(receive)
-    reader.go()
+class Watch:
+    """Tells a reader when his client goes. Most answers come before it begins, and are spared a task."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, receive: Receive, reader: Reader) -> None:
+        self._tasks, self._receive, self._reader = tasks, receive, reader
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._begin)
+
+    def end(self) -> None:
+        """The client was told."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = self._tasks.create_task(self._run(), name="watch for the client's disconnect")
+
+    async def _run(self) -> None:
+        """Waits for the client to go; cancelled when he was told."""
+        await until_gone(self._receive)
+        self._reader.go()
 
 
 class ModelsEndpoint:

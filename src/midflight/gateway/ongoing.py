@@ -86,7 +86,7 @@ class Ongoing:
     # --- For who generates ---------------------------------------------------------------------------------------------
 
     def runs_in(self, scope: asyncio.Timeout) -> None:
-        """Its generation is cancelled by the deadline of this scope."""
+        """Its generation is cancelled by the deadline of this scope, which the close of its session uses too."""
         self._scope = scope
 
     def put(self, event: Event) -> None:
@@ -142,7 +142,8 @@ class Ongoing:
         return self._choices[choice]
 
     def _hold_until(self, when: float | None) -> None:
-        if self._scope is not None and not self._scope.expired():
+        """A session that has closed ends it by the same scope, and nothing holds that up."""
+        if self._scope is not None and not self._scope.expired() and not self.job.session.closed:
             self._scope.reschedule(when)
 
 

@@ -7,7 +7,7 @@ import collections.abc
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 from midflight.errors import EngineError, EngineUnavailable, NoEngine, RequestTimeout
 from midflight.gateway.deadline import Cut, Deadline, Expired
@@ -79,16 +79,19 @@ class Generation:
             while final is None:
                 lease = await self._place()
                 if lease is not None:
-                    async with AsyncExitStack() as stack:
-                        stack.callback(self._fleet.leave, lease)
-                        num_before = self._splice.num_output
-                        stream = lease.engine.generate(self._attempt())
-                        stack.push_async_callback(_close, stream)
+                    num_before = self._splice.num_output
+                    stream = lease.engine.generate(self._attempt())
+                    try:
                         while final is None and (chunk := await self._next(lease, stream)) is not None:
                             if chunk.finish is not None:
                                 final = chunk
                             elif chunk.token_ids:
                                 yield chunk
+                    finally:
+                        try:
+                            await _close(stream, ended=self._splice.ended)
+                        finally:
+                            self._fleet.leave(lease)
                     self._count_fruitless(num_before)
                 final = final or self._closing_chunk()
                 self._raise_if_fruitless(final)
@@ -216,10 +219,17 @@ def _check_version(chunk: Chunk, lease: Lease) -> None:
         )
 
 
-async def _close(stream: AsyncIterator[Chunk]) -> None:
-    """Tells the engine to stop. Waits for that, `_CLOSE_SECONDS` at most; an engine that cannot be told is no concern here."""
+async def _close(stream: AsyncIterator[Chunk], *, ended: bool) -> None:
+    """Tells the engine to stop. Waits for that, `_CLOSE_SECONDS` at most; an engine that cannot be told is no concern here.
+
+    There is nothing to tell it where it has `ended` the attempt itself.
+    """
     aclose: Callable[[], Awaitable[None]] | None = getattr(stream, "aclose", None)
-    if aclose is not None:
-        with suppress(EngineError, OSError):  # a timeout is an OSError
+    if aclose is None:
+        return
+    with suppress(EngineError, OSError):  # a timeout is an OSError
+        if ended:
+            await aclose()
+        else:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await aclose()

@@ -39,7 +39,9 @@ def check_prompt(ids: tuple[int, ...], limits: Limits, *, param: str) -> None:
         )
 
 
-def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: Limits) -> SamplingParams:
+def params_for(
+    call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: Limits, seed: int = 0
+) -> SamplingParams:
     """Client over session over dialect. A default of `max_tokens` shrinks to the room there is, an explicit one must fit."""
     asked, own = call.asked, defaults or SamplingParams()
     _check_features(call, limits)
@@ -68,6 +70,7 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
         logit_bias=_logit_bias(call, own, limits),
         grammar=asked.grammar or own.grammar,
         top_logprobs=asked.top_logprobs or 0,
+        seed=seed,
     )
 
 

@@ -31,6 +31,8 @@ class Splice:
         self.kv_version: Version | None = None
         self.interrupted = False
         """Whether the current attempt has ended without finishing the answer."""
+        self.ended = False
+        """Whether the engine has said that the current attempt is over."""
         self.num_overshoot = 0
         """Tokens received past a stop string or past the budget: cut, dropped(overshoot)."""
 
@@ -51,8 +53,9 @@ class Splice:
     def attempt(self, request_id: str) -> GenerateRequest:
         """What to send now: the prompt and all tokens so far; seed, limits and `num_prompt_tokens` unchanged (DECISIONS 9)."""
         self._floor = None
-        self.interrupted = False
-        return replace(self._request, request_id=request_id, input_ids=tuple(self._input_ids))
+        self.interrupted = self.ended = False
+        asked = self._request
+        return GenerateRequest(request_id, tuple(self._input_ids), asked.num_prompt_tokens, asked.sampling, eager=asked.eager)
 
     def accept(self, chunk: Chunk, *, vocab_size: int) -> Chunk:
         """What of an engine's chunk belongs to the answer. Its `finish` is the answer's; an abort only sets `interrupted`.
@@ -62,6 +65,7 @@ class Splice:
         if (wrong := self._nonsense(chunk, vocab_size)) is not None:
             raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and its adapter.")
         kept, finish = self._kept(chunk)
+        self.ended = chunk.finish is not None
         self._floor = chunk.version
         self.num_overshoot += len(chunk.token_ids) - kept
         self._input_ids.extend(chunk.token_ids[:kept])

@@ -26,6 +26,7 @@ class Metrics(Silent):
         self._step_seconds = Histogram(
             "midflight_engine_step_seconds", "Length of one decode step.", ["engine"], buckets=SECONDS, registry=r
         )
+        self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
         self._turns = Counter("midflight_turns", "Answers given to agents.", registry=r)
         self._prompt_tokens = Counter("midflight_prompt_tokens", "Prompt tokens of those answers.", registry=r)
         self._output_tokens = Histogram("midflight_turn_output_tokens", "Output tokens of one answer.", buckets=TOKENS, registry=r)
@@ -46,14 +47,23 @@ class Metrics(Silent):
         self._pause = Histogram("midflight_commit_pause_seconds", "Pause of an engine for a commit.", buckets=SECONDS, registry=r)
         self._quarantined = Gauge("midflight_engine_quarantined", "1 while an engine is in quarantine.", ["engine"], registry=r)
 
+    def _of_engine(self, engine: str) -> tuple[Counter, Gauge, Histogram]:
+        """The metrics of every step; to look their labels up costs more than to count."""
+        found = self._steps.get(engine)
+        if found is None:
+            labelled = self._engine_tokens.labels(engine), self._running.labels(engine), self._step_seconds.labels(engine)
+            found = self._steps[engine] = labelled
+        return found
+
     def text(self) -> bytes:
         """The body of `/metrics`; its content type is `CONTENT_TYPE`."""
         return generate_latest(self.registry)
 
     def engine_stepped(self, *, engine: str, started: float, ended: float, num_tokens: int, num_running: int) -> None:
-        self._engine_tokens.labels(engine).inc(num_tokens)
-        self._running.labels(engine).set(num_running)
-        self._step_seconds.labels(engine).observe(ended - started)
+        tokens, running, seconds = self._of_engine(engine)
+        tokens.inc(num_tokens)
+        running.set(num_running)
+        seconds.observe(ended - started)
 
     def turn_finished(
         self, *, session_id: str, num_prompt_tokens: int, num_output_tokens: int, num_versions: int, num_resumes: int, seconds: float

@@ -27,6 +27,8 @@ async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[]
         log_config=None,
         http=_Connection,
         access_log=False,
+        proxy_headers=False,
+        server_header=False,
         ws="websockets-sansio",
         ws_per_message_deflate=False,
         ws_max_size=2**30,
