@@ -134,8 +134,8 @@ def test_a_turn_sent_back_is_one_assistant_message_and_results_come_before_what_
         {"type": "text", "text": "now?"},
     ]
     chat = said(*HI, {"role": "assistant", "content": turn}, {"role": "user", "content": results})
-    call = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    other = {"id": "toolu_2", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    other = {"id": "toolu_2", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     assert chat[1] == {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm", "tool_calls": [call, other]}
     assert chat[2:] == (
         {"role": "tool", "tool_call_id": "toolu_1", "content": "sunny"},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pydantic import JsonValue
-from pydantic_core import from_json
 
 from midflight.errors import RequestRejected
+from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
 from midflight.text import Message
 from midflight.types import Json
 
@@ -36,12 +35,14 @@ def _message(message: JsonObject, param: str) -> Message:
         raise RequestRejected(f"{param}.role is {role!r:.80}: {remedy}.", param=f"{param}.role")
     _check_fields(message, role, param)
     kept: dict[str, Json] = {name: value for name, value in message.items() if name not in _READ and value not in (None, [], {})}
-    kept |= {"role": ROLES[role], "content": _content(message, role, param)}
-    if role == "tool":
-        kept["tool_call_id"] = _filled(message.get("tool_call_id"), f"{param}.tool_call_id")
-    if role == "assistant":
-        kept |= _thoughts_and_calls(message, param)
-    return kept
+    content = _content(message, role, param)
+    match role:
+        case "tool":
+            return kept | tool_result(content, call_id=filled(message.get("tool_call_id"), f"{param}.tool_call_id"))
+        case "assistant":
+            return kept | assistant(content, reasoning=_reasoning(message), calls=_calls(message, param))
+        case _:
+            return kept | {"role": ROLES[role], "content": content}
 
 
 def _check_fields(message: JsonObject, role: str, param: str) -> None:
@@ -80,18 +81,17 @@ def _part(part: JsonValue, param: str) -> str:
     return text
 
 
-def _thoughts_and_calls(message: JsonObject, param: str) -> Mapping[str, Json]:
-    """Of an assistant: thinking under one name, and calls."""
-    read: dict[str, Json] = {}
-    reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
-    if reasoning:
-        read["reasoning_content"] = reasoning
+def _reasoning(message: JsonObject) -> str:
+    return str(next((message[name] for name in _REASONING if message.get(name)), ""))
+
+
+def _calls(message: JsonObject, param: str) -> list[Json]:
     calls = message.get("tool_calls")
-    if calls in (None, []):
-        return read
+    if calls is None:
+        return []
     if not isinstance(calls, list):
         raise RequestRejected(f"{param}.tool_calls is {calls!r:.80}: send a list of calls.", param=f"{param}.tool_calls")
-    return {**read, "tool_calls": [_call(call, f"{param}.tool_calls.{place}") for place, call in enumerate(calls)]}
+    return [_call(call, f"{param}.tool_calls.{place}") for place, call in enumerate(calls)]
 
 
 def _call(call: JsonValue, param: str) -> Json:
@@ -102,27 +102,8 @@ def _call(call: JsonValue, param: str) -> Json:
     function = call.get("function")
     if not isinstance(function, dict):
         raise RequestRejected(f"{param}.function is {function!r:.80}: send an object with name and arguments.", param=f"{param}.function")
-    name = _filled(function.get("name"), f"{param}.function.name")
-    arguments = _arguments(function.get("arguments"), f"{param}.function.arguments")
-    return {"id": _filled(call.get("id"), f"{param}.id"), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _arguments(value: JsonValue, param: str) -> str:
-    """JSON text of an object, as it was sent; an object is written as one, and an empty text is no arguments."""
-    if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False)
-    if value == "":
-        return "{}"
-    try:
-        is_object = isinstance(value, str) and isinstance(from_json(value, allow_inf_nan=False), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise RequestRejected(f"{param} is {value!r:.80}: send the JSON text of an object.", param=param)
-    return str(value)
-
-
-def _filled(value: JsonValue, param: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise RequestRejected(f"{param} is {value!r:.80}: send a text that is not empty.", param=param)
-    return value
+    return tool_call(
+        call_id=filled(call.get("id"), f"{param}.id"),
+        name=filled(function.get("name"), f"{param}.function.name"),
+        arguments=arguments_text(function.get("arguments"), f"{param}.function.arguments"),
+    )

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from pydantic import JsonValue
 
 from midflight.errors import RequestRejected
+from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
 from midflight.text import Message
 from midflight.types import Json
 
@@ -69,29 +70,27 @@ def _user(blocks: Sequence[Block], param: str) -> list[Message]:
 
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
     """Text, thinking and calls, each joined: the order between them is not part of a chat message."""
-    calls: list[Json] = [_call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"]
+    calls = [_call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"]
     thinking = "".join(_string(b, "thinking", param) for b in blocks if b["type"] == "thinking")
-    message: dict[str, Json] = {"role": "assistant", "content": _text(blocks)}
-    if thinking:
-        message["reasoning_content"] = thinking
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    return assistant(_text(blocks), reasoning=thinking, calls=calls)
 
 
 def _call(block: Block, param: str) -> Json:
     given = block.get("input")
     if not isinstance(given, dict):
         raise RequestRejected(f"{param}.input is {given!r:.80}: send an object.", param=f"{param}.input")
-    function: dict[str, Json] = {"name": _string(block, "name", param), "arguments": dict(given)}
-    return {"id": _string(block, "id", param), "type": "function", "function": function}
+    return tool_call(
+        call_id=filled(block.get("id"), f"{param}.id"),
+        name=filled(block.get("name"), f"{param}.name"),
+        arguments=arguments_text(given, f"{param}.input"),
+    )
 
 
 def _result(block: Block, param: str) -> Message:
     """A failed result (`is_error`) reads like any other: its text says what failed."""
     content = block.get("content")
     text = "" if content is None else _text(_blocks(content, ("text",), f"{param}.content"))
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", param), "content": text}
+    return tool_result(text, call_id=filled(block.get("tool_use_id"), f"{param}.tool_use_id"))
 
 
 def _blocks(content: JsonValue, kinds: Sequence[str], param: str) -> list[Block]:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from pydantic import JsonValue
-from pydantic_core import from_json
 
 from midflight.errors import RequestRejected
+from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
 from midflight.text import Message
 from midflight.types import Json
 
@@ -66,7 +66,7 @@ class _Reader:
                 self._calls.append(_call(item, param))
                 self._begun, self._after_message = True, False
             case "function_call_output":
-                self._say({"role": "tool", "tool_call_id": _string(item, "call_id", param), "content": _text(item, "output", param)})
+                self._say(tool_result(_text(item, "output", param), call_id=filled(item.get("call_id"), f"{param}.call_id")))
             case "reasoning":
                 self._next(message=False)
                 self._reasoning += _thought(item, param)
@@ -81,12 +81,7 @@ class _Reader:
     def end_turn(self) -> None:
         if not self._begun:
             return
-        message: dict[str, Json] = {"role": "assistant", "content": self._content}
-        if self._reasoning:
-            message["reasoning_content"] = self._reasoning
-        if self._calls:
-            message["tool_calls"] = self._calls
-        self.messages.append(message)
+        self.messages.append(assistant(self._content, reasoning=self._reasoning, calls=self._calls))
         self._reasoning, self._content, self._calls = "", "", []
         self._begun = self._after_message = False
 
@@ -112,15 +107,11 @@ class _Reader:
 
 
 def _call(item: Item, param: str) -> Json:
-    arguments = _string(item, "arguments", param)
-    try:
-        is_object = isinstance(from_json(arguments, allow_inf_nan=False), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise RequestRejected(f"{param}.arguments is {arguments!r:.80}: send the JSON text of an object.", param=f"{param}.arguments")
-    function: dict[str, Json] = {"name": _string(item, "name", param), "arguments": arguments}
-    return {"id": _string(item, "call_id", param), "type": "function", "function": function}
+    return tool_call(
+        call_id=filled(item.get("call_id"), f"{param}.call_id"),
+        name=filled(item.get("name"), f"{param}.name"),
+        arguments=arguments_text(item.get("arguments"), f"{param}.arguments"),
+    )
 
 
 def _thought(item: Item, param: str) -> str:

@@ -1,0 +1,51 @@
+"""Messages of a conversation as templates read them: one form, whichever dialect they came in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from midflight.errors import RequestRejected
+from midflight.types import Json
+
+
+def assistant(content: str, *, reasoning: str = "", calls: Sequence[Json] = ()) -> dict[str, Json]:
+    """What the model said; what it did not say is not there."""
+    message: dict[str, Json] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def tool_call(*, call_id: str, name: str, arguments: str) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_result(content: str, *, call_id: str) -> dict[str, Json]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def arguments_text(value: JsonValue, param: str) -> str:
+    """JSON text of an object, as it was sent; an object is written as one, and an empty text is no arguments."""
+    if value == "":
+        return "{}"
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else value
+        is_object = isinstance(text, str) and isinstance(from_json(text, allow_inf_nan=False), dict)
+    except ValueError:
+        text, is_object = value, False
+    if not is_object:
+        raise RequestRejected(f"{param} is {value!r:.80}: send the JSON text of an object.", param=param)
+    return str(text)
+
+
+def filled(value: JsonValue, param: str) -> str:
+    """A text that says something, as names and ids must."""
+    if not isinstance(value, str) or not value:
+        raise RequestRejected(f"{param} is {value!r:.80}: send a text that is not empty.", param=param)
+    return value
