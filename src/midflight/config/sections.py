@@ -96,7 +96,7 @@ class GatewaySection(Section):
     orphan_seconds: Annotated[float, Field(ge=0)] = 30.0
     """A session's generation survives the loss of its client for this long, and so does its answer, for a retry; larger forgives longer losses."""
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
-    """How the model writes tool calls; `auto` finds it in the chat template or the special tokens, `none` is a model without a form of its own."""
+    """How the model writes tool calls; `auto` finds it in the chat template or the special tokens, else it is `hermes`; `none` reads no calls but forced ones, in Hermes form."""
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
     """Between which markers the model thinks before it answers; `auto` finds them as above, `none` leaves thinking in the content."""
     session_seconds: Seconds = 3600.0
