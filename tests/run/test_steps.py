@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from safetensors.numpy import save_file
 
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease
 from midflight.run.steps import DoneBody, ModelTensors, StepBook
-from midflight.types import PackedBatch, WeightManifest
+from midflight.types import PackedBatch, TensorSpec, WeightManifest
 from midflight.weights.transports.published_file import manifest_of, read_specs
 
 
@@ -110,3 +111,21 @@ def test_specs_count_offsets_from_the_beginning_of_the_file(tmp_path: Path) -> N
     save_file({"a": np.arange(4, dtype=np.int32)}, path)
     (spec,) = read_specs(path)
     assert np.frombuffer(path.read_bytes()[spec.offset :][: spec.num_bytes], np.int32).tolist() == [0, 1, 2, 3]
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RequestRejected, match="it is no file"):
+        manifest_of(tmp_path / "pipe", version=1, fitting=lambda specs: specs)
+
+
+def test_a_file_that_its_trainer_cuts_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    save_file({"w": np.ones(100_000, np.float32)}, path)
+
+    def cutting(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        os.truncate(path, 1000)
+        return specs
+
+    with pytest.raises(RequestRejected, match="it ends within tensor 'w'"):
+        manifest_of(path, version=1, fitting=cutting)

@@ -28,16 +28,19 @@ def fingerprint(specs: Iterable[TensorSpec], buffer: Buffer, *, threads: int = 1
 
 
 def fingerprint_views(specs: Iterable[TensorSpec], views: Mapping[str, memoryview], *, threads: int = 1) -> str:
-    """The same over one view per tensor: equal to `fingerprint` of any buffer that holds these bytes."""
+    """The same over one view per tensor: equal to `fingerprint` of any buffer that holds these bytes.
+
+    With one thread each view is asked for when it is hashed, and not kept.
+    """
     ordered = sorted(specs, key=lambda s: s.name)
     total = hashlib.sha256()
-    for spec, digest in zip(ordered, _digests([views[s.name] for s in ordered], threads), strict=True):
+    for spec, digest in zip(ordered, _digests((views[s.name] for s in ordered), threads), strict=True):
         total.update(digest)
         total.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0".encode())
     return total.hexdigest()
 
 
-def _digests(views: list[memoryview], threads: int) -> list[bytes]:
+def _digests(views: Iterable[memoryview], threads: int) -> list[bytes]:
     if threads <= 1:
         return [_digest(v) for v in views]
     with ThreadPoolExecutor(threads, thread_name_prefix="fingerprint") as pool:

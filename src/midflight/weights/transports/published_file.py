@@ -6,8 +6,10 @@ Format: eight bytes with the header's length N (little endian), N bytes of JSON,
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -29,14 +31,16 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Specs], threads: int = 1) -> WeightManifest:
+def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Specs]) -> WeightManifest:
     """Reads and hashes the whole file, about a second per gigabyte. `RequestRejected` when it is none that could be served.
 
     `fitting` says which of its tensors to serve, and refuses a file that does not fit the model.
     """
     try:
         specs = fitting(read_specs(path))
-        return WeightManifest(version, digest(path, specs, threads=threads), "file", str(path.resolve()), specs)
+        with path.open("rb") as file:
+            hashed = fingerprint_views(specs, _Reading(file, specs))
+        return WeightManifest(version, hashed, "file", str(path.resolve()), specs)
     except (OSError, ValueError, ConfigError) as error:
         raise RequestRejected(
             f"publishing version {version} from {str(path)!r}: {error}; write a whole safetensors file that this machine can read.",
@@ -46,7 +50,10 @@ def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Spec
 
 def read_specs(path: Path) -> Specs:
     """Where the tensors of a file lie; offsets from the beginning of the file. `ValueError` when it is not whole."""
-    size = path.stat().st_size
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
+        raise ValueError("it is no file")
+    size = status.st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
@@ -65,8 +72,30 @@ def read_specs(path: Path) -> Specs:
     return specs
 
 
+class _Reading(Mapping[str, memoryview]):
+    """Tensors of a file that somebody else may still write to, each read when it is asked for. One that was cut is a `ValueError`;
+    mapped into memory it would end the process."""
+
+    def __init__(self, file: BinaryIO, specs: Specs) -> None:
+        self._file, self._specs = file, {spec.name: spec for spec in specs}
+
+    def __getitem__(self, name: str) -> memoryview:
+        spec = self._specs[name]
+        self._file.seek(spec.offset)
+        data = self._file.read(spec.num_bytes)
+        if len(data) != spec.num_bytes:
+            raise ValueError(f"it ends within tensor {name!r}")
+        return memoryview(data)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
 def digest(path: Path, specs: Specs, *, threads: int = 1) -> str:
-    """The fingerprint of a file's tensors."""
+    """The fingerprint of a file's tensors, which nobody writes to any more."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as whole:
         parts = views(specs, whole)
         try:
