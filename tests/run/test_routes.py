@@ -316,6 +316,33 @@ def test_g11_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(
     run_virtual(main)
 
 
+def test_g10_a_token_sent_in_the_place_of_an_id_is_not_told_back() -> None:
+    async def main() -> None:
+        seen = Recorder()
+        shown: list[str] = []
+        async with site(observer=seen) as at:
+            handle = await opened(at)
+            for misplaced in (handle["owner_token"], TOKEN):
+                shown.append((await at.post(f"/sessions/{misplaced}/end", token=handle["owner_token"])).text)
+                shown.append((await at.http.post(f"/s/{misplaced}/v1/chat/completions", json=CHAT)).text)
+        assert all("error" in answer for answer in shown)
+        text = "".join([*shown, repr(seen.events)])
+        assert TOKEN not in text and handle["owner_token"].partition(".")[2] not in text
+
+    run_virtual(main())
+
+
+def test_a_sessions_temperature_is_one_that_requests_may_have() -> None:
+    async def main() -> None:
+        async with site() as at:
+            refused = await at.post("/sessions", {"sampling": {"temperature": 1e-30}})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "sampling.temperature")
+            for temperature in (0, 1e-4, 1):
+                assert (await at.post("/sessions", {"sampling": {"temperature": temperature}})).status_code == 200
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("version", [1, 2**63, 2**80])
 def test_i8_a_checkpoint_of_a_version_that_was_never_made_is_refused_and_reaches_no_store(version: int) -> None:
     async def main() -> None:

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Protocol
 
 from midflight.errors import RewardFixed, Unauthorized, UnknownSession
-from midflight.gateway.registry import OpenSession
+from midflight.gateway.registry import OpenSession, shown
 from midflight.gateway.session import Session
 from midflight.types import GroupKey, Json, RolloutKey, SamplingParams, SessionRecord
 
@@ -176,7 +176,7 @@ class OwnedSessions:
         found = self._live.get(session_id) or self._ended.get(session_id)
         if found is None:
             raise UnknownSession(
-                f"there is no session {session_id[:80]!r}: it was not opened here, or ended more than {self._seconds:g} s ago; open a new one."
+                f"there is no session {shown(session_id)}: it was not opened here, or ended more than {self._seconds:g} s ago; open a new one."
             )
         return found
 

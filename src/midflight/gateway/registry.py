@@ -106,7 +106,7 @@ class SessionRegistry:
         """`Unauthorized` unless the token is the owner's of this session. Holds also after its end, as long as it is remembered."""
         named, _, secret = token.partition(".")
         if named != session_id or not _same(self._known(session_id).owner, secret):
-            raise Unauthorized(f"not the owner of session {session_id[:80]!r}: use the owner token that was given when it was opened.")
+            raise Unauthorized(f"not the owner of session {shown(session_id)}: use the owner token that was given when it was opened.")
 
     def owner_token(self, session_id: str) -> str:
         """For who hands a session of this process to a worker outside."""
@@ -118,17 +118,22 @@ class SessionRegistry:
     def _known(self, session_id: str) -> _Secrets:
         known = self._secrets.get(session_id)
         if known is None:
-            raise UnknownSession(f"there is no session {session_id[:80]!r}: use the address that was given for the session.")
+            raise UnknownSession(f"there is no session {shown(session_id)}: use the address that was given for the session.")
         return known
 
     def _ended_record(self, session_id: str) -> SessionRecord:
         record = self._ended.get(session_id)
         if record is None:
-            raise UnknownSession(f"there is no session {session_id[:80]!r}: use one that `open` returned.")
+            raise UnknownSession(f"there is no session {shown(session_id)}: use one that `open` returned.")
         return record
 
     def __repr__(self) -> str:
         return f"<SessionRegistry of {len(self._live)}>"
+
+
+def shown(name: str) -> str:
+    """What may be printed of a name that should be a session's: tokens are sent in its place, too."""
+    return repr(name.partition(".")[0][:80]) if name.startswith(PREFIX) else "of that name"
 
 
 def _same(known: str, given: str) -> bool:

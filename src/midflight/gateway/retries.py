@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from midflight.errors import IdempotencyConflict, Overloaded, RequestRejected
 from midflight.gateway.ongoing import Ongoing
@@ -30,7 +30,7 @@ _SMOOTHING = 0.1
 class Ticket:
     """Who asks for what: by this a retry finds its original."""
 
-    owner: str
+    owner: str = field(repr=False)
     """The session; without one, the API key."""
     key: str | None
     """The client's idempotency key."""

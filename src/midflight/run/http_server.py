@@ -27,6 +27,7 @@ async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[]
         log_config=None,
         http=_Connection,
         access_log=False,
+        log_level="warning",  # below it, headers and addresses of WebSockets are written out
         proxy_headers=False,
         server_header=False,
         ws="websockets-sansio",

@@ -131,8 +131,9 @@ class RolloutProcess:
         return serving
 
     def _clients(self, serving: Serving, requests: asyncio.TaskGroup) -> SharedClients:
-        """The agents of this process talk to the gateway in memory; any other comes by HTTP."""
-        return SharedClients(transport=MemoryTransport(build_app(serving.gateway, serving.control), requests))
+        """The agents of this process talk to the gateway in memory; any other comes by HTTP. Neither may pause it."""
+        app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
+        return SharedClients(transport=MemoryTransport(app, requests))
 
     async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
         owned = OwnedSessions(serving.gateway, session_seconds=self._config.gateway.session_seconds)

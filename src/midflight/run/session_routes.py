@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute
 from midflight.environments.claimed import Board, Offer, claims
 from midflight.environments.rewards import LARGEST_REWARD
 from midflight.errors import NothingToClaim, RequestRejected
+from midflight.gateway.dialects.fields import LEAST_TEMPERATURE
 from midflight.gateway.gateway import Gateway
 from midflight.gateway.owner import OwnedRecord, OwnedSessions
 from midflight.gateway.registry import SessionRegistry
@@ -42,6 +43,7 @@ class Sampling(Struct, frozen=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0, or `LEAST_TEMPERATURE` and more."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -111,6 +113,11 @@ class SessionRoutes:
 
     async def _open(self, request: Request) -> Response:
         body = await body_of(request, OpenBody)
+        if body.sampling.temperature is not None and 0 < body.sampling.temperature < LEAST_TEMPERATURE:
+            raise RequestRejected(
+                f"sampling.temperature is {body.sampling.temperature}: send 0, or {LEAST_TEMPERATURE} and more.",
+                param="sampling.temperature",
+            )
         if len(body.task) > MAX_TASK_BYTES:
             raise RequestRejected(f"task has {len(body.task)} bytes: send {MAX_TASK_BYTES} at most, or a reference.", param="task")
         task = _task(body.task)
