@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 from aiohttp import ClientSession, TCPConnector, WSMsgType, web
 
-from midflight.engines.wire import STREAM_PATH, Abort, Hello, Step, Submit, decode_client_frame, encode
+from midflight.engines.wire import STREAM_PATH, Abort, Hello, Step, Submit, decode_client_frames, encode
 from midflight.types import Capabilities, EngineHealth, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode
 
 ANSWER_TOKENS = 16
@@ -90,7 +90,11 @@ async def upstream(port: int) -> None:
 
 
 class TrivialEngine:
-    """Every running request gets one token a step; a step costs what its message costs. No keys, no values, no model."""
+    """No keys, no values, no model: a step costs what its message costs.
+
+    Every running request gets one token a step. One that is not streamed is answered whole in the first, as the static upstream
+    answers it.
+    """
 
     def __init__(self) -> None:
         self._running: dict[int, GenerateRequest] = {}
@@ -108,7 +112,8 @@ class TrivialEngine:
             stepping = tasks.create_task(self._step_all(socket_))
             async for message in socket_:
                 if message.type is WSMsgType.BINARY:
-                    self._take(decode_client_frame(message.data))
+                    for frame in decode_client_frames(message.data):
+                        self._take(frame)
             stepping.cancel()
         return socket_
 
@@ -129,12 +134,15 @@ class TrivialEngine:
             await asyncio.sleep(0)
 
     def _step(self) -> Step:
-        handles = list(self._running)
+        handles: list[int] = []
         finishes: list[tuple[int, Finish]] = []
-        for handle in handles:
-            self._lengths[handle] += 1
-            if self._lengths[handle] >= self._running[handle].sampling.max_tokens:
-                del self._running[handle]
+        for handle, request in list(self._running.items()):
+            left = request.sampling.max_tokens - self._lengths[handle]
+            num_new = 1 if request.eager else left
+            handles += [handle] * num_new
+            self._lengths[handle] += num_new
+            if num_new == left:
+                del self._running[handle], self._lengths[handle]
                 finishes.append((handle, Finish(FinishReason.LENGTH)))
         self._num_tokens += len(handles)
         now = time.monotonic()
@@ -175,10 +183,14 @@ async def engine(port: int) -> None:
 
 
 async def midflight(port: int, engine_port: int) -> None:
+    """Assembled as the rollout process is, the collector's threshold included."""
+    import gc
+
     from midflight.config.sections import Config
     from midflight.engines.remote import RemoteEngine
     from midflight.gateway.http import build_app
     from midflight.observe.prometheus import Metrics
+    from midflight.run.child import GC_THRESHOLD
     from midflight.run.http_server import serve_app
     from midflight.run.parts import serve_while
     from midflight.run.system import Serving
@@ -186,6 +198,8 @@ async def midflight(port: int, engine_port: int) -> None:
     from midflight.text.tokenizer import Tokenizer
     from midflight.types import GroupKey, RolloutKey, SamplingParams
 
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
     metrics = Metrics()
     remote = RemoteEngine("trivial", f"http://127.0.0.1:{engine_port}", token=None, observer=metrics)
 

@@ -5,7 +5,7 @@ import pytest
 from tests.engines.models import ask
 
 from midflight.engines.output import StepOutput, TokenRow, Top
-from midflight.engines.wire import Step, Submit, decode_client_frame, decode_engine_frame, encode, pack_step, step_rows
+from midflight.engines.wire import Abort, Step, Submit, decode_client_frames, decode_engine_frame, encode, pack_step, step_rows
 from midflight.errors import RequestRejected
 from midflight.types import Finish, FinishReason, Grammar, GrammarKind
 
@@ -68,4 +68,4 @@ def test_a_request_arrives_with_all_it_asks_for() -> None:
         grammar=Grammar(GrammarKind.LARK, 'start: "a"'),
         top_logprobs=7,
     )
-    assert decode_client_frame(encode(Submit(5, request))) == Submit(5, request)
+    assert decode_client_frames(encode([Submit(5, request), Abort(4)])) == [Submit(5, request), Abort(4)]

@@ -210,7 +210,10 @@ async def _send_all(outbox: asyncio.Queue[ClientFrame], socket: aiohttp.ClientWe
     """Waits for frames to send; ended by its task group. What a lost connection means is for the receiver to say."""
     with contextlib.suppress(*_LOSSES):
         while True:
-            await socket.send_bytes(encode(await outbox.get()))
+            frames = [await outbox.get()]
+            while not outbox.empty():
+                frames.append(outbox.get_nowait())
+            await socket.send_bytes(encode(frames))
 
 
 def _decoded(content: bytes, kind: type[R]) -> R:

@@ -73,11 +73,12 @@ ClientFrame = Submit | Abort
 EngineFrame = Hello | Step | Rejected
 
 encode = msgspec.msgpack.Encoder().encode
-_client_decoder = msgspec.msgpack.Decoder(ClientFrame)
+_client_decoder = msgspec.msgpack.Decoder(list[ClientFrame])
 _engine_decoder = msgspec.msgpack.Decoder(EngineFrame)
 
 
-def decode_client_frame(data: bytes) -> ClientFrame:
+def decode_client_frames(data: bytes) -> list[ClientFrame]:
+    """A message of a client holds all that it had to say at that moment."""
     return _client_decoder.decode(data)
 
 

@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.output import StepOutput
-from midflight.engines.wire import Abort, EngineFrame, Hello, Rejected, Submit, decode_client_frame, encode, pack_step
+from midflight.engines.wire import Abort, EngineFrame, Hello, Rejected, Submit, decode_client_frames, encode, pack_step
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.types import GenerateRequest
 
@@ -94,17 +94,17 @@ async def _send_all(outlet: StreamOutlet, socket: WebSocket) -> None:
 async def _receive_all(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, socket: WebSocket, tasks: asyncio.TaskGroup) -> None:
     """Waits for the client's frames; ended by `WebSocketDisconnect`. What waits for its grammar does so in a task of `tasks`."""
     while True:
-        frame = decode_client_frame(await socket.receive_bytes())
-        match frame:
-            case Submit(handle=handle, request=request) if request.sampling.grammar is None:
-                await _submit(engine, outlet, number, handle, request)
-            case Submit(handle=handle, request=request):
-                task = outlet.compiling[handle] = tasks.create_task(_compile(engine, outlet, number, handle, request))
-                task.add_done_callback(lambda _, done=handle: outlet.compiling.pop(done, None))
-            case Abort(handle=handle) if handle in outlet.compiling:
-                outlet.compiling[handle].cancel()
-            case Abort(handle=handle):
-                engine.abort_handles(frozenset(inner for inner, outer in outlet.numbers.items() if outer == handle))
+        for frame in decode_client_frames(await socket.receive_bytes()):
+            match frame:
+                case Submit(handle=handle, request=request) if request.sampling.grammar is None:
+                    await _submit(engine, outlet, number, handle, request)
+                case Submit(handle=handle, request=request):
+                    task = outlet.compiling[handle] = tasks.create_task(_compile(engine, outlet, number, handle, request))
+                    task.add_done_callback(lambda _, done=handle: outlet.compiling.pop(done, None))
+                case Abort(handle=handle) if handle in outlet.compiling:
+                    outlet.compiling[handle].cancel()
+                case Abort(handle=handle):
+                    engine.abort_handles(frozenset(inner for inner, outer in outlet.numbers.items() if outer == handle))
 
 
 async def _compile(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, handle: int, request: GenerateRequest) -> None:
