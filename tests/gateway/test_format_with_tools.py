@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
+from typing import Any, Literal
 
+import openai
 import pytest
+from pydantic import BaseModel
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, offered
 from tests.text.written import CODER, model
 
@@ -173,5 +175,30 @@ def test_without_a_tool_format_what_looks_like_a_call_is_content_unless_it_was_f
             body = {"model": "policy", **REQUESTS["/v1/chat/completions"], "tool_choice": choice, "response_format": None}
             answer = await it.http.post("/v1/chat/completions", json=body)
             assert said("/v1/chat/completions", answer.json()) == (calls, content)
+
+    run_virtual(main())
+
+
+class Point(BaseModel):
+    x: Literal[1, 2]
+
+
+class Weather(BaseModel):
+    city: Literal["Rome", "Oslo"]
+
+
+def test_the_sdk_parses_either_answer_into_its_type() -> None:
+    """As agent frameworks ask: an output type, and strict tools beside it."""
+
+    async def main() -> None:
+        found: set[type] = set()
+        async with offered(Walker(), limits=ALL) as it:
+            tool = openai.pydantic_function_tool(Weather)
+            for _ in range(10):
+                answer = await it.sdk().chat.completions.parse(model="policy", messages=HI, response_format=Point, tools=[tool])
+                message = answer.choices[0].message
+                parsed = [call.function.parsed_arguments for call in message.tool_calls or []] or [message.parsed]
+                found |= {type(value) for value in parsed}
+        assert found == {Point, Weather}
 
     run_virtual(main())
