@@ -112,7 +112,8 @@ class TokenTree:
         )
 
     def _going_on(self, node: Node, text: str, rest: str, *, history: bytes | None = None, rewritten: bool = False) -> Prompt:
-        rest_ids = self._tokenizer.encode(rest)
+        last = unpacked((node.output or node.tail)[-4:])
+        rest_ids = self._tokenizer.encode_after(last[0], rest) if last else self._tokenizer.encode(rest)
         respelled = node.respelled or self._matcher.respelled(node, text, rest, rest_ids)
         return Prompt(unpacked(node.packed_ids) + rest_ids, text, history, node, respelled, rewritten)
 

@@ -15,6 +15,9 @@ from midflight.text.byte_tokenizer import byte_letters_to_bytes
 from midflight.text.template import ChatTemplate, Message
 from midflight.types import Json
 
+_ANCHOR = "\ue000"
+"""A letter of no script, which no vocabulary joins with others."""
+
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -54,6 +57,22 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_after(self, token_id: int, text: str) -> tuple[int, ...]:
+        """Ids of a text that goes on from this token: without the blank that some tokenizers (SentencePiece) put before a text."""
+        if not (text and self._adds_a_blank):
+            return self.encode(text)
+        special = self.backend.id_to_token(token_id) if token_id in self.special_token_ids else None
+        return self._encode_behind(special or _ANCHOR, text)
+
+    @cached_property
+    def _adds_a_blank(self) -> bool:
+        return self._encode_behind(_ANCHOR, "x") != self.encode("x")
+
+    def _encode_behind(self, anchor: str, text: str) -> tuple[int, ...]:
+        """Ids of the text alone, tokenised behind the anchor; as a text of its own where the two do not come apart."""
+        lead, whole = self.encode(anchor), self.encode(anchor + text)
+        return whole[len(lead) :] if whole[: len(lead)] == lead else self.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False, keep: frozenset[int] = frozenset()) -> str:
         """`keep`: special tokens that are written all the same."""
