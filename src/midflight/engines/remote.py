@@ -7,13 +7,13 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from midflight.engines.streams import ChunkStreams
+from midflight.engines.streams import ChunkStream, ChunkStreams
 from midflight.engines.wire import (
     STREAM_PATH,
     Abort,
@@ -87,21 +87,10 @@ class RemoteEngine:
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """Each wait is for a step of the engine, or for the loss of the connection, which raises `EngineUnavailable`."""
-        handle = next(self._counter)
-        stream = self._streams.open(handle, request)
-        try:
-            self._send(Submit(handle, request))
-            while True:
-                chunk = await stream.next()
-                yield chunk
-                if chunk.finish is not None:
-                    return
-        finally:
-            if self._streams.close(handle, stream):
-                with contextlib.suppress(EngineUnavailable):
-                    self._send(Abort(handle))
+    def generate(self, request: GenerateRequest) -> _Answer:
+        """Sent when it is first iterated. Each wait is for a step of the engine, or for the loss of the connection, which raises
+        `EngineUnavailable`."""
+        return _Answer(request, next(self._counter), self._streams, self._send)
 
     async def abort(self, request_id: str | None) -> None:
         await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
@@ -204,6 +193,42 @@ class RemoteEngine:
 
     def _unavailable(self, what: str) -> EngineUnavailable:
         return EngineUnavailable(f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or wait for this one.")
+
+
+class _Answer:
+    """The chunks of one request. `aclose` aborts it if it has not ended."""
+
+    def __init__(self, request: GenerateRequest, handle: int, streams: ChunkStreams, send: Callable[[ClientFrame], None]) -> None:
+        self._request, self._handle, self._streams, self._send = request, handle, streams, send
+        self._stream: ChunkStream | None = None
+        self._closed = False
+
+    def __aiter__(self) -> _Answer:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            if self._stream is None:
+                self._stream = self._streams.open(self._handle, self._request)
+                self._send(Submit(self._handle, self._request))
+            chunk = await self._stream.next()
+        except BaseException:
+            self._close()
+            raise
+        if chunk.finish is not None:
+            self._close()
+        return chunk
+
+    async def aclose(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        if self._stream is not None and self._streams.close(self._handle, self._stream):
+            with contextlib.suppress(EngineUnavailable):
+                self._send(Abort(self._handle))
 
 
 async def _send_all(outbox: asyncio.Queue[ClientFrame], socket: aiohttp.ClientWebSocketResponse) -> None:

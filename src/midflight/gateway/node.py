@@ -7,11 +7,10 @@ lengths and digests, because whoever asks sends the text again.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import numpy as np
 
 from midflight.types import FinishReason, Segment, Turn
 
@@ -20,11 +19,11 @@ _ID_BYTES = 4
 
 def packed(token_ids: Sequence[int]) -> bytes:
     """Ids as little-endian int32: prefixes of ids are prefixes of bytes."""
-    return np.asarray(token_ids, dtype="<i4").tobytes()
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
 def unpacked(data: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+    return struct.unpack(f"<{len(data) // _ID_BYTES}i", data)
 
 
 def text_digest(text: str) -> bytes:
@@ -104,7 +103,7 @@ class Node:
             start=prompt.parent.end if prompt.parent is not None else 0,
             tail=prompt.tail,
             output=packed(turn.output_ids),
-            logprobs=np.asarray(turn.logprobs, dtype="<f4").tobytes(),
+            logprobs=struct.pack(f"<{len(turn.logprobs)}f", *turn.logprobs),
             segments=turn.segments,
             reason=turn.finish.reason,
             policy_sampled=turn.policy_sampled,
