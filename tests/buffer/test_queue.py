@@ -183,6 +183,24 @@ def test_a_trainer_that_asks_again_gets_the_same_batch_even_while_its_next_take_
     check(story)
 
 
+def test_a_trainer_that_asks_again_before_its_batch_is_there_does_not_wait_for_its_next_take() -> None:
+    async def story() -> None:
+        bench = Bench(limits(1, 1))
+        first = await bench.admit()
+        async with asyncio.TaskGroup() as tasks:
+            takes = [tasks.create_task(bench.queue.take(version)) for version in (0, 1, 0)]
+            await asyncio.sleep(1)
+            bench.queue.put(group(first, (0,)))
+            await asyncio.sleep(1)
+            assert [take.done() for take in takes] == [True, False, True]
+            assert takes[0].result() is takes[2].result()
+            bench.queue.put(group(await bench.admit(), (0,)))
+            await asyncio.sleep(1)
+            assert takes[1].done()
+
+    check(story)
+
+
 def test_a_cancelled_take_leaves_its_place_to_the_next() -> None:
     async def story() -> None:
         bench = Bench(limits(1, 0))

@@ -77,13 +77,17 @@ class GroupQueue:
         It ends: every running group has a deadline, and a dropped one is replaced (proof in `staleness`). Asked again before
         `done`, it gives the same batch at once. Ended by `close` with `Stopping`.
         """
-        if (held := self._buffer.held(train_version)) is not None:
+        while (held := self._buffer.held(train_version)) is None and self._taking.locked():
+            await self._changed.wait()  # not for the lock: the batch may be there while another take waits with it
+        if held is not None:
             return held
-        async with self._taking:
-            batch = await self._until(lambda: self._buffer.lease(train_version, self._running()), who="trainer")
+        try:
+            async with self._taking:
+                batch = await self._until(lambda: self._buffer.lease(train_version, self._running()), who="trainer")
+        finally:
+            self._wake()
         if batch.lease > self._newest_lease:
             self._newest_lease = batch.lease
-            self._wake()
             self._observe(batch)
         return batch
 
