@@ -1,0 +1,74 @@
+"""A gateway over HTTP in memory and two scripted engines, with everything that can happen to them, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import httpx2
+from tests.gateway.offered import Seen
+
+from midflight.gateway.control import Control
+from midflight.gateway.fleet import Fleet
+from midflight.gateway.gateway import Gateway
+from midflight.gateway.health import HealthWatch
+from midflight.gateway.http import build_app
+from midflight.gateway.memory import MemoryTransport
+from midflight.gateway.resume import Generator
+from midflight.gateway.sampling import Limits
+from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.scripted import CAPABLE, ScriptedEngine
+from midflight.types import PauseMode
+
+
+class Site:
+    """A gateway over two scripted engines, and what can happen to them."""
+
+    def __init__(self, engines: Sequence[ScriptedEngine] | None = None) -> None:
+        self.engines = engines or [ScriptedEngine(f"e{k}", script=Script(mean_length=30)) for k in range(2)]
+        self.fleet = Fleet()
+        for engine in self.engines:
+            self.fleet.attach(engine)
+        generator = Generator(self.fleet, tokenizer=scripted_tokenizer(), request_seconds=600)
+        self.control = Control(self.fleet, generator)
+        self.health = HealthWatch(self.fleet, interval_seconds=0.2, stall_seconds=1.0)
+        self.gateway = Gateway(generator, scripted_tokenizer(), Seen(), model="policy", limits=Limits(4096, 262, features=CAPABLE.features))
+        self.gateway.address = "http://memory"
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx2.AsyncClient]:
+        app = build_app(self.gateway, self.control)
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self.health.run())
+            async with httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://memory", timeout=None) as http:
+                yield http
+            watch.cancel()
+
+    async def disturb(self, events: list[tuple[float, str, int]]) -> None:
+        """(seconds since the last, what, which engine)."""
+        for seconds, what, which in events:
+            await asyncio.sleep(seconds)
+            engine = self.engines[which]
+            match what:
+                case "abort":
+                    if engine.name not in {s.name for s in self.fleet.states() if s.error}:
+                        await engine.abort(None)
+                case "restart":
+                    engine.die()
+                    await asyncio.sleep(0.05)
+                    engine.revive()
+                case "stall":
+                    engine.stall()
+                    await asyncio.sleep(1.5)
+                    engine.unstall()
+                case "nonsense":
+                    engine.mangle = lambda chunk: [replace(chunk, logprobs=(math.nan,) * len(chunk.token_ids))]
+                    await asyncio.sleep(0.05)
+                    engine.mangle = None
+                case mode:
+                    await self.control.pause(PauseMode(mode.removeprefix("pause by ")))
+                    await asyncio.sleep(0.3)
+                    await self.control.resume()
