@@ -2,6 +2,7 @@
 
 | the last message | the answer |
 |---|---|
+| a tool's result, and JSON was asked for | `{"city": "Paris", "weather": <result>}` |
 | a tool's result | `The tool said: <result>.`; for an agent that must end by a call, a call of `final_answer` with it |
 | `count` | one two three four five |
 | asks for the weather, tools are offered | a call of `get_weather` for each city named |
@@ -32,16 +33,26 @@ CITIES = ("Paris", "Rome")
 
 def reply(prompt: str) -> str:
     """The model's answer to a rendered conversation."""
-    head, _, last = prompt.removesuffix("<|assistant|>").removesuffix("<|end|>").rpartition("<|")
-    role, _, text = last.partition("|>")
+    head, role, text = parted(prompt.removesuffix("<|assistant|>"))
+    if role == "system":  # some clients repeat their instructions at the end
+        head, role, text = parted(head)
     if "code_block_tags" in head or "```python" in head or "<code>" in head:
         return code()
     result = text if role == "tool" else (found[-1] if (found := re.findall(r"sunny in \w+", text)) and "Observation" in text else None)
+    if result is not None and "in JSON" in prompt:
+        return json.dumps({"city": "Paris", "weather": result})
     if result is not None:
         return call("final_answer", answer=f"The tool said: {result}.") if '"final_answer"' in head else f"The tool said: {result}."
     if "weather" in text and "get_weather" in head:
         return "\n".join(call("get_weather", city=city) for city in CITIES if city in text)
     return "one two three four five" if "count" in text else "hello"
+
+
+def parted(conversation: str) -> tuple[str, str, str]:
+    """What comes before the last message, its role and its text."""
+    head, _, last = conversation.removesuffix("<|end|>").rpartition("<|")
+    role, _, text = last.partition("|>")
+    return head, role, text
 
 
 def call(name: str, **arguments: str) -> str:

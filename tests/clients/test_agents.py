@@ -35,6 +35,28 @@ def test_openai_agents_over_responses_and_over_chat(scripted: str) -> None:
         assert asyncio.run(_streamed(agents, agent)) == "The tool said: sunny in Paris."
 
 
+def test_openai_agents_use_tools_and_end_with_a_typed_answer(scripted: str) -> None:
+    agents = pytest.importorskip("agents")
+    openai = pytest.importorskip("openai")
+    from pydantic import BaseModel
+
+    class Report(BaseModel):
+        city: str
+        weather: str
+
+    agents.set_tracing_disabled(True)
+    sdk = openai.AsyncOpenAI(base_url=f"{scripted}/v1", api_key="sk-any")
+    for model in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
+        agent = agents.Agent(
+            name="a",
+            instructions="Use the tool, answer in JSON.",
+            model=model(model="policy", openai_client=sdk),
+            tools=[agents.function_tool(weather, name_override="get_weather")],
+            output_type=Report,
+        )
+        assert asyncio.run(agents.Runner.run(agent, QUESTION)).final_output == Report(city="Paris", weather="sunny in Paris")
+
+
 async def _streamed(agents: Any, agent: Any) -> str:
     run = agents.Runner.run_streamed(agent, QUESTION)
     async for _ in run.stream_events():
@@ -95,6 +117,27 @@ def test_pydantic_ai_runs_tools_and_typed_output(scripted: str, served: str) -> 
     random = OpenAIChatModel("policy", provider=OpenAIProvider(base_url=f"{served}/v1", api_key="sk-any"))
     typed = pydantic_ai.Agent(random, output_type=Bit, model_settings={"max_tokens": 500, "parallel_tool_calls": False})
     assert typed.run_sync("yes or no?").output.bit in (True, False)
+
+
+def test_pydantic_ai_uses_tools_and_ends_with_a_native_typed_answer(scripted: str) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic import BaseModel
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Report(BaseModel):
+        city: str
+        weather: str
+
+    model = OpenAIChatModel(
+        "policy",
+        provider=OpenAIProvider(base_url=f"{scripted}/v1", api_key="sk-any"),
+        profile={"supports_json_schema_output": True},
+    )
+    agent = pydantic_ai.Agent(
+        model, tools=[pydantic_ai.Tool(weather, name="get_weather")], instructions="Answer in JSON.", output_type=pydantic_ai.NativeOutput(Report)
+    )
+    assert agent.run_sync(QUESTION).output == Report(city="Paris", weather="sunny in Paris")
 
 
 def test_pydantic_ai_over_the_anthropic_dialect(scripted: str) -> None:

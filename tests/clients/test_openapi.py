@@ -25,7 +25,11 @@ MESSAGES = {
         "additionalProperties": False,
     },
 }
-PROMPTS = {"messages": MESSAGES, "input": {"anyOf": [TEXT, MESSAGES]}, "prompt": {"anyOf": [TEXT, {"type": "array", "minItems": 1, "items": TEXT}]}}
+PROMPTS = {
+    "messages": MESSAGES,
+    "input": {"anyOf": [TEXT, MESSAGES]},
+    "prompt": {"anyOf": [TEXT, {"type": "array", "minItems": 1, "items": TEXT}]},
+}
 
 
 def document(url: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ MAX_STOPS = 16
 MAX_VALUES = 2**20
 """Values in one body, such as the ids of prompts: they are read in a few tenths of a second, in which nothing else happens."""
 
-MAX_BIASES = 1024
+MAX_BIASES = 300
 """Tokens of one `logit_bias`: they travel with the request, and each changes a row of logits at every step."""
 
 MAX_TOP_LOGPROBS = 20
