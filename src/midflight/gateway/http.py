@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 
@@ -154,6 +155,8 @@ class CompletionEndpoint:
                 told = tasks.create_task(telling.tell(send), name="tell") if generates and streams else None
                 if generates:
                     await self._generate(ongoing)
+                if ongoing.error is not None:
+                    await watch.look()
                 await (told or telling.tell(send))
                 watch.end()
         except BaseExceptionGroup as errors:
@@ -186,6 +189,14 @@ class Watch:
         self._tasks, self._receive, self._reader = tasks, receive, reader
         self._task: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._begin)
+
+    async def look(self) -> None:
+        """Notices a client who has gone already: an error after that is none of his. Waits for one turn of the event loop."""
+        if self._task is None:
+            self._timer.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    await self._run()
 
     def end(self) -> None:
         """The client was told."""
