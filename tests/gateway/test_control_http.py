@@ -201,3 +201,21 @@ async def end_well(http: httpx2.AsyncClient, works: list[Coroutine[Any, Any, Non
         for work in works:
             group.create_task(work)
     await post(http, "/continue_generation")
+
+
+@pytest.mark.parametrize("loop_seed", range(12))
+def test_a_client_who_leaves_a_stream_is_no_failed_request(loop_seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever comes first in the instant: that he is seen to be gone, or that his generation has ended for it."""
+
+    async def main() -> None:
+        site = Site()
+        async with site.http() as http, asyncio.TaskGroup() as group:
+            agents = Agents(http, group)
+            for name in KINDS:
+                for place in range(4):
+                    agents.ask(name, stream=True, patience=0.1 + 0.005 * place)
+            await asyncio.sleep(5)
+
+    calm("chat", True)
+    run_virtual(main(), seed=loop_seed)
+    assert not caplog.records

@@ -73,7 +73,7 @@ class AnswerStream:
             silence.stop()
         if ongoing.error is None:
             await self._send(send, self._frames(events) + self._closing(), last=True)
-        elif self.started:
+        elif self.started and not reader.gone:
             self._failed(ongoing.error)
             await self._send(send, self._frames(events) + self._broken(ongoing.error), last=True)
         else:
