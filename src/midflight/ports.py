@@ -138,6 +138,10 @@ class Observer(Protocol):
     def turn_finished(
         self, *, session_id: str, num_prompt_tokens: int, num_output_tokens: int, num_versions: int, num_resumes: int, seconds: float
     ) -> None: ...
+    def session_closed(self, *, num_turns: int, num_branches: int, num_rewritten: int, num_mismatches: int) -> None:
+        """A session ended; the counts are those of its `SessionRecord`."""
+        ...
+
     def request_failed(self, *, session_id: str | None, status: int, error: str) -> None:
         """A request of an agent ended in an error at the agent's edge."""
         ...

@@ -93,7 +93,11 @@ class Seen:
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
+        self.closed: list[dict[str, Any]] = []
         self.failures: list[dict[str, Any]] = []
+
+    def session_closed(self, **fact: Any) -> None:
+        self.closed.append(fact)
 
     def turn_finished(self, **fact: Any) -> None:
         self.turns.append(fact)

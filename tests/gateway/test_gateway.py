@@ -90,6 +90,39 @@ def test_choices_run_together_and_each_has_its_own_seed() -> None:
     run_virtual(main())
 
 
+def test_a_closed_session_is_told_once_with_what_its_tree_counted() -> None:
+    """The second chat repeats the first, as a second sample does: a branch."""
+
+    async def main() -> None:
+        seen = Seen()
+        gateway = make_gateway(ScriptedGenerator(), seen)
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=None, api_key=handle.api_key)
+        for _ in range(2):
+            await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
+        gateway.close(handle.session_id)
+        gateway.close(handle.session_id)
+        assert seen.closed == [{"num_turns": 2, "num_branches": 1, "num_rewritten": 0, "num_mismatches": 0}]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("count_all", "rows", "dropped"), [(False, 1, {Reason.UNCHOSEN: 4}), (True, 2, {})])
+def test_a_run_may_train_on_the_choices_that_its_agents_left_behind(count_all: bool, rows: int, dropped: dict[Reason, int]) -> None:
+    async def main() -> None:
+        generator = ScriptedGenerator(texts=["ab<|end|>", "cde<|end|>", "f<|end|>"])
+        gateway = make_gateway(generator, Seen(), count_all_choices=count_all)
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        session = gateway.session_for(path_token=None, api_key=handle.api_key)
+        chosen, _ = await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,), n=2)))
+        more = (*CHAT.messages, {"role": "assistant", "content": chosen.text}, {"role": "user", "content": "go on"})
+        await gateway.answers(gateway.prepare(session, CompletionCall((Messages(more),))))
+        record = gateway.close(handle.session_id)
+        assert (chosen.text, len(record.rows), record.dropped) == ("ab", rows, dropped)
+
+    run_virtual(main())
+
+
 def test_deltas_and_tail_join_to_the_text() -> None:
     async def main() -> None:
         generator = ScriptedGenerator(texts=["ab東<|end|>"])

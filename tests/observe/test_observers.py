@@ -18,6 +18,7 @@ from midflight.types import Reason
 def tell_everything(observer: Observer) -> None:
     decode(observer, 1.0, 2.0)
     observer.turn_finished(session_id="s", num_prompt_tokens=3, num_output_tokens=4, num_versions=2, num_resumes=1, seconds=0.1)
+    observer.session_closed(num_turns=3, num_branches=1, num_rewritten=1, num_mismatches=0)
     observer.request_failed(session_id=None, status=503, error="no engine")
     rollout(observer, None)
     observer.group_finished(key=KEY.group, num_trajectories=8, mean_reward=0.5)

@@ -133,6 +133,8 @@ class EnvironmentSection(Section):
     """Output tokens of one request unless the agent asks otherwise; larger allows longer answers."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature of the policy; larger explores more."""
+    count_all_choices: bool = False
+    """Train on every choice of a request with n > 1; by default only on those the agent went on from, if it went on from any."""
     rollout_seconds: Seconds = 60.0
     """Deadline of one rollout, pauses excluded; larger waits longer for a hung agent, and so do steps."""
 

@@ -93,6 +93,7 @@ class Gateway:
         max_requests: int = 4096,
         orphan_seconds: float = 30.0,
         anonymous: bool = True,
+        count_all_choices: bool = False,
         message_format: MessageFormat | None = None,
     ) -> None:
         """`anonymous`: requests without a session's token are answered, untracked. `message_format`: default, by the chat template."""
@@ -115,17 +116,20 @@ class Gateway:
         self._anonymous = anonymous
         self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format)
         self._prefix = secrets.token_hex(4)
+        self._count_all_choices = count_all_choices
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
         self._serial = 0
 
     # --- Sessions, for their owner -----------------------------------------------------------------------------------
 
-    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, count_all_choices: bool = False) -> OpenSession:
+    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, count_all_choices: bool | None = None) -> OpenSession:
         """`sampling` gives defaults, and the temperature that counts as the policy's. Too many sessions: `Overloaded`.
 
-        `count_all_choices`: choices (n > 1) that the agent did not continue are trained too, not dropped(unchosen)."""
-        handle = self._sessions.open(key, sampling=sampling, tracked=tracked, address=self.address, count_all_choices=count_all_choices)
+        `count_all_choices`: choices (n > 1) that the agent did not continue are trained too, not dropped(unchosen); default: the
+        gateway's."""
+        counts_all = self._count_all_choices if count_all_choices is None else count_all_choices
+        handle = self._sessions.open(key, sampling=sampling, tracked=tracked, address=self.address, count_all_choices=counts_all)
         if tracked and key in self._recorded:
             self._sessions.get(handle.session_id).recorded = self._recorded.pop(key)
         return handle
@@ -136,7 +140,15 @@ class Gateway:
 
     def close(self, session_id: str) -> SessionRecord:
         """Ends the session; what runs in it is cancelled with `SessionClosed`. Closing again gives the record without rows."""
+        first = session_id in self._sessions
         record = self._sessions.close(session_id)
+        if first:
+            self._observer.session_closed(
+                num_turns=record.num_turns,
+                num_branches=record.num_branches,
+                num_rewritten=record.num_rewritten,
+                num_mismatches=record.num_mismatches,
+            )
         for scope in self._scopes.pop(session_id, ()):
             scope.reschedule(asyncio.get_running_loop().time())
         self._generator.forget(session_id)

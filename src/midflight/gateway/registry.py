@@ -51,6 +51,10 @@ class SessionRegistry:
         self._ended: OrderedDict[str, SessionRecord] = OrderedDict()
         self._serial = 0
 
+    def __contains__(self, session_id: str) -> bool:
+        """Whether the session is live."""
+        return session_id in self._live
+
     def __len__(self) -> int:
         return len(self._live)
 

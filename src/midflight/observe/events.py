@@ -31,6 +31,13 @@ class TurnFinished(msgspec.Struct, frozen=True, tag="turn_finished"):
     seconds: float
 
 
+class SessionClosed(msgspec.Struct, frozen=True, tag="session_closed"):
+    num_turns: int
+    num_branches: int
+    num_rewritten: int
+    num_mismatches: int
+
+
 class RequestFailed(msgspec.Struct, frozen=True, tag="request_failed"):
     session_id: str | None
     status: int
@@ -107,6 +114,7 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
 Event = (
     EngineStepped
     | TurnFinished
+    | SessionClosed
     | RequestFailed
     | RolloutFinished
     | GroupFinished
@@ -142,6 +150,9 @@ class Relay:
         self, *, session_id: str, num_prompt_tokens: int, num_output_tokens: int, num_versions: int, num_resumes: int, seconds: float
     ) -> None:
         self._send(TurnFinished(session_id, num_prompt_tokens, num_output_tokens, num_versions, num_resumes, seconds))
+
+    def session_closed(self, *, num_turns: int, num_branches: int, num_rewritten: int, num_mismatches: int) -> None:
+        self._send(SessionClosed(num_turns, num_branches, num_rewritten, num_mismatches))
 
     def request_failed(self, *, session_id: str | None, status: int, error: str) -> None:
         self._send(RequestFailed(session_id, status, error))

@@ -26,6 +26,12 @@ class Metrics(Silent):
         self._step_seconds = Histogram(
             "midflight_engine_step_seconds", "Length of one decode step.", ["engine"], buckets=SECONDS, registry=r
         )
+        self._sessions = Counter("midflight_sessions_closed", "Sessions that ended.", registry=r)
+        self._branches = Counter("midflight_branches", "Turns that did not go on from the newest end of their session.", registry=r)
+        self._rewritten = Counter(
+            "midflight_rewritten_histories", "Chats whose recorded history was sent or written otherwise.", registry=r
+        )
+        self._mismatches = Counter("midflight_retokenisation_mismatches", "Prompts that tokenising anew would have changed.", registry=r)
         self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
         self._turns = Counter("midflight_turns", "Answers given to agents.", registry=r)
         self._prompt_tokens = Counter("midflight_prompt_tokens", "Prompt tokens of those answers.", registry=r)
@@ -74,6 +80,12 @@ class Metrics(Silent):
         self._turn_seconds.observe(seconds)
         self._resumes.inc(num_resumes)
         self._spanning.inc(int(num_versions > 1))
+
+    def session_closed(self, *, num_turns: int, num_branches: int, num_rewritten: int, num_mismatches: int) -> None:
+        self._sessions.inc()
+        self._branches.inc(num_branches)
+        self._rewritten.inc(num_rewritten)
+        self._mismatches.inc(num_mismatches)
 
     def request_failed(self, *, session_id: str | None, status: int, error: str) -> None:
         self._failed.labels(str(status)).inc()

@@ -115,6 +115,7 @@ class Serving:
             max_requests=config.gateway.max_requests,
             orphan_seconds=config.gateway.orphan_seconds,
             anonymous=anonymous,
+            count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
         )
 
