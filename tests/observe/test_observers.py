@@ -65,5 +65,5 @@ def test_one_failing_observer_hurts_neither_the_run_nor_the_others_and_is_logged
     recorder = Recorder()
     with caplog.at_level(logging.ERROR):
         tell_everything(Fanout([Relay(fail), recorder]))
-    assert len(recorder.events) == 13
+    assert len(recorder.events) == 14
     assert len(caplog.records) == 1 and "disk full" in caplog.text
