@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import collections.abc
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
+from types import TracebackType
 
 from midflight.errors import EngineError, EngineUnavailable, NoEngine, RequestTimeout
 from midflight.gateway.deadline import Cut, Deadline, Expired
@@ -74,27 +74,24 @@ class Generation:
     async def _run(self) -> AsyncGenerator[Chunk, None]:
         """Attempts until the answer has ended. The last chunk is given when engine and registry have been left, so a caller
         that reads no further leaves nothing behind."""
-        with closing(self._deadline), self._generator.registered(self):
+        self._generator.began(self)
+        try:
             final = self._closing_chunk()
             while final is None:
                 lease = await self._place()
                 if lease is not None:
-                    num_before = self._splice.num_output
-                    stream = lease.engine.generate(self._attempt())
-                    try:
+                    async with _Attempt(self._fleet, lease, self._splice, self._attempt()) as stream:
                         while final is None and (chunk := await self._next(lease, stream)) is not None:
                             if chunk.finish is not None:
                                 final = chunk
                             elif chunk.token_ids:
                                 yield chunk
-                    finally:
-                        try:
-                            await _close(stream, ended=self._splice.ended)
-                        finally:
-                            self._fleet.leave(lease)
-                    self._count_fruitless(num_before)
+                    self._count_fruitless()
                 final = final or self._closing_chunk()
                 self._raise_if_fruitless(final)
+        finally:
+            self._generator.ended(self)
+            self._deadline.close()
         self.finish = final.finish
         yield final
 
@@ -143,8 +140,8 @@ class Generation:
             f"{self._deadline.seconds:g} s (holds excluded). Raise gateway.request_seconds or ask for fewer tokens."
         )
 
-    def _count_fruitless(self, num_before: int) -> None:
-        self._num_fruitless = 0 if self._splice.num_output > num_before else self._num_fruitless + 1
+    def _count_fruitless(self) -> None:
+        self._num_fruitless = 0 if self._splice.num_gained else self._num_fruitless + 1
 
     def _raise_if_fruitless(self, final: Chunk | None) -> None:
         if final is None and self._num_fruitless >= _MAX_FRUITLESS:
@@ -202,13 +199,32 @@ class Generator:
         """32 hex digits, never the same again: engines match ids by prefix, and an old attempt may still be dying."""
         return f"{self._prefix}{next(self._attempts):016x}"
 
-    @contextmanager
-    def registered(self, generation: Generation) -> collections.abc.Generator[None, None, None]:
+    def began(self, generation: Generation) -> None:
         self._active[generation] = None
+
+    def ended(self, generation: Generation) -> None:
+        del self._active[generation]
+
+
+class _Attempt:
+    """One request to one engine: whatever ends it, the engine is told to stop and the place there is left."""
+
+    def __init__(self, fleet: Fleet, lease: Lease, splice: Splice, request: GenerateRequest) -> None:
+        self._fleet, self._lease, self._splice, self._request = fleet, lease, splice, request
+
+    async def __aenter__(self) -> AsyncIterator[Chunk]:
         try:
-            yield
+            self._stream = self._lease.engine.generate(self._request)
+        except BaseException:
+            self._fleet.leave(self._lease)
+            raise
+        return self._stream
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            await _close(self._stream, ended=self._splice.ended)
         finally:
-            del self._active[generation]
+            self._fleet.leave(self._lease)
 
 
 def _check_version(chunk: Chunk, lease: Lease) -> None:

@@ -33,6 +33,8 @@ class Splice:
         """Whether the current attempt has ended without finishing the answer."""
         self.ended = False
         """Whether the engine has said that the current attempt is over."""
+        self.num_gained = 0
+        """Output tokens of the current attempt."""
         self.num_overshoot = 0
         """Tokens received past a stop string or past the budget: cut, dropped(overshoot)."""
 
@@ -54,6 +56,7 @@ class Splice:
         """What to send now: the prompt and all tokens so far; seed, limits and `num_prompt_tokens` unchanged (DECISIONS 9)."""
         self._floor = None
         self.interrupted = self.ended = False
+        self.num_gained = 0
         asked = self._request
         return GenerateRequest(request_id, tuple(self._input_ids), asked.num_prompt_tokens, asked.sampling, eager=asked.eager)
 
@@ -69,6 +72,7 @@ class Splice:
         self._floor = chunk.version
         self.num_overshoot += len(chunk.token_ids) - kept
         self._input_ids.extend(chunk.token_ids[:kept])
+        self.num_gained += kept
         if kept:
             self.version, self.kv_version = chunk.version, chunk.kv_version
         if finish is None and chunk.finish is not None:
