@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.call import CompletionCall, Messages
 from midflight.gateway.dialects.chat_input import ROLES, conversation
-from midflight.gateway.dialects.fields import SamplingBody, Tokens, TopLogprobs, refuse_unknown_within
+from midflight.gateway.dialects.fields import SamplingBody, Tokens, TopLogprobs
 from midflight.gateway.dialects.tools import MAX_TOOLS, ToolBody, choice_of, tools_of
 from midflight.types import Json
 
@@ -56,8 +56,6 @@ class ChatBody(SamplingBody):
 
 def chat_call(body: ChatBody) -> CompletionCall:
     """The call that a chat means; raises `RequestRejected` where its fields contradict each other."""
-    if body.stream_options is not None:
-        refuse_unknown_within(body.stream_options, "stream_options")
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected(f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.", param="top_logprobs")
     tools = tools_of(body.tools or ())

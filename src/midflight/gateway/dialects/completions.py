@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Answer, CompletionCall, Delta, Event, Source, Text, TokenIds
 from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.dialects.fields import SamplingBody, TopLogprobs, parse, refuse_unknown_within
+from midflight.gateway.dialects.fields import SamplingBody, TopLogprobs, parse
 from midflight.gateway.dialects.wording import alternatives, token_name, token_text, usage, usage_so_far, weight_versions
 from midflight.text import Tokenizer
 from midflight.types import Json
@@ -160,8 +160,6 @@ def _envelope(reply: Reply, choices: list[Json]) -> _Object:
 
 def _check(body: CompletionBody) -> None:
     """What fields forbid together."""
-    if body.stream_options is not None:
-        refuse_unknown_within(body.stream_options, "stream_options")
     if body.echo:
         raise RequestRejected(
             "echo is not supported here: leave it out. Log-probabilities of a prompt are not known to the gateway.", param="echo"

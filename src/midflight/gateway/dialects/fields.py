@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -166,12 +166,8 @@ def _check_values(body: bytes) -> None:
         raise RequestRejected(f"the body holds about {marks} values: send {MAX_VALUES} at most, in several requests.")
 
 
-def refuse_unknown_within(body: Body, field: str) -> None:
-    """The same check for a nested body."""
-    _refuse_unknown(body, prefix=f"{field}.")
-
-
 def _refuse_unknown(body: Body, *, prefix: str) -> None:
+    """In the body, then in the bodies inside it."""
     for name, value in (body.model_extra or {}).items():
         if value is None or name in body.harmless or _is_neutral(value, body.neutral.get(name, ())):
             continue
@@ -183,6 +179,18 @@ def _refuse_unknown(body: Body, *, prefix: str) -> None:
         if remedy is not None:
             raise RequestRejected(f"{param} is not supported here: {remedy}.", param=param)
         raise RequestRejected(f"unknown field {param!r}: leave it out.{nearest(name, type(body).model_fields)}", param=param)
+    for name in type(body).model_fields:
+        for place, inner in _bodies(prefix + name, getattr(body, name)):
+            _refuse_unknown(inner, prefix=f"{place}.")
+
+
+def _bodies(place: str, value: object) -> list[tuple[str, Body]]:
+    """The bodies that a field holds, with their places. The first entry of a list says whether they are bodies: ids are many."""
+    if isinstance(value, Body):
+        return [(place, value)]
+    if isinstance(value, list) and value and isinstance(value[0], Body):
+        return [(f"{place}.{k}", item) for k, item in enumerate(cast("list[Body]", value))]
+    return []
 
 
 def _is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:

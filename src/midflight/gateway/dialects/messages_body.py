@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
-from midflight.gateway.dialects.fields import MAX_STOPS, Body, Probability, Seed, Temperature, Tokens, TopK, refuse_unknown_within, top_k
+from midflight.gateway.dialects.fields import MAX_STOPS, Body, Probability, Seed, Temperature, Tokens, TopK, top_k
 from midflight.gateway.dialects.messages_input import conversation
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.gateway.dialects.tools import MAX_TOOLS, check_known, tool_of
@@ -26,11 +26,17 @@ class ThreadRefused(RequestRejected):
     code = "thread_unsupported_request"
 
 
-class ClientTool(Body):
-    """A tool that the client runs. `type` is checked by hand, so that a tool of Anthropic's servers is refused by its name."""
+def _of_client(kind: str) -> str:
+    if kind != "custom":
+        raise ValueError("a tool of Anthropic's own, send one that the client runs, with an input_schema")
+    return kind
 
+
+class ClientTool(Body):
+    """A tool that the client runs. `type` is checked first, so that a tool of Anthropic's own is refused by its name."""
+
+    type: Annotated[str, AfterValidator(_of_client)] | None = None
     name: ToolName
-    type: str | None = None
     description: str | None = None
     input_schema: dict[str, JsonValue] | None = None
     strict: bool | None = None
@@ -108,14 +114,10 @@ class PromptBody(Body):
     def _options(self) -> dict[str, Json]:
         """Names that templates may read; the others write what they always write."""
         options: dict[str, Json] = {}
-        if self.thinking is not None:
-            refuse_unknown_within(self.thinking, "thinking")
-            if self.thinking.type != "adaptive":
-                options["enable_thinking"] = self.thinking.type == "enabled"
-        if self.output_config is not None:
-            refuse_unknown_within(self.output_config, "output_config")
-            if self.output_config.effort is not None:
-                options["reasoning_effort"] = self.output_config.effort
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            options["enable_thinking"] = self.thinking.type == "enabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            options["reasoning_effort"] = self.output_config.effort
         return options
 
 
@@ -149,8 +151,6 @@ class MessagesBody(PromptBody):
     def choice(self, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
         """Whether a tool must be called, and which."""
         choosing = self.tool_choice
-        if choosing is not None:
-            refuse_unknown_within(choosing, "tool_choice")
         if choosing is None or choosing.type == "auto":
             return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
         if choosing.type == "none":
@@ -174,7 +174,6 @@ class MessagesBody(PromptBody):
         form, param = self.output_format or newer, self.format_param
         if form is None:
             return None
-        refuse_unknown_within(form, param)
         schema = check_schema(form.json_schema, f"{param}.schema")
         return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":")))
 
@@ -199,12 +198,6 @@ def messages_call(body: MessagesBody) -> CompletionCall:
 
 
 def _tool(body: ClientTool, param: str) -> Tool:
-    if body.type not in (None, "custom"):
-        raise RequestRejected(
-            f"{param}.type is {body.type!r:.80}, a tool of Anthropic's own: send a tool that the client runs, with an input_schema.",
-            param=f"{param}.type",
-        )
-    refuse_unknown_within(body, param)
     if body.input_schema is None:
         raise RequestRejected(f"{param}.input_schema is missing: send it.", param=f"{param}.input_schema")
     return tool_of(body.name, body.description, body.input_schema, param=f"{param}.input_schema")

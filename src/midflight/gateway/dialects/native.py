@@ -26,7 +26,6 @@ from midflight.gateway.dialects.fields import (
     TopLogprobs,
     biases,
     parse,
-    refuse_unknown_within,
     stops,
     top_k,
 )
@@ -143,7 +142,6 @@ class NativeExchange:
     def __init__(self, body: bytes) -> None:
         parsed = parse(NativeBody, body)
         sampling = parsed.sampling_params or NativeSampling()
-        refuse_unknown_within(sampling, "sampling_params")
         _check(parsed)
         param = "text" if parsed.input_ids is None else "input_ids"
         prompt = parsed.text if parsed.input_ids is None else parsed.input_ids

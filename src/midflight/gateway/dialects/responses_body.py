@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
 from midflight.gateway.dialects.chat_body import RESERVED_OPTIONS, ReasoningEffort
-from midflight.gateway.dialects.fields import Body, SamplingBody, Tokens, TopLogprobs, refuse_unknown_within
+from midflight.gateway.dialects.fields import Body, SamplingBody, Tokens, TopLogprobs
 from midflight.gateway.dialects.grammars import ANY_OBJECT, MAX_LETTERS
 from midflight.gateway.dialects.responses_input import conversation
 from midflight.gateway.dialects.schemas import check_schema
@@ -138,16 +138,6 @@ def _refuse_unkept(body: ResponsesBody) -> None:
     for name, own in _OF_CHAT.items():
         if getattr(body, name) is not None:
             raise RequestRejected(f"{name} is a field of chat completions: send {own} instead.", param=name)
-    _refuse_unknown_inside(body)
-
-
-def _refuse_unknown_inside(body: ResponsesBody) -> None:
-    inner: list[tuple[str, Body | None]] = [("text", body.text), ("reasoning", body.reasoning), ("stream_options", body.stream_options)]
-    inner += [("text.format", body.text.format if body.text is not None else None)]
-    inner += [(f"tools.{place}", tool) for place, tool in enumerate(body.tools or ())]
-    for name, part in inner:
-        if part is not None:
-            refuse_unknown_within(part, name)
 
 
 def _tools(bodies: Sequence[FunctionBody]) -> tuple[Tool, ...]:

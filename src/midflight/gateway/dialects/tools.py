@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import ToolChoice
-from midflight.gateway.dialects.fields import Body, refuse_unknown_within
+from midflight.gateway.dialects.fields import Body
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.text.formats import Tool
 
@@ -36,8 +36,6 @@ def tools_of(bodies: Sequence[ToolBody]) -> tuple[Tool, ...]:
     """The tools, in order. Two of one name are refused."""
     found: dict[str, Tool] = {}
     for place, body in enumerate(bodies):
-        refuse_unknown_within(body, f"tools.{place}")
-        refuse_unknown_within(body.function, f"tools.{place}.function")
         tool = tool_of(body.function.name, body.function.description, body.function.parameters, param=f"tools.{place}.function.parameters")
         if tool.name in found:
             raise RequestRejected(
