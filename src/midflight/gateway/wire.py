@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from midflight.errors import RequestRejected
+from midflight.errors import Overloaded, RequestRejected
 from midflight.gateway.faults import Fault
 from midflight.types import Json
 
@@ -18,12 +18,21 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 * 2**20
 """A request body; a million token ids as JSON are about 7 MB."""
 
+MAX_INCOMING_BYTES = 2**30
+"""All bodies that are not whole yet: sixteen of the largest, and far more than all that usual ones ever need at once."""
+
 BODY_SECONDS = 60.0
 """For a client to send its body: the largest one takes that at 1 MB/s. Who is slower would hold its place for ever."""
 
 _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 _encode = msgspec.json.encode
+
+
+class _Incoming:
+    """The bytes of all bodies that are not whole yet."""
+
+    num_bytes = 0
 
 
 class ClientGone(Exception):
@@ -69,10 +78,11 @@ def _bearer(headers: Mapping[bytes, bytes]) -> str | None:
 async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes:
     """Waits for the whole body, `BODY_SECONDS` at most; ended by the client, who sends it or goes (`ClientGone`).
 
-    `declared`: the `Content-Length`; a body that is too large by it is refused before it is read.
+    `declared`: the `Content-Length`; a body that is too large by it is refused before it is read. `Overloaded` when too much is
+    on its way from all clients together.
     """
-    if declared is not None and _num_bytes(declared) > MAX_BODY_BYTES:
-        raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes: send less at once.")
+    if declared is not None:
+        _check_room(_num_bytes(declared))
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await _whole_body(receive)
@@ -88,17 +98,27 @@ def _num_bytes(declared: bytes) -> int:
 async def _whole_body(receive: Receive) -> bytes:
     parts: list[bytes] = []
     size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes: send less at once.")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    try:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            _Incoming.num_bytes += len(part)
+            _check_room(size)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+    finally:
+        _Incoming.num_bytes -= size
+
+
+def _check_room(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes: send less at once.")
+    if _Incoming.num_bytes > MAX_INCOMING_BYTES:
+        raise Overloaded(f"more than {MAX_INCOMING_BYTES} bytes of bodies are on their way, the most allowed: send yours again later.")
 
 
 async def with_client(receive: Receive, work: Awaitable[T]) -> T:
