@@ -303,7 +303,7 @@ def test_g11_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(
             (step,) = at.service.said
             assert isinstance(step, StepDone) and (step.num_tokens, step.metrics) == (2, {"loss": 0.5})
             assert (await at.post("/done", {"lease": 3, "version": 1})).status_code == 409
-            manifest = {"version": 1, "fingerprint": "f", "transport": "file", "location": "/x", "tensors": []}
+            manifest = {"version": 1, "fingerprint": "f", "transport": "file", "location": str(tmp_path / "config.json"), "tensors": []}
             assert (await at.post("/weights", manifest)).json() == {"version": 1, "served_version": 1}
             assert (await at.post("/weights", {**manifest, "version": 0})).status_code == 409
             assert (await at.post("/weights", {"version": 1, "file": "/nowhere"})).status_code == 400
@@ -312,6 +312,34 @@ def test_g11_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(
             assert (await at.post("/finish", {"version": 1})).status_code == 200
             await asyncio.sleep(0)
             assert at.finished.is_set()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"location": "/nowhere"}, "No such file"),
+        ({"location": "/"}, "it is no file"),
+        ({"transport": "pigeon"}, "pigeon"),
+        ({"tensors": [{"name": "w", "dtype": "F32", "shape": [2], "offset": 0, "num_bytes": 8}]}, "it has 6 bytes of 8"),
+        ({"tensors": [{"name": "w", "dtype": "F32", "shape": [2], "offset": 0, "num_bytes": 4}]}, "'w'"),
+    ],
+)
+def test_a_manifest_that_no_engine_could_read_is_refused_and_its_number_stays_free(
+    tmp_path: Path, wrong: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "weights").write_bytes(b"123456")
+
+    async def main() -> None:
+        async with site() as at:
+            await at.post("/take", {"train_version": 0})
+            await at.post("/done", {"lease": 3, "version": 1})
+            right = {"version": 1, "fingerprint": "f", "transport": "file", "location": str(tmp_path / "weights"), "tensors": []}
+            refused = await at.post("/weights", {**right, "fingerprint": "other", **wrong})
+            assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+            assert (await at.post("/weights", right)).status_code == 200
+            assert [m.fingerprint for m in at.service.said if isinstance(m, WeightManifest)] == ["f"]
 
     run_virtual(main)
 

@@ -50,11 +50,17 @@ def encode_manifest(manifest: WeightManifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> WeightManifest:
-    """`RequestRejected` names the field that is missing or wrong, or the tensor whose extent makes no sense."""
+    """`RequestRejected` names the field that is missing or wrong, or the tensor at fault."""
     try:
         manifest = _decoder.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise RequestRejected(f"reading a weight manifest: {error}; send the JSON that the publisher made.", param="manifest") from error
+    check_extents(manifest)
+    return manifest
+
+
+def check_extents(manifest: WeightManifest) -> None:
+    """`RequestRejected` names the tensor whose extent makes no sense."""
     for spec in manifest.tensors:
         if spec.offset < 0 or any(n < 0 for n in spec.shape) or spec.num_bytes != tensor_bytes(spec.dtype, spec.shape):
             raise RequestRejected(
@@ -62,4 +68,3 @@ def decode_manifest(data: bytes) -> WeightManifest:
                 f"{spec.shape}; send the JSON that the publisher made.",
                 param="manifest",
             )
-    return manifest

@@ -13,11 +13,12 @@ from typing import BinaryIO
 
 import msgspec
 
-from midflight.errors import ConfigError, RequestRejected
+from midflight.errors import ConfigError, RequestRejected, nearest
 from midflight.models.fingerprint import fingerprint_views
 from midflight.models.sizes import tensor_bytes
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import extent, views
+from midflight.weights.manifest import check_extents, extent, views
+from midflight.weights.transports.receive import TRANSPORTS
 
 Specs = tuple[TensorSpec, ...]
 
@@ -48,12 +49,26 @@ def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Spec
         ) from error
 
 
+def check_readable(manifest: WeightManifest) -> None:
+    """`RequestRejected` where no engine could read what a trainer says it published. Whether the bytes are right, engines find."""
+    if manifest.transport not in TRANSPORTS:
+        raise RequestRejected(
+            f"transport is {manifest.transport[:80]!r}: not one of them.{nearest(manifest.transport, TRANSPORTS)}", param="transport"
+        )
+    check_extents(manifest)
+    try:
+        if (size := _size(Path(manifest.location))) < extent(manifest.tensors):
+            raise ValueError(f"it has {size} bytes of {extent(manifest.tensors)}")
+    except (OSError, ValueError) as error:
+        raise RequestRejected(
+            f"publishing version {manifest.version} from {manifest.location!r}: {error}; name a file that this machine can read.",
+            param="location",
+        ) from error
+
+
 def read_specs(path: Path) -> Specs:
     """Where the tensors of a file lie; offsets from the beginning of the file. `ValueError` when it is not whole."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
-        raise ValueError("it is no file")
-    size = status.st_size
+    size = _size(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
@@ -70,6 +85,13 @@ def read_specs(path: Path) -> Specs:
     if extent(specs) > size:
         raise ValueError(f"it has {size} bytes of {extent(specs)}")
     return specs
+
+
+def _size(path: Path) -> int:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
+        raise ValueError("it is no file")
+    return status.st_size
 
 
 class _Reading(Mapping[str, memoryview]):
