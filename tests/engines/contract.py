@@ -12,7 +12,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
-from tests.engines.models import MAX_CONTEXT, MemoryReceiver, ask, make_engine, tiny_model
+from tests.engines.models import MemoryReceiver, ask, make_engine
+from tests.models.tiny import MAX_CONTEXT, tiny_model
 
 from midflight.errors import ContextExceeded, EngineError, RequestRejected, WeightsCorrupt
 from midflight.ports import Engine

@@ -1,4 +1,4 @@
-"""Tiny models, the byte tokenizer and a receiver in memory, shared by the engine's tests."""
+"""Engines of tiny models, the byte tokenizer and a receiver in memory, shared by the engine's tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tests.models.tiny import MAX_CONTEXT, tiny_model
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
@@ -15,28 +16,12 @@ from midflight.engines.embedded.weights import tensors_fingerprint
 from midflight.errors import WeightsCorrupt
 from midflight.models.dtypes import dtype_name
 from midflight.models.fingerprint import fingerprint_views
-from midflight.models.load import make_model
 from midflight.models.names import named_tensors
 from midflight.text.byte_tokenizer import END, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import GenerateRequest, SamplingParams, TensorSpec, Version, WeightManifest
 
 TOKENIZER = Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END}))
-MAX_CONTEXT = 64
-
-
-def tiny_model(*, seed: int = 0, dtype: str = "float32") -> PreTrainedModel:
-    return make_model(
-        vocab_size=262,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_context=MAX_CONTEXT,
-        seed=seed,
-        dtype=dtype,
-    )
 
 
 class MemoryReceiver:

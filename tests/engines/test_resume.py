@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines.contract import ids
-from tests.engines.models import TOKENIZER, ask, make_engine, tiny_model
+from tests.engines.models import TOKENIZER, ask, make_engine
+from tests.models.tiny import tiny_model
 
 from midflight.engines.embedded.grammar import Grammars
 from midflight.engines.embedded.scheduler import Scheduler

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from tests.engines.models import MAX_CONTEXT, ask, make_engine, tiny_model
+from tests.engines.models import ask, make_engine
+from tests.models.tiny import MAX_CONTEXT, tiny_model
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.engines.models import MemoryReceiver, ask, make_engine, tiny_model
+from tests.engines.models import MemoryReceiver, ask, make_engine
 from tests.engines.test_contract import running
+from tests.models.tiny import tiny_model
 
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.table import Submission

@@ -1,13 +1,16 @@
-"""A model small enough for any test."""
+"""A model of a few thousand parameters, small enough for any test."""
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from midflight.models.load import make_model
 
+MAX_CONTEXT = 64
 
-def tiny_model(*, seed: int = 0, dtype: str = "float32", tied: bool = True) -> PreTrainedModel:
+
+def tiny_model(*, seed: int = 0, dtype: str | torch.dtype = "float32", tied: bool = True) -> PreTrainedModel:
     return make_model(
         vocab_size=262,
         hidden_size=32,
@@ -15,7 +18,7 @@ def tiny_model(*, seed: int = 0, dtype: str = "float32", tied: bool = True) -> P
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        max_context=64,
+        max_context=MAX_CONTEXT,
         seed=seed,
         dtype=dtype,
         tied=tied,

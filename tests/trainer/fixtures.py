@@ -1,4 +1,4 @@
-"""A model of a few thousand parameters, and batches of rows as the buffer would lease them."""
+"""A tiny model, and batches of rows as the buffer would lease them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.models import tiny
 from transformers import PreTrainedModel
 
-from midflight.models.load import make_model
 from midflight.trainer.objective import Objective
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring
@@ -18,17 +18,8 @@ from midflight.types import PackedBatch
 
 
 def tiny_model(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> PreTrainedModel:
-    return make_model(
-        vocab_size=262,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_context=64,
-        seed=seed,
-        dtype=dtype,
-    )
+    """In double precision, so that numbers may be compared closely."""
+    return tiny.tiny_model(seed=seed, dtype=dtype)
 
 
 def trainer(model: PreTrainedModel, objective: Objective | None = None, **options: Any) -> Trainer:
