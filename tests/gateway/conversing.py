@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from midflight.gateway.match import Matcher
-from midflight.gateway.tree import Prompt, TokenTree
+from midflight.gateway.node import Prompt
+from midflight.gateway.tree import TokenTree
 from midflight.text import ChatTemplate, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat
 from midflight.types import Finish, FinishReason, Segment, Turn

@@ -4,8 +4,9 @@ import pytest
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
 from midflight.gateway.history import digest
+from midflight.gateway.node import Prompt
 from midflight.gateway.rows import harvest
-from midflight.gateway.tree import Prompt, TokenTree
+from midflight.gateway.tree import TokenTree
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message, Tokenizer
 from midflight.types import Finish, FinishReason, Reason, Segment, Turn

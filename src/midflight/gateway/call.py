@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
-from midflight.gateway.tree import Prompt
+from midflight.gateway.node import Prompt
 from midflight.text import Message
 from midflight.text.formats import AssistantMessage, Piece, Tool
 from midflight.types import Grammar, Json, Turn
