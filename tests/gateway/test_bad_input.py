@@ -174,7 +174,7 @@ class Served:
     async def is_quiet(self) -> None:
         """Waits until nothing runs any more: no generation, no request, no turn, no task."""
         async with asyncio.timeout(5):
-            while self.gateway.num_running or self.gateway.requests.num_running or self.generator.running:
+            while self.gateway.answering.num_running or self.gateway.requests.num_running or self.generator.running:
                 await asyncio.sleep(0.01)
 
 
@@ -251,7 +251,7 @@ def test_g9_bad_bodies_are_the_clients_fault_in_memory(kind: str, path: str) -> 
                     assert_shaped(answer.status_code, answer.content)
             assert not [f for f in it.seen.failures if f["status"] >= 500], it.seen.failures
             await asyncio.sleep(0.1)
-            assert (it.gateway.num_running, it.gateway.requests.num_running, it.gateway.requests.num_known) == (0, 0, 0)
+            assert (it.gateway.answering.num_running, it.gateway.requests.num_running, it.gateway.requests.num_known) == (0, 0, 0)
             session = it.gateway.session_for(path_token=handle.api_key, api_key=None)
             assert not session._open
             it.gateway.close(handle.session_id)

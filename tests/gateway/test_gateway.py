@@ -43,7 +43,7 @@ def test_i8_each_completed_turn_of_a_tracked_session_is_told_with_its_number() -
     async def main() -> None:
         gateway = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>", "no<|end|>"]), Seen())
         told: list[tuple[RolloutKey, int, Turn]] = []
-        gateway.on_turn = lambda key, number, turn: told.append((key, number, turn))
+        gateway.answering.on_turn = lambda key, number, turn: told.append((key, number, turn))
         turns: list[Turn] = []
         for tracked in (True, False):
             handle = gateway.open(KEY, sampling=DEFAULTS, tracked=tracked)
@@ -61,7 +61,7 @@ def test_i8_a_turn_that_never_ended_is_not_told() -> None:
     async def main() -> None:
         gateway = make_gateway(ScriptedGenerator(), Seen())
         told: list[int] = []
-        gateway.on_turn = lambda key, number, turn: told.append(number)
+        gateway.answering.on_turn = lambda key, number, turn: told.append(number)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         async with asyncio.TaskGroup() as tasks:
@@ -151,11 +151,11 @@ def test_closing_a_session_ends_what_runs_in_it() -> None:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(_outcome(gateway.answers(job)))
             await asyncio.sleep(0.035)
-            assert gateway.num_running == 2
+            assert gateway.answering.num_running == 2
             record = gateway.close(handle.session_id)
         assert record.dropped == {Reason.ABANDONED: 6}
         assert isinstance(running.result(), SessionClosed)
-        assert (gateway.num_running, generator.running) == (0, 0)
+        assert (gateway.answering.num_running, generator.running) == (0, 0)
         with pytest.raises(SessionClosed):
             await gateway.answers(late)
 
@@ -178,7 +178,7 @@ def test_a_cancelled_caller_leaves_nothing_running() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.025):
                 await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
-        assert (gateway.num_running, generator.running) == (0, 0)
+        assert (gateway.answering.num_running, generator.running) == (0, 0)
         assert gateway.close(handle.session_id).dropped == {Reason.ABANDONED: 2}
 
     run_virtual(main())

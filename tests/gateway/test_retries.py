@@ -62,7 +62,7 @@ async def assert_nothing_is_left(it: Offered) -> None:
     await asyncio.sleep(0.01)
     requests = it.gateway.requests
     requests.find(None, now=asyncio.get_running_loop().time())
-    assert (it.gateway.num_running, it.generator.running, requests.num_running, requests.num_known) == (0, 0, 0, 0)
+    assert (it.gateway.answering.num_running, it.generator.running, requests.num_running, requests.num_known) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("after", [2.5, 20.0], ids=["running", "finished"])

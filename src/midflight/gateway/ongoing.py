@@ -12,7 +12,7 @@ from midflight.gateway.call import Answer, Delta, Event
 from midflight.text.formats import Piece
 
 if TYPE_CHECKING:
-    from midflight.gateway.gateway import Job
+    from midflight.gateway.plan import Job
 
 Mark = tuple[int, int, int]
 """How much of a choice somebody was told: texts, tokens, pieces."""

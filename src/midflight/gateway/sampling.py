@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.gateway.call import CompletionCall, ToolChoice
-from midflight.gateway.tree import packed
+from midflight.gateway.node import packed
 from midflight.types import Feature, RolloutKey, SamplingParams
 
 SEED_SPACE = 2**64
@@ -39,9 +39,7 @@ def check_prompt(ids: tuple[int, ...], limits: Limits, *, param: str) -> None:
         )
 
 
-def params_for(
-    call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: Limits, seed: int = 0
-) -> SamplingParams:
+def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: Limits) -> SamplingParams:
     """Client over session over dialect. A default of `max_tokens` shrinks to the room there is, an explicit one must fit."""
     asked, own = call.asked, defaults or SamplingParams()
     _check_features(call, limits)
@@ -70,7 +68,6 @@ def params_for(
         logit_bias=_logit_bias(call, own, limits),
         grammar=asked.grammar or own.grammar,
         top_logprobs=asked.top_logprobs or 0,
-        seed=seed,
     )
 
 

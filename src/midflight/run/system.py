@@ -183,7 +183,7 @@ class RolloutSystem:
         self._writer = StoreWriter(store)
         self._records = Records(self._writer)
         self._gateway = serving.gateway
-        self._gateway.on_turn = self._records.turn_completed
+        self._gateway.answering.on_turn = self._records.turn_completed
         self._ages = GroupAges(serving.gateway)
         self._fates = Fates()
         limits = BufferLimits.of(config.rollout)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from midflight.gateway.call import Answer, CompletionCall, Event
 from midflight.gateway.faults import Fault, fault_of
-from midflight.gateway.gateway import Job
+from midflight.gateway.plan import Job
 from midflight.text import Tokenizer
 from midflight.types import Json
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from midflight.gateway.call import Answer
-from midflight.gateway.gateway import Choice
+from midflight.gateway.plan import Choice
 from midflight.text import Tokenizer
 from midflight.types import Json, Turn
 
