@@ -1,4 +1,4 @@
-"""A trainer that knows nothing of Midflight but its HTTP API: torch, transformers and aiohttp, REINFORCE with a group baseline.
+"""A trainer that knows nothing of Midflight but its HTTP API: torch and transformers, REINFORCE with a group baseline.
 
 midflight rollouts configs/demo.toml --set model.path=MODEL_DIR
 python examples/foreign_trainer.py runs/demo/endpoint.json --steps 20
@@ -7,14 +7,28 @@ python examples/foreign_trainer.py runs/demo/endpoint.json --steps 20
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-import aiohttp
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def ask(endpoint: dict[str, Any], verb: str = "", **body: Any) -> Any:
+    """Waits for the answer; None where there is nothing yet. A refusal ends this program with its reason."""
+    headers = {"Authorization": f"Bearer {endpoint['control_token']}", "Accept": "application/json", "Content-Type": "application/json"}
+    data = json.dumps(body).encode() if body else None
+    try:
+        with DIRECT.open(urllib.request.Request(f"{endpoint['url']}/midflight/v1{verb}", data, headers)) as answer:
+            return None if answer.status == 204 else json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{verb}: {error.code} {error.read().decode()}") from None
 
 
 def group_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
@@ -22,7 +36,7 @@ def group_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
     rewards: dict[int, list[float]] = {}
     for rollout in rollouts:
         rewards.setdefault(rollout["group"], []).append(rollout["reward"])
-    return [r["reward"] - sum(rewards[r["group"]]) / len(rewards[r["group"]]) for r in rollouts]
+    return [rollout["reward"] - mean(rewards[rollout["group"]]) for rollout in rollouts]
 
 
 def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: dict[str, Any], *, temperature: float) -> float:
@@ -43,35 +57,23 @@ def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: dict[s
     return total
 
 
-async def train(endpoint: dict[str, Any], *, steps: int, learning_rate: float, folder: Path) -> None:
-    headers = {"Authorization": f"Bearer {endpoint['control_token']}", "Accept": "application/json"}
-    base = endpoint["url"] + "/midflight/v1"
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None)) as http:
-
-        async def call(verb: str, **body: Any) -> Any:
-            async with http.post(f"{base}/{verb}", json=body) as answer:
-                if answer.status == 204:
-                    return None
-                if answer.status != 200:
-                    raise SystemExit(f"{verb}: {answer.status} {await answer.text()}")
-                return await answer.json()
-
-        async with http.get(base) as answer:
-            info = await answer.json()
-        model = AutoModelForCausalLM.from_pretrained(info["model_path"], dtype=torch.float32)
-        optimizer, version = torch.optim.AdamW(model.parameters(), lr=learning_rate), info["served_version"]
-        for _ in range(steps):
-            while (batch := await call("take", train_version=version, wait_seconds=30)) is None:
-                pass
-            loss = step(model, optimizer, batch, temperature=info["temperature"])
-            version += 1
-            model.save_pretrained(folder / str(version % 3))  # the version served, the one being fetched, and this one
-            await call("done", lease=batch["lease"], version=version, metrics={"loss": loss})
-            live = await call("weights", version=version, file=str((folder / str(version % 3) / "model.safetensors").resolve()))
-            reward = sum(r["reward"] for r in batch["rollouts"]) / len(batch["rollouts"])
-            print(f"version {version}: reward {reward:.3f}, loss {loss:+.4f}, served {live['served_version']}", flush=True)
-        await call("checkpointed", version=version)
-        await call("finish", version=version)
+def train(endpoint: dict[str, Any], *, steps: int, learning_rate: float, folder: Path) -> None:
+    info = ask(endpoint)
+    model = AutoModelForCausalLM.from_pretrained(info["model_path"], dtype=torch.float32)
+    optimizer, version = torch.optim.AdamW(model.parameters(), lr=learning_rate), info["served_version"]
+    for _ in range(steps):
+        while (batch := ask(endpoint, "/take", train_version=version, wait_seconds=30)) is None:
+            pass
+        loss = step(model, optimizer, batch, temperature=info["temperature"])
+        version += 1
+        written = folder / str(version % 3)  # the version served, the one being fetched, and this one
+        model.save_pretrained(written)
+        ask(endpoint, "/done", lease=batch["lease"], version=version, metrics={"loss": loss})
+        live = ask(endpoint, "/weights", version=version, file=str((written / "model.safetensors").resolve()))
+        reward = mean(rollout["reward"] for rollout in batch["rollouts"])
+        print(f"version {version}: reward {reward:.3f}, loss {loss:+.4f}, served {live['served_version']}", flush=True)
+    ask(endpoint, "/checkpointed", version=version)
+    ask(endpoint, "/finish", version=version)
 
 
 if __name__ == "__main__":
@@ -81,4 +83,4 @@ if __name__ == "__main__":
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     chosen = parser.parse_args()
     given = json.loads(chosen.endpoint.read_text())
-    asyncio.run(train(given, steps=chosen.steps, learning_rate=chosen.learning_rate, folder=chosen.endpoint.parent / "weights"))
+    train(given, steps=chosen.steps, learning_rate=chosen.learning_rate, folder=chosen.endpoint.parent / "weights")
