@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from midflight.errors import EngineUnavailable, NoEngine, RequestRejected, RequestTimeout
+from midflight.errors import EngineError, EngineUnavailable, NoEngine, Overloaded, RequestRejected, RequestTimeout
 from midflight.gateway.control import Control
 from midflight.gateway.fleet import Fleet
 from midflight.gateway.resume import Generation, Generator
@@ -461,5 +461,39 @@ def test_a_goodbye_that_hangs_delays_the_answer_by_seconds_only() -> None:
         chunks = await collect(gateway(Clinging()).generate(request(stop=("top",)), affinity="s"))
         assert chunks[-1].finish == Finish(FinishReason.STOP, "top")
         assert asyncio.get_running_loop().time() == 5
+
+    run_virtual(main())
+
+
+def test_g8_an_engine_that_is_full_is_asked_again_when_it_said() -> None:
+    """G8: it is not at fault, so it is not quarantined; the wait counts against the request's deadline."""
+
+    async def main() -> None:
+        engine = ScriptedEngine()
+        for seconds in (3, 2):
+            engine.fail_next("generate", Overloaded("full", retry_after_seconds=seconds))
+        generator = gateway(engine)
+        chunks = await collect(generator.generate(request(max_tokens=4, ignore_eos=True), affinity="s"))
+        assert asyncio.get_running_loop().time() == pytest.approx(3 + 2 + 4 * engine.step_seconds)
+        assert len([c for chunk in chunks for c in chunk.token_ids]) == 4
+        assert [state.error for state in generator.fleet.states()] == [None]
+
+    run_virtual(main())
+
+
+def test_g8_a_wait_for_a_full_engine_ends_with_the_requests_deadline_or_its_cancellation() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        for _ in range(5):
+            engine.fail_next("generate", Overloaded("full", retry_after_seconds=50))
+        generator = gateway(engine, request_seconds=10)
+        with pytest.raises(EngineError):
+            await collect(generator.generate(request(), affinity="s"))
+        assert asyncio.get_running_loop().time() == pytest.approx(10)
+        waiting = asyncio.create_task(collect(generator.generate(request(), affinity="s", may_abort=True)))
+        await asyncio.sleep(1)
+        generator.cancel(None)
+        assert (await waiting)[-1].finish == Finish(FinishReason.ABORT)
+        assert asyncio.get_running_loop().time() == pytest.approx(11)
 
     run_virtual(main())

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
 
-from midflight.errors import EngineError, EngineUnavailable, NoEngine, RequestTimeout
+from midflight.errors import EngineError, EngineUnavailable, NoEngine, Overloaded, RequestTimeout
 from midflight.gateway.deadline import Cut, Deadline, Expired
 from midflight.gateway.fleet import Fleet, Lease
 from midflight.gateway.splice import Splice
@@ -44,6 +44,7 @@ class Generation:
         self._ticket = self._fleet.ticket()
         self._deadline = Deadline(generator.request_seconds)
         self._num_fruitless = 0
+        self._rest_seconds = 0
         self._trouble: BaseException | None = None
         self._chunks = self._run()
 
@@ -87,6 +88,7 @@ class Generation:
                             elif chunk.token_ids:
                                 yield chunk
                     self._count_fruitless()
+                    await self._rest()
                 final = final or self._closing_chunk()
                 self._raise_if_fruitless(final)
         finally:
@@ -124,11 +126,20 @@ class Generation:
             return None
         except Expired:
             raise self._too_slow(lease) from None
+        except Overloaded as error:
+            self._trouble, self._rest_seconds = error, error.retry_after_seconds
         except (EngineUnavailable, OSError) as error:
             self._blame(lease, error)
         except StopAsyncIteration:
             self._blame(lease, EngineUnavailable("its stream ended without a finish. Check the engine and its adapter."))
         return None
+
+    async def _rest(self) -> None:
+        """Waits for as long as a full engine asked (G8); ended by a cut or by the deadline too, of which the next wait knows more."""
+        seconds, self._rest_seconds = self._rest_seconds, 0
+        if seconds:
+            with suppress(Cut, Expired):
+                await self._deadline.bound(lambda: asyncio.sleep(seconds))
 
     def _blame(self, lease: Lease, error: Exception) -> None:
         self._trouble = error
