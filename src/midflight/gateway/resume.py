@@ -108,10 +108,13 @@ class Generation:
         except Cut:
             return None
         except Expired:
-            raise NoEngine(
-                f"generating: no engine took the request in {self._deadline.seconds:g} s (holds excluded, {self._deadline.age:g} s with them): "
-                f"{self._fleet.describe()}. Restart an engine or raise gateway.request_seconds."
-            ) from self._trouble
+            raise self._not_taken() from self._trouble
+
+    def _not_taken(self) -> NoEngine:
+        return NoEngine(
+            f"generating: no engine took the request in {self._deadline.seconds:g} s (holds excluded, {self._deadline.age:g} s with them): "
+            f"{self._fleet.describe()}. Restart an engine or raise gateway.request_seconds."
+        )
 
     async def _next(self, lease: Lease, stream: AsyncIterator[Chunk]) -> Chunk | None:
         """Waits for the engine's next chunk; `None` when the attempt has ended without finishing the answer."""
@@ -135,11 +138,16 @@ class Generation:
         return None
 
     async def _rest(self) -> None:
-        """Waits for as long as a full engine asked (G8); ended by a cut or by the deadline too, of which the next wait knows more."""
+        """Waits for as long as a full engine asked (G8); ended by a cut too, and by the deadline, which raises `NoEngine`."""
         seconds, self._rest_seconds = self._rest_seconds, 0
-        if seconds:
-            with suppress(Cut, Expired):
-                await self._deadline.bound(lambda: asyncio.sleep(seconds))
+        if not seconds:
+            return
+        try:
+            await self._deadline.bound(lambda: asyncio.sleep(seconds))
+        except Cut:
+            return
+        except Expired:
+            raise self._not_taken() from self._trouble
 
     def _blame(self, lease: Lease, error: Exception) -> None:
         self._trouble = error
