@@ -37,7 +37,7 @@ class Board:
     def __init__(self) -> None:
         self._offered: OrderedDict[str, Offer] = OrderedDict()
         self._claimed: dict[str, Offer] = {}
-        self._ended: OrderedDict[str, tuple[float | None] | None] = OrderedDict()
+        self._ended: OrderedDict[str, asyncio.Future[float | None]] = OrderedDict()
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
@@ -63,39 +63,36 @@ class Board:
 
     def score(self, session_id: str, reward: float | None) -> None:
         """The worker's last word: its rollout ends. `SessionClosed` when the rollout has ended without it, by its deadline."""
-        offer = self._claimed.get(session_id)
-        if offer is not None and not offer.reward.done():
-            offer.reward.set_result(reward)
-            return
-        if offer is not None:
-            given: tuple[float | None] | None = None if offer.reward.cancelled() else (offer.reward.result(),)
-        elif session_id in self._ended:
-            given = self._ended[session_id]
-        else:
-            raise UnknownSession(f"scoring {session_id[:80]!r}: no worker has claimed it; claim it first.")
+        given = self._reward(session_id)
         if given is None:
+            raise UnknownSession(f"scoring {session_id[:80]!r}: no worker has claimed it; claim it first.")
+        if not given.done():
+            given.set_result(reward)
+        elif given.cancelled():
             raise SessionClosed(f"scoring session {session_id}: its rollout has ended without a reward, by its deadline; claim another.")
-        if given != (reward,):
-            raise RewardFixed(f"scoring session {session_id}: its reward is {given[0]} already; a reward is given once.")
+        elif given.result() != reward:
+            raise RewardFixed(f"scoring session {session_id}: its reward is {given.result()} already; a reward is given once.")
 
     def give_up(self, session_id: str) -> float | None:
         """The worker wants no more of it: the rollout ends with None, unless it has a reward, which is returned."""
-        offer = self._claimed.get(session_id)
-        if offer is None:
-            given = self._ended.get(session_id)
-            return given[0] if given else None
-        if not offer.reward.done():
-            offer.reward.set_result(None)
-        return None if offer.reward.cancelled() else offer.reward.result()
+        given = self._reward(session_id)
+        if given is not None and not given.done():
+            given.set_result(None)
+        return None if given is None or given.cancelled() else given.result()
 
     def withdraw(self, offer: Offer) -> None:
         """The rollout has ended, however that was."""
+        offer.reward.cancel()
         self._offered.pop(offer.session_id, None)
         self._claimed.pop(offer.session_id, None)
-        scored = offer.reward.done() and not offer.reward.cancelled()
-        self._ended[offer.session_id] = (offer.reward.result(),) if scored else None
+        self._ended[offer.session_id] = offer.reward
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
+
+    def _reward(self, session_id: str) -> asyncio.Future[float | None] | None:
+        """Of what was claimed or has ended. Cancelled: it ended without one."""
+        offer = self._claimed.get(session_id)
+        return self._ended.get(session_id) if offer is None else offer.reward
 
     def changed(self) -> asyncio.Future[None]:
         """Done at the next offer; for one waiter, first come first served."""
