@@ -43,7 +43,7 @@ def test_i3_the_rows_of_a_session_are_handed_over_once_and_its_reward_may_come_b
         owned.score(early.session_id, 0.5)
         first, second = owned.end(early.session_id), owned.end(late.session_id)
         assert [sum(row.num_trainable for row in ended.record.rows) for ended in (first, second)] == num_tokens
-        assert (first.reward, first.is_scored, second.reward, second.is_scored) == (0.5, True, None, False)
+        assert (first.reward, second.reward) == (0.5, None)
         owned.score(late.session_id, 0.0)
         again = owned.end(late.session_id)
         assert (again.reward, again.rows_given, again.record.rows, again.record.num_turns) == (0.0, True, (), 1)

@@ -14,11 +14,10 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Protocol
 
 from midflight.errors import RewardFixed, Unauthorized, UnknownSession
+from midflight.gateway.gateway import Gateway
 from midflight.gateway.registry import OpenSession, shown
-from midflight.gateway.session import Session
 from midflight.types import GroupKey, Json, RolloutKey, SamplingParams, SessionRecord
 
 log = logging.getLogger(__name__)
@@ -31,19 +30,6 @@ MAX_AT_ONCE = 64
 """Sessions ended between two turns of the event loop: making rows takes about a millisecond each, and answers must not wait long."""
 
 
-class Registry(Protocol):
-    def get(self, session_id: str) -> Session: ...
-
-
-class Sessions(Protocol):
-    """The gateway."""
-
-    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, count_all_choices: bool = False) -> OpenSession: ...
-    def close(self, session_id: str) -> SessionRecord: ...
-    @property
-    def registry(self) -> Registry: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedRecord:
     """An ended session, as its owner gets it."""
@@ -52,8 +38,6 @@ class OwnedRecord:
     record: SessionRecord
     task: Json
     reward: float | None
-    is_scored: bool
-    """Whether a reward was given, which may have been None."""
     rows_given: bool
     """The rows were handed over before: they are not here (I3)."""
 
@@ -71,6 +55,7 @@ class _Owned:
     rows_given: bool = False
     reward: float | None = None
     is_scored: bool = False
+    """Whether a reward was given, which may have been None."""
 
 
 class OwnedSessions:
@@ -82,8 +67,8 @@ class OwnedSessions:
     order of dues is the order of insertion and every move costs O(1). Bounded: open ones by the gateway, ended ones by `max_ended`.
     """
 
-    def __init__(self, sessions: Sessions, *, session_seconds: float, max_ended: int = MAX_ENDED) -> None:
-        self._sessions, self._seconds, self._max_ended = sessions, session_seconds, max_ended
+    def __init__(self, gateway: Gateway, *, session_seconds: float, max_ended: int = MAX_ENDED) -> None:
+        self._gateway, self._seconds, self._max_ended = gateway, session_seconds, max_ended
         self._live: OrderedDict[str, _Owned] = OrderedDict()
         self._ended: OrderedDict[str, _Owned] = OrderedDict()
         self.changed = asyncio.Event()
@@ -107,7 +92,7 @@ class OwnedSessions:
         The key is drawn at random, so that two sessions never sample alike; who wants the same again sends seeds.
         """
         key = RolloutKey(GroupKey(0, secrets.randbelow(2**31), OUTSIDE_ATTEMPT), 0)
-        handle = self._sessions.open(key, sampling=sampling, tracked=False, count_all_choices=count_all_choices)
+        handle = self._gateway.open(key, sampling=sampling, tracked=False, count_all_choices=count_all_choices)
         if not (self._live or self._ended):
             self.changed.set()
         self._live[handle.session_id] = _Owned(key, handle, keeps_rows, task, due=self._now() + self._seconds)
@@ -130,7 +115,7 @@ class OwnedSessions:
         """Ends it, if it has not ended, and hands its rows over once (I3): asked again, the record comes without them."""
         owned = self._find(session_id)
         record = owned.record or self._close(session_id)
-        given = OwnedRecord(owned.key, record, owned.task, owned.reward, owned.is_scored, owned.rows_given)
+        given = OwnedRecord(owned.key, record, owned.task, owned.reward, owned.rows_given)
         owned.record, owned.rows_given = replace(record, rows=()), True
         return given
 
@@ -150,7 +135,7 @@ class OwnedSessions:
 
     def _look(self, owned: _Owned, now: float) -> None:
         session_id = owned.handle.session_id
-        session = self._sessions.registry.get(session_id)
+        session = self._gateway.registry.get(session_id)
         if not session.num_running and session.num_requests == owned.num_seen:
             self._close(session_id)
             return
@@ -160,7 +145,7 @@ class OwnedSessions:
 
     def _close(self, session_id: str) -> SessionRecord:
         owned = self._live.pop(session_id)
-        record = self._sessions.close(session_id)
+        record = self._gateway.close(session_id)
         owned.record = record if owned.keeps_rows else replace(record, rows=())
         owned.due = self._now() + self._seconds
         self._ended[session_id] = owned
