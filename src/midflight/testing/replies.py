@@ -26,9 +26,10 @@ class Replies:
     """A policy that answers by rule; give it to a `ScriptedEngine` as its script.
 
     `rule` makes the reply's text of the prompt's text. As a mapping, it holds what a prompt may contain and what is replied to it:
-    the key that comes last in the prompt counts, the empty key where there is none; without one the request is refused. A reply is a function of the prompt alone,
-    so a resumed request goes on where it was (I5); its log-probabilities are made up from the seed and every id before, so one that
-    misses, repeats or changes a token has others.
+    the key that comes last in the prompt counts, the empty key where there is none; without one the request is refused.
+
+    A reply is a function of the prompt alone, so a resumed request goes on where it was (I5). Its log-probabilities are made up
+    from the seed and every id before, so a request that misses, repeats or changes a token has others.
     """
 
     rule: Callable[[str], str] | Mapping[str, str]
@@ -39,7 +40,7 @@ class Replies:
     def start(self, request: GenerateRequest) -> Saying:
         prompt = request.input_ids[: request.num_prompt_tokens]
         reply = self.tokenizer.encode(self._reply(self.tokenizer.decode(prompt)))
-        return Saying(reply, request.num_output_tokens, Script().begin(request.sampling, request.input_ids))
+        return Saying(reply, request.num_output_tokens, Script().start(request))
 
     def extend(self, state: Saying, token_id: int) -> Saying:
         return Saying(state.reply, state.num_said + 1, Script().extend(state.hash, token_id))

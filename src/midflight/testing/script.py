@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from midflight.text import StopMatcher, Tokenizer
 from midflight.text.byte_tokenizer import CHAT_TEMPLATE, END, byte_tokenizer
 from midflight.text.template import ChatTemplate
-from midflight.types import Finish, FinishReason, GenerateRequest, SamplingParams, Version
+from midflight.types import Finish, FinishReason, GenerateRequest, Version
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -65,12 +64,9 @@ class Script:
     """Whether other weights (another version) choose other tokens."""
 
     def start(self, request: GenerateRequest) -> int:
-        return self.begin(request.sampling, request.input_ids)
-
-    def begin(self, sampling: SamplingParams, input_ids: Iterable[int]) -> int:
-        """The hash of a seed and the ids so far."""
-        state = _mix(sampling.seed & _MASK)
-        for token_id in input_ids:
+        """The hash of the seed and the ids so far."""
+        state = _mix(request.sampling.seed & _MASK)
+        for token_id in request.input_ids:
             state = self.extend(state, token_id)
         return state
 
