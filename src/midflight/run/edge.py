@@ -23,7 +23,7 @@ Verb = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
-class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A body: its fields are all there are, so that a misspelt one is refused and not ignored."""
 
 

@@ -103,12 +103,10 @@ class Rollouts:
         group_size: int,
         min_group_size: int,
         retries: int,
-        max_failed_groups: int = MAX_FAILED_GROUPS,
     ) -> None:
         self._queue, self._stream, self._runner = queue, stream, runner
         self._ages, self._fates, self._records, self._observer = ages, fates, records, observer
         self._group_size, self._min_group_size, self._retries = group_size, min_group_size, retries
-        self._max_failed_groups = max_failed_groups
         self._failed_in_a_row = 0
 
     async def run(self) -> None:
@@ -151,7 +149,7 @@ class Rollouts:
             self._failed_in_a_row = 0
             return
         self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._max_failed_groups:
+        if self._failed_in_a_row >= MAX_FAILED_GROUPS:
             first = next((t for t in trajectories if t.error), trajectories[0])
             raise RunFailed(
                 f"{self._failed_in_a_row} groups in a row got no reward; task {first.task_id} of {first.source} failed with "

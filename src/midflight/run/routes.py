@@ -23,7 +23,7 @@ from midflight.config.sections import Config
 from midflight.errors import RequestRejected
 from midflight.gateway.wire import with_client
 from midflight.run.batches import batch_as_lists
-from midflight.run.edge import JSON, PACKED, Struct, body_of, control_route, json_answer, wants
+from midflight.run.edge import JSON, PACKED, Body, body_of, control_route, json_answer, wants
 from midflight.run.service import TakesWithin
 from midflight.run.session_routes import WaitSeconds
 from midflight.run.steps import DoneBody, ModelTensors, StepBook
@@ -34,17 +34,17 @@ from midflight.weights.transports.published_file import check_readable, manifest
 API_VERSION = 1
 
 
-class Take(Struct, frozen=True):
+class Take(Body, frozen=True):
     train_version: Annotated[Version, Meta(ge=0)]
     wait_seconds: WaitSeconds | None = None
     """Then the answer is 204. Without it the request waits as long as it takes."""
 
 
-class AtVersion(Struct, frozen=True):
+class AtVersion(Body, frozen=True):
     version: Annotated[Version, Meta(ge=0)]
 
 
-class WeightsBody(Struct, frozen=True):
+class WeightsBody(Body, frozen=True):
     """`file`, a safetensors file that this machine can read; or all fields of a `WeightManifest` from a trainer that made one."""
 
     version: Annotated[Version, Meta(ge=0)]

@@ -25,7 +25,7 @@ from midflight.gateway.owner import OwnedRecord, OwnedSessions
 from midflight.gateway.registry import SessionRegistry
 from midflight.gateway.wire import with_client
 from midflight.run.batches import rows_as_lists
-from midflight.run.edge import JSON, PACKED, Struct, bearer_of, body_of, control_route, holds, json_answer, open_route, origin, wants
+from midflight.run.edge import JSON, PACKED, Body, bearer_of, body_of, control_route, holds, json_answer, open_route, origin, wants
 from midflight.trajectories.packing import pack, to_bytes
 from midflight.types import Batch, Group, Json, SamplingParams, Trajectory, Version
 
@@ -37,7 +37,7 @@ MAX_WAIT_SECONDS = 600.0
 WaitSeconds = Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)]
 
 
-class Sampling(Struct, frozen=True):
+class Sampling(Body, frozen=True):
     """Defaults of a session's requests. What is sampled at another temperature, or from a truncated distribution, is masked."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -50,7 +50,7 @@ class Sampling(Struct, frozen=True):
     stop: list[Annotated[str, Meta(min_length=1)]] = []  # noqa: RUF012 (msgspec copies it)
 
 
-class OpenBody(Struct, frozen=True):
+class OpenBody(Body, frozen=True):
     sampling: Sampling = Sampling()
     tracked: bool = True
     """Whether the record has rows; without them it only counts."""
@@ -60,12 +60,12 @@ class OpenBody(Struct, frozen=True):
     """Anything; comes back with the record."""
 
 
-class RewardBody(Struct, frozen=True):
+class RewardBody(Body, frozen=True):
     reward: float | None
     """Required: a missing reward is no reward of None."""
 
 
-class ClaimBody(Struct, frozen=True):
+class ClaimBody(Body, frozen=True):
     max: Annotated[int, Meta(ge=1, le=1024)] = 1
     wait_seconds: WaitSeconds = 0.0
 
@@ -137,7 +137,7 @@ class SessionRoutes:
     async def _end(self, request: Request) -> Response:
         """What the trainer gets of a claimed rollout is not the worker's to fetch: to end one is to give it up."""
         session_id = self._checked(request)
-        await body_of(request, Struct)
+        await body_of(request, Body)
         if self._board is not None and session_id in self._board:
             reward = self._board.give_up(session_id)
             return json_answer({"session_id": session_id, "reward": reward})
