@@ -81,14 +81,11 @@ class ChunkStream:
                 self._arrived.clear()
         chunk = self._parts.popleft().chunk()
         if not self._parts:
-            self._rest()
+            self.rest()
         return chunk
 
-    def close(self) -> None:
-        """Nobody reads any more."""
-        self._rest()
-
-    def _rest(self) -> None:
+    def rest(self) -> None:
+        """Nothing waits to be read, or nobody reads any more: no timer is left."""
         if self._error is None:
             self._arrived.clear()
         if self._timer is not None:
@@ -108,7 +105,7 @@ class ChunkStreams:
 
     def close(self, handle: int, stream: ChunkStream) -> bool:
         """Whether the request had not ended."""
-        stream.close()
+        stream.rest()
         return self._streams.pop(handle, None) is not None
 
     def put(self, step: StepOutput) -> None:
