@@ -222,6 +222,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"thinking": {"type": "between_tools"}}, "thinking.type", "between_tools"),
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display", "omitted"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format.schema.type", "5"),
+    ({"output_format": {"type": "json_schema", "schema": {"title": "x" * 2**16}}}, "output_format.schema", "65536 at most"),
+    ({"thinking": {"type": "adaptive", "deep": 1}}, "thinking.deep", "unknown field"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash", "max_uses": 2}]}, "tools.0.type", "bash_20250124"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, WithJsonSchema
@@ -10,10 +11,10 @@ from midflight.errors import RequestRejected
 from midflight.gateway.call import CompletionCall, Messages
 from midflight.gateway.dialects.chat_input import ROLES, conversation
 from midflight.gateway.dialects.fields import SamplingBody, Tokens, TopLogprobs
-from midflight.gateway.dialects.tools import MAX_TOOLS, ToolBody, choice_of, tools_of
+from midflight.gateway.dialects.tools import MAX_TOOLS, ToolBody, ToolChoiceBody, choice_of, tools_of
 from midflight.types import Json
 
-RESERVED_OPTIONS = frozenset(
+_RESERVED_OPTIONS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
     | {f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
     | {"additional_special_tokens"}
@@ -34,10 +35,6 @@ _MessageBody = Annotated[
     ),
 ]
 
-_ToolChoice = Annotated[
-    JsonValue, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})
-]
-
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -48,7 +45,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: _ToolChoice = None
+    tool_choice: ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
@@ -58,10 +55,10 @@ def chat_call(body: ChatBody) -> CompletionCall:
     """The call that a chat means; raises `RequestRejected` where its fields contradict each other."""
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected(f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.", param="top_logprobs")
-    tools = tools_of(body.tools or ())
+    tools = tools_of((f"tools.{place}.function", tool.function) for place, tool in enumerate(body.tools or ()))
     choice, forced = choice_of(body.tool_choice, tools)
     return CompletionCall(
-        sources=(Messages(conversation(body.messages), tools, _options(body)),),
+        sources=(Messages(conversation(body.messages), tools, template_options(body.chat_template_kwargs, body.reasoning_effort)),),
         asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
         n=body.n or 1,
         stream=bool(body.stream),
@@ -81,13 +78,11 @@ def _max_tokens(body: ChatBody) -> int | None:
     return old if new is None else new
 
 
-def _options(body: ChatBody) -> dict[str, Json]:
+def template_options(given: Mapping[str, JsonValue] | None, effort: str | None) -> dict[str, Json]:
     """Names for the template. What it fills with its own values is refused."""
-    options: dict[str, Json] = {}
-    for name, value in (body.chat_template_kwargs or {}).items():
-        if name in RESERVED_OPTIONS:
-            raise RequestRejected(f"chat_template_kwargs.{name} is set by the gateway: leave it out.", param=f"chat_template_kwargs.{name}")
-        options[name] = value
-    if body.reasoning_effort is not None:
-        options["reasoning_effort"] = body.reasoning_effort
+    options: dict[str, Json] = dict(given or {})
+    if reserved := next((f"chat_template_kwargs.{name}" for name in options if name in _RESERVED_OPTIONS), None):
+        raise RequestRejected(f"{reserved} is set by the gateway: leave it out.", param=reserved)
+    if effort is not None:
+        options["reasoning_effort"] = effort
     return options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 from pydantic_core import from_json
@@ -42,6 +42,14 @@ def arguments_text(value: JsonValue, param: str) -> str:
     if not is_object:
         raise RequestRejected(f"{param} is {value!r:.80}: send the JSON text of an object.", param=param)
     return str(text)
+
+
+def text_of(block: Mapping[str, JsonValue], name: str, param: str) -> str:
+    """A field that must be a text."""
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestRejected(f"{param}.{name} is {value!r:.80}: send a text.", param=f"{param}.{name}")
+    return value
 
 
 def filled(value: JsonValue, param: str) -> str:

@@ -38,9 +38,11 @@ def _not_tiny(temperature: float) -> float:
 
 
 Tokens = Annotated[int, Field(ge=1)]
+MinTokens = Annotated[int, Field(ge=0)]
 Temperature = Annotated[float, Field(ge=0, le=1000), AfterValidator(_not_tiny)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -71,7 +73,7 @@ class SamplingBody(Body):
 
     model: str
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: Probability | None = None
     frequency_penalty: Penalty | None = None
@@ -82,7 +84,7 @@ class SamplingBody(Body):
     seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: MinTokens | None = None
     ignore_eos: bool | None = None
     response_format: dict[str, JsonValue] | None = None
     structured_outputs: dict[str, JsonValue] | None = None

@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from midflight.errors import RequestRejected, nearest
+from midflight.gateway.dialects.conversation import filled
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.types import Grammar, GrammarKind
 
@@ -33,6 +34,12 @@ def grammar_of(asked: Mapping[str, JsonValue], *, prefix: str = "") -> tuple[str
         names = " and ".join(name for name, _ in found)
         raise RequestRejected(f"{names} both say what the answer must match: send one of them.", param=found[1][0])
     return found[0] if found else None
+
+
+def schema_grammar(schema: JsonValue, param: str) -> Grammar:
+    """JSON that matches the schema, which is checked."""
+    text = json.dumps(check_schema(schema, param), separators=(",", ":"))
+    return Grammar(GrammarKind.JSON_SCHEMA, _bounded(text, param))
 
 
 def _response_format(value: JsonValue, param: str) -> Grammar | None:
@@ -64,8 +71,7 @@ def _schema(value: JsonValue, param: str) -> Grammar:
     """A schema as an object, or as JSON text."""
     if isinstance(value, str):
         value = _decoded(value, param)
-    text = json.dumps(check_schema(value, param), separators=(",", ":"))
-    return Grammar(GrammarKind.JSON_SCHEMA, _bounded(text, param))
+    return schema_grammar(value, param)
 
 
 def _decoded(text: str, param: str) -> JsonValue:
@@ -111,9 +117,7 @@ def _structured(value: JsonValue, param: str) -> Grammar | None:
 
 
 def _text(value: JsonValue, param: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise RequestRejected(f"{param} is {value!r:.80}: send a text that is not empty.", param=param)
-    return _bounded(value, param)
+    return _bounded(filled(value, param), param)
 
 
 def _bounded(text: str, param: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -10,12 +9,13 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
-from midflight.gateway.dialects.fields import MAX_STOPS, Body, Probability, Seed, Temperature, Tokens, TopK, top_k
+from midflight.gateway.dialects.fields import MAX_STOPS, Body, MinTokens, Probability, Seed, Temperature, Tokens, TopK, TopP, top_k
+from midflight.gateway.dialects.grammars import schema_grammar
 from midflight.gateway.dialects.messages_input import conversation
 from midflight.gateway.dialects.schemas import check_schema
-from midflight.gateway.dialects.tools import MAX_TOOLS, check_known, tool_of
+from midflight.gateway.dialects.tools import MAX_TOOLS, check_known, tools_of
 from midflight.text.formats import Tool
-from midflight.types import Grammar, GrammarKind, Json
+from midflight.types import Grammar, Json
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
@@ -38,7 +38,7 @@ class ClientTool(Body):
     type: Annotated[str, AfterValidator(_of_client)] | None = None
     name: ToolName
     description: str | None = None
-    input_schema: dict[str, JsonValue] | None = None
+    input_schema: dict[str, JsonValue]
     strict: bool | None = None
     """Ignored: a call is shown only when it is well formed, and sampled under its schema where one must come."""
     defer_loading: Literal[False] | None = None
@@ -47,6 +47,9 @@ class ClientTool(Body):
     eager_input_streaming: bool | None = None
     """Ignored: a call is streamed when it is known to be one."""
     cache_control: JsonValue = None
+
+    def tool(self, place: str) -> Tool:
+        return Tool(self.name, self.description or "", check_schema(self.input_schema, f"{place}.input_schema", of_object=True))
 
 
 class Choosing(Body):
@@ -98,18 +101,8 @@ class PromptBody(Body):
 
     def prompt(self) -> Messages:
         """Raises `RequestRejected` that names what cannot be a prompt."""
-        return Messages(conversation(self.system, self.messages), self.known_tools(), self._options())
-
-    def known_tools(self) -> tuple[Tool, ...]:
-        found: dict[str, Tool] = {}
-        for place, body in enumerate(self.tools or ()):
-            tool = _tool(body, f"tools.{place}")
-            if tool.name in found:
-                raise RequestRejected(
-                    f"tools.{place}.name is {tool.name!r}, as that of another tool: rename one.", param=f"tools.{place}.name"
-                )
-            found[tool.name] = tool
-        return tuple(found.values())
+        tools = tools_of((f"tools.{place}", tool) for place, tool in enumerate(self.tools or ()))
+        return Messages(conversation(self.system, self.messages), tools, self._options())
 
     def _options(self) -> dict[str, Json]:
         """Names that templates may read; the others write what they always write."""
@@ -125,12 +118,12 @@ class MessagesBody(PromptBody):
     max_tokens: Tokens
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None = None
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: TopK | None = None
     stream: bool | None = None
     seed: Seed | None = None
     min_p: Probability | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: MinTokens | None = None
     return_token_ids: bool | None = None
     thread: JsonValue = None
     """Refused: conversations are not kept for the client."""
@@ -174,8 +167,7 @@ class MessagesBody(PromptBody):
         form, param = self.output_format or newer, self.format_param
         if form is None:
             return None
-        schema = check_schema(form.json_schema, f"{param}.schema")
-        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":")))
+        return schema_grammar(form.json_schema, f"{param}.schema")
 
 
 def messages_call(body: MessagesBody) -> CompletionCall:
@@ -195,9 +187,3 @@ def messages_call(body: MessagesBody) -> CompletionCall:
         parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         names={"grammar": body.format_param},
     )
-
-
-def _tool(body: ClientTool, param: str) -> Tool:
-    if body.input_schema is None:
-        raise RequestRejected(f"{param}.input_schema is missing: send it.", param=f"{param}.input_schema")
-    return tool_of(body.name, body.description, body.input_schema, param=f"{param}.input_schema")

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from pydantic import JsonValue
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
+from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
 from midflight.text import Message
 from midflight.types import Json
 
@@ -71,7 +71,7 @@ def _user(blocks: Sequence[Block], param: str) -> list[Message]:
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
     """Text, thinking and calls, each joined: the order between them is not part of a chat message."""
     calls = [_call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"]
-    thinking = "".join(_string(b, "thinking", param) for b in blocks if b["type"] == "thinking")
+    thinking = "".join(text_of(b, "thinking", param) for b in blocks if b["type"] == "thinking")
     return assistant(_text(blocks), reasoning=thinking, calls=calls)
 
 
@@ -108,20 +108,13 @@ def _block(value: JsonValue, kinds: Sequence[str], param: str) -> Block:
         raise RequestRejected(f"{param} is a block of type {kind!r:.80}: send {' or '.join(kinds)} here.", param=param)
     _only(value, _FIELDS[kind] | _FIELDS_OF_ALL, param)
     if kind == "text":
-        _string(value, "text", param)
+        text_of(value, "text", param)
     return value
 
 
 def _text(blocks: Sequence[Block]) -> str:
     """The text blocks, joined as they are."""
     return "".join(str(b["text"]) for b in blocks if b["type"] == "text")
-
-
-def _string(block: Block, name: str, param: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestRejected(f"{param}.{name} is {value!r:.80}: send a text.", param=f"{param}.{name}")
-    return value
 
 
 def _only(value: Block, known: frozenset[str], param: str) -> None:

@@ -16,6 +16,7 @@ from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.fields import (
     Body,
     LogitBias,
+    MinTokens,
     Penalty,
     Probability,
     RepetitionPenalty,
@@ -24,6 +25,7 @@ from midflight.gateway.dialects.fields import (
     Tokens,
     TopK,
     TopLogprobs,
+    TopP,
     biases,
     parse,
     stops,
@@ -47,9 +49,9 @@ _NAMES = {
 
 class NativeSampling(Body):
     max_new_tokens: Tokens | None = None
-    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_new_tokens: MinTokens | None = None
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: Probability | None = None
     stop: str | list[str] | None = None

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from midflight.gateway.call import Answer, Delta, Event, ToolChoice
 from midflight.gateway.dialects.exchange import Exchange, Reply
 from midflight.gateway.dialects.fields import parse
-from midflight.gateway.dialects.responses_body import FormatBody, FunctionBody, ResponsesBody, responses_call
+from midflight.gateway.dialects.responses_body import FormatBody, ResponsesBody, responses_call
 from midflight.gateway.dialects.responses_events import OutputItems
-from midflight.gateway.dialects.wording import call_id, logprob_entries, weight_versions
+from midflight.gateway.dialects.tools import FunctionTool
+from midflight.gateway.dialects.wording import logprob_entries, weight_versions
 from midflight.gateway.faults import Fault
 from midflight.text import Tokenizer
 from midflight.text.formats import ContentPiece, Piece
@@ -56,12 +57,11 @@ class ResponsesExchange:
     def broken(self, error: Json) -> Json:
         """The last event of a stream that failed; `error` once more where the SDK looks for it, to raise it."""
         assert isinstance(error, dict)
-        items = self._items or OutputItems("", str)
+        items = self._items or OutputItems("")
         return items.event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
 
     def _growing(self, reply: Reply) -> OutputItems:
-        request_id = reply.job.request_id
-        self._items = self._items or OutputItems(request_id, lambda index: call_id(request_id, index))
+        self._items = self._items or OutputItems(reply.job.request_id)
         return self._items
 
     def _end(self, items: OutputItems, reply: Reply, answer: Answer) -> Iterable[Json]:
@@ -148,7 +148,7 @@ def _cut(answer: Answer) -> bool:
     return answer.turn.finish.reason is FinishReason.LENGTH
 
 
-def _tool(tool: FunctionBody) -> Json:
+def _tool(tool: FunctionTool) -> Json:
     return {
         "type": "function",
         "name": tool.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -11,14 +10,13 @@ from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
-from midflight.gateway.dialects.chat_body import RESERVED_OPTIONS, ReasoningEffort
+from midflight.gateway.dialects.chat_body import ReasoningEffort, template_options
 from midflight.gateway.dialects.fields import Body, SamplingBody, Tokens, TopLogprobs
-from midflight.gateway.dialects.grammars import ANY_OBJECT, MAX_LETTERS
+from midflight.gateway.dialects.grammars import ANY_OBJECT, schema_grammar
 from midflight.gateway.dialects.responses_input import conversation
-from midflight.gateway.dialects.schemas import check_schema
-from midflight.gateway.dialects.tools import MAX_TOOLS, ToolName, check_known, choice_of, tool_of
+from midflight.gateway.dialects.tools import MAX_TOOLS, FunctionTool, ToolChoiceBody, check_known, choice_of, tools_of
 from midflight.text.formats import Tool
-from midflight.types import Grammar, GrammarKind, Json
+from midflight.types import Grammar
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 """Fields that name something stored."""
@@ -37,20 +35,8 @@ _LOGPROBS = "message.output_text.logprobs"
 _Input = Annotated[
     JsonValue, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
 ]
-_ToolChoice = Annotated[
-    JsonValue, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})
-]
 _Refused = Annotated[JsonValue, WithJsonSchema({"type": "null"})]
 """A field with a remedy of its own."""
-
-
-class FunctionBody(Body):
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
-    """Ignored: calls are shown only when they are well formed, and sampled under their schema where one is required."""
 
 
 class FormatBody(Body):
@@ -77,8 +63,8 @@ class ResponsesBody(SamplingBody):
     input: _Input
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    tools: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: _ToolChoice = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Tokens | None = None
     """Ignored: it counts calls of hosted tools, and there are none."""
@@ -110,10 +96,11 @@ class ResponsesBody(SamplingBody):
 def responses_call(body: ResponsesBody) -> CompletionCall:
     """The call that a request means; raises `RequestRejected` where its fields contradict each other or want what is not here."""
     _refuse_unkept(body)
-    tools = _tools(body.tools or ())
+    tools = tools_of((f"tools.{place}", tool) for place, tool in enumerate(body.tools or ()))
     choice, forced = _choice(body.tool_choice, tools)
+    options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
     return CompletionCall(
-        sources=(Messages(conversation(body.input, instructions=body.instructions), tools, _options(body)),),
+        sources=(Messages(conversation(body.input, instructions=body.instructions), tools, options),),
         asked=_asked(body),
         stream=bool(body.stream),
         model=body.model,
@@ -138,16 +125,6 @@ def _refuse_unkept(body: ResponsesBody) -> None:
     for name, own in _OF_CHAT.items():
         if getattr(body, name) is not None:
             raise RequestRejected(f"{name} is a field of chat completions: send {own} instead.", param=name)
-
-
-def _tools(bodies: Sequence[FunctionBody]) -> tuple[Tool, ...]:
-    """The tools, in order. Two of one name are refused."""
-    found: dict[str, Tool] = {}
-    for place, body in enumerate(bodies):
-        if body.name in found:
-            raise RequestRejected(f"tools.{place}.name is {body.name!r}, as that of another tool: rename one.", param=f"tools.{place}.name")
-        found[body.name] = tool_of(body.name, body.description, body.parameters, param=f"tools.{place}.parameters")
-    return tuple(found.values())
 
 
 def _choice(given: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
@@ -186,19 +163,4 @@ def _grammar(given: FormatBody) -> Grammar | None:
     param = "text.format.schema"
     if given.schema_ is None:
         raise RequestRejected(f"{param} is missing: send a JSON schema.", param=param)
-    text = json.dumps(check_schema(given.schema_, param), separators=(",", ":"))
-    if len(text) > MAX_LETTERS:
-        raise RequestRejected(f"{param} has {len(text)} letters: send {MAX_LETTERS} at most.", param=param)
-    return Grammar(GrammarKind.JSON_SCHEMA, text)
-
-
-def _options(body: ResponsesBody) -> dict[str, Json]:
-    """Names for the template. What it fills with its own values is refused."""
-    options: dict[str, Json] = dict(body.chat_template_kwargs or {})
-    for name in options:
-        if name in RESERVED_OPTIONS:
-            param = f"chat_template_kwargs.{name}"
-            raise RequestRejected(f"{param} is set by the gateway: leave it out.", param=param)
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        options["reasoning_effort"] = body.reasoning.effort
-    return options
+    return schema_grammar(given.schema_, param)

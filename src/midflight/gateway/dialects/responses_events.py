@@ -6,8 +6,9 @@ not stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from midflight.gateway.dialects.wording import call_id
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import Json
 
@@ -18,13 +19,11 @@ OPENING_EVENTS = 2
 class OutputItems:
     """The items of one answer. Each event has the next sequence number."""
 
-    def __init__(self, name: str, call_id: Callable[[int], str]) -> None:
-        """`name`: distinguishes the ids of this response's items. `call_id`: of a call, by its index."""
+    def __init__(self, request_id: str) -> None:
         self.items: list[dict[str, Json]] = []
         """Growing; whole after `end`."""
         self.num_events = OPENING_EVENTS
-        self._name = name
-        self._call_id = call_id
+        self._request_id = request_id
         self._text: str | None = None
         """Of the item that is open, if one is: all others are done."""
         self._logprobs: list[Json] = []
@@ -74,9 +73,9 @@ class OutputItems:
         self._text, self._logprobs = "", []
         place = len(self.items)
         if kind == "message":
-            item: dict[str, Json] = {"id": f"msg_{self._name}_{place}", "type": kind, "role": "assistant", "content": []}
+            item: dict[str, Json] = {"id": f"msg_{self._request_id}_{place}", "type": kind, "role": "assistant", "content": []}
         else:
-            item = {"id": f"rs_{self._name}_{place}", "type": kind, "summary": [], "content": []}
+            item = {"id": f"rs_{self._request_id}_{place}", "type": kind, "summary": [], "content": []}
         self.items.append({**item, "status": "in_progress"})
         yield self._of_item("response.output_item.added")
         yield self._of_part("response.content_part.added", part=self._part())
@@ -99,9 +98,9 @@ class OutputItems:
         yield from self._close()
         name, arguments = piece.call.name, piece.call.arguments
         item: dict[str, Json] = {
-            "id": f"fc_{self._name}_{len(self.items)}",
+            "id": f"fc_{self._request_id}_{len(self.items)}",
             "type": "function_call",
-            "call_id": self._call_id(piece.index),
+            "call_id": call_id(self._request_id, piece.index),
             "name": name,
             "arguments": "",
             "status": "in_progress",

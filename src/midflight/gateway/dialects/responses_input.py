@@ -12,7 +12,7 @@ from typing import TypeAlias
 from pydantic import JsonValue
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
+from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
 from midflight.text import Message
 from midflight.types import Json
 
@@ -136,11 +136,4 @@ def _part(part: JsonValue, kinds: Sequence[str], param: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind not in kinds:
         raise RequestRejected(f"{param} is a part of type {kind!r:.80}: send parts of type {' or '.join(kinds)} only.", param=param)
-    return _string(part, "text", param)
-
-
-def _string(item: Item, name: str, param: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise RequestRejected(f"{param}.{name} is {value!r:.80}: send a text.", param=f"{param}.{name}")
-    return value
+    return text_of(part, "text", param)

@@ -1,11 +1,11 @@
-"""Tools of a chat, and whether the answer may, must or must not call them."""
+"""Tools of a conversation, and whether the answer may, must or must not call them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal, Protocol
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import ToolChoice
@@ -17,6 +17,16 @@ MAX_TOOLS = 1024
 """Tools of one request; each is written into the prompt."""
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+ToolChoiceBody = Annotated[
+    JsonValue, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})
+]
+"""OpenAI's."""
+
+
+class Describes(Protocol):
+    """The body of a tool."""
+
+    def tool(self, place: str) -> Tool: ...
 
 
 class FunctionBody(Body):
@@ -26,29 +36,33 @@ class FunctionBody(Body):
     strict: bool | None = None
     """Ignored: calls are shown only when they are well formed, and sampled under their schema where one is required."""
 
+    def tool(self, place: str) -> Tool:
+        """Without parameters it takes none."""
+        parameters: JsonValue = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        return Tool(self.name, self.description or "", check_schema(parameters, f"{place}.parameters", of_object=True))
 
-class ToolBody(Body):
+
+class OfFunction(Body):
     type: Literal["function"]
+
+
+class ToolBody(OfFunction):
     function: FunctionBody
 
 
-def tools_of(bodies: Sequence[ToolBody]) -> tuple[Tool, ...]:
-    """The tools, in order. Two of one name are refused."""
+class FunctionTool(FunctionBody, OfFunction):
+    """A tool without the wrapping that chat completions have. This order of bases has `type` checked first: it names a hosted tool."""
+
+
+def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
+    """The tools, in order, from their bodies and the places of these. Two of one name are refused."""
     found: dict[str, Tool] = {}
-    for place, body in enumerate(bodies):
-        tool = tool_of(body.function.name, body.function.description, body.function.parameters, param=f"tools.{place}.function.parameters")
+    for place, body in bodies:
+        tool = body.tool(place)
         if tool.name in found:
-            raise RequestRejected(
-                f"tools.{place}.function.name is {tool.name!r}, as that of another tool: rename one.", param=f"tools.{place}.function.name"
-            )
+            raise RequestRejected(f"{place}.name is {tool.name!r}, as that of another tool: rename one.", param=f"{place}.name")
         found[tool.name] = tool
     return tuple(found.values())
-
-
-def tool_of(name: str, description: str | None, parameters: JsonValue, *, param: str) -> Tool:
-    """One tool; without parameters it takes none. `param`: the client's name for its parameters."""
-    schema: JsonValue = {"type": "object", "properties": {}} if parameters is None else parameters
-    return Tool(name, description or "", check_schema(schema, param, of_object=True))
 
 
 def choice_of(value: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
