@@ -95,7 +95,7 @@ class EngineContract:
                 ask(logit_bias=tuple((i % 262, 1.0) for i in range(301))),
             ],
             "top_logprobs": [ask(top_logprobs=21), ask(top_logprobs=-1)],
-            "response_format": [ask(grammar=BAD_GRAMMAR)],
+            "grammar": [ask(grammar=BAD_GRAMMAR)],
         }
 
         async def main() -> None:
@@ -165,7 +165,7 @@ class EngineContract:
                 shaped = await collect(engine, ask(grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["red", "green"]}'), **LONG))
                 assert bytes(ids(shaped)[:-1]).strip() in (b'"red"', b'"green"')
                 assert shaped[-1].finish == Finish(FinishReason.STOP, 256)
-                assert [(await r).param for r in refused] == ["response_format"] * 3
+                assert [(await r).param for r in refused] == ["grammar"] * 3
                 assert ids(await other) == expected.token_ids
 
         asyncio.run(main())

@@ -128,7 +128,7 @@ def test_a_bad_grammar_is_refused_and_the_requests_that_run_go_on(grammar: Gramm
             other = tasks.create_task(collect(engine, ask(max_tokens=40)))
             with pytest.raises(RequestRejected, match=says) as caught:
                 await collect(engine, ask(grammar=grammar))
-            assert caught.value.param == "response_format" and len(str(caught.value)) < 500
+            assert caught.value.param == "grammar" and len(str(caught.value)) < 500
             assert ids(await other) == expected.token_ids
 
     asyncio.run(main())

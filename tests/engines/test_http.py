@@ -107,7 +107,7 @@ def test_a_streamed_answer_ends_as_the_whole_one() -> None:
         ("/generate", {**BODY, "sampling_params": {"logit_bias": {"a": 1}}}, 400, "logit_bias", "'a'"),
         ("/generate", {**BODY, "sampling_params": {"logit_bias": {"300": 1}}}, 400, "logit_bias", "300"),
         ("/generate", {**BODY, "sampling_params": {"regex": "a", "ebnf": 'start: "a"'}}, 400, "json_schema", "one form"),
-        ("/generate", {**BODY, "sampling_params": {"regex": "("}}, 400, "response_format", "unclosed"),
+        ("/generate", {**BODY, "sampling_params": {"regex": "("}}, 400, "grammar", "unclosed"),
         ("/generate", {**BODY, "top_logprobs_num": 21}, 400, "top_logprobs", "21"),
         ("/generate", {**BODY, "input_ids": [5, 300]}, 400, "input_ids", "300"),
         ("/generate", {**BODY, "input_ids": [5] * 64}, 400, "input_ids", "64"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.gateway.offered import ScriptedGenerator, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.call import CompletionCall
@@ -17,7 +18,8 @@ from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.responses import ResponsesExchange
 from midflight.gateway.sampling import Limits, params_for
-from midflight.types import Grammar, GrammarKind
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import Feature, Grammar, GrammarKind
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object"}
@@ -100,6 +102,30 @@ def test_what_cannot_be_done_is_refused_by_the_clients_own_name(dialect: str, fi
     assert caught.value.param == param
     if "max" not in param:
         assert str(caught.value).startswith(param)
+
+
+WEATHER = {"type": "function", "function": FUNCTION}
+REFUSED_BY_ENGINES: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+    ("/v1/chat/completions", {"messages": HI, "tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+    ("/v1/completions", {"prompt": "hi", "guided_regex": "a"}, "guided_regex"),
+    ("/v1/completions", {"prompt": "hi", "guided_regex": "a", "n": 2}, "guided_regex"),
+    ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ("/generate", {"text": "hi", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED_BY_ENGINES)
+def test_a_grammar_that_an_engine_refuses_is_named_as_the_client_named_it(path: str, fields: dict[str, Any], param: str) -> None:
+    """Engines know it as `grammar`."""
+
+    async def main() -> None:
+        refusing = ScriptedGenerator(error=RequestRejected("constraining the answer: no.", param="grammar"))
+        async with offered(refusing, limits=Limits(max_context=256, vocab_size=262, features=frozenset(Feature))) as it:
+            answer = await it.http.post(path, json=fields if path == "/generate" else {"model": "policy", **fields})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+    run_virtual(main)
 
 
 def _forced(call: CompletionCall) -> CompletionCall:

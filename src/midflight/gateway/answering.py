@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
+from midflight.errors import RequestRejected
 from midflight.gateway.call import Answer, CompletionCall, Delta, Messages, Sink, ToolChoice
 from midflight.gateway.plan import Choice, Job
 from midflight.gateway.replay import Replay
@@ -78,6 +79,9 @@ class Answering:
             tail, pieces = telling.end() if job.call.stream else telling.whole(turn.output_ids)
             session.finished(open_turn, turn, reply=telling.text, message=telling.message)
             self._tell(session, turn)
+        except RequestRejected as refused:  # by an engine, which names fields as `SamplingParams` does
+            refused.param = refused.param and job.call.name_of(refused.param)
+            raise
         finally:
             self.num_running -= 1
             session.abandoned(open_turn)

@@ -93,7 +93,9 @@ class CompletionCall:
     """False shows the agent the first call only."""
 
     def name_of(self, asked: str) -> str:
-        """The client's own name for a field of `Asked`, by which its faults are told."""
+        """The client's own name for a field of `Asked`, by which its faults are told. The grammar of a call that must come is ours."""
+        if asked == "grammar" and self.tool_choice is ToolChoice.REQUIRED:
+            return "tool_choice"
         return self.names.get(asked, asked)
 
 

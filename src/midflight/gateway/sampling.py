@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from midflight.errors import ContextExceeded, RequestRejected
-from midflight.gateway.call import CompletionCall, ToolChoice
+from midflight.gateway.call import CompletionCall
 from midflight.gateway.node import packed
 from midflight.types import Feature, RolloutKey, SamplingParams
 
@@ -104,8 +104,7 @@ def _check_features(call: CompletionCall, limits: Limits) -> None:
     ]
     for name, value, feature in wanted:
         if value and feature not in limits.features:
-            forced = feature is Feature.GRAMMARS and call.tool_choice is ToolChoice.REQUIRED
-            param = "tool_choice" if forced else call.name_of(name)
+            param = call.name_of(name)
             raise RequestRejected(f"{param} is not supported by the engines behind this endpoint: leave it out.", param=param)
 
 

@@ -19,7 +19,6 @@ from midflight.errors import RequestRejected
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Grammar, GrammarKind
 
-_PARAM: Final = "response_format"
 _MAX_TEXT: Final = 65_536
 """Characters of a grammar: many times the longest tool lists; with the limits below it compiles in fractions of a second."""
 _MAX_CACHED: Final = 64
@@ -133,4 +132,4 @@ def _schema(text: str) -> str:
 
 
 def _rejected(why: str, remedy: str) -> RequestRejected:
-    return RequestRejected(f"constraining the answer: {' '.join(why.split())[:_MAX_MESSAGE]}. {remedy}", param=_PARAM)
+    return RequestRejected(f"constraining the answer: {' '.join(why.split())[:_MAX_MESSAGE]}. {remedy}", param="grammar")
