@@ -1,0 +1,80 @@
+"""G7: ten thousand live sessions, each with a recorded turn, are no burden; the next one is told to come later."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.gateway.offered import DEFAULTS, Seen
+
+from midflight.errors import Overloaded, SessionClosed
+from midflight.gateway.call import CompletionCall, Messages
+from midflight.gateway.gateway import Gateway
+from midflight.gateway.sampling import Limits
+from midflight.testing.script import scripted_tokenizer
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, RolloutKey
+
+SESSIONS = 10_000
+PROMPT, ANSWER = 100, 100
+
+
+class Instant:
+    """The answer to every request, at once: `ANSWER` letters."""
+
+    num_overshoot = 0
+    num_resumes = 0
+
+    def __init__(self) -> None:
+        self._chunks = [Chunk((97,) * ANSWER, (-0.5,) * ANSWER, 0, 0, Finish(FinishReason.LENGTH))]
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if not self._chunks:
+            raise StopAsyncIteration
+        return self._chunks.pop()
+
+    async def aclose(self) -> None:
+        return None
+
+
+class InstantGenerator:
+    def __init__(self) -> None:
+        self.forgotten: set[str] = set()
+
+    def generate(self, request: GenerateRequest, *, affinity: str, may_abort: bool = False) -> Instant:
+        return Instant()
+
+    def forget(self, affinity: str) -> None:
+        self.forgotten.add(affinity)
+
+
+def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_is_refused() -> None:
+    async def main() -> None:
+        generator = InstantGenerator()
+        gateway = Gateway(generator, scripted_tokenizer(), Seen(), model="policy", limits=Limits(4096, 262), max_sessions=SESSIONS)
+        call = CompletionCall((Messages(({"role": "user", "content": "q" * (PROMPT - 3)},)),))
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        handles = []
+        for number in range(SESSIONS):
+            handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=DEFAULTS, tracked=True)
+            session = gateway.session_for(path_token=handle.api_key, api_key=None)
+            await gateway.answers(gateway.prepare(session, call))
+            handles.append(handle)
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert (after - before) / SESSIONS < 8_000, "a session of 200 tokens: its tokens, its tree, its address"
+        with pytest.raises(Overloaded, match="10000 are open") as refused:
+            gateway.open(RolloutKey(GroupKey(0, SESSIONS), 0), sampling=DEFAULTS, tracked=True)
+        assert refused.value.status == 429 and refused.value.retry_after_seconds >= 1
+        records = [gateway.close(handle.session_id) for handle in handles]
+        assert sum(row.num_trainable for record in records for row in record.rows) == SESSIONS * ANSWER
+        assert gateway.num_sessions == 0 and len(generator.forgotten) == SESSIONS
+        with pytest.raises(SessionClosed):
+            gateway.session_for(path_token=handles[-1].api_key, api_key=None)
+
+    run_virtual(main())
