@@ -11,7 +11,7 @@ TEXT = "the fox 東京都 naïve 🦊👩‍🚀 end"
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int] | tuple[int, ...], *, skip_special: bool = False) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
+    detokenizer = IncrementalDetokenizer(tokenizer, keep=frozenset() if skip_special else tokenizer.special_token_ids)
     return [*[detokenizer.push(i) for i in ids], detokenizer.finish()]
 
 

@@ -16,11 +16,11 @@ class _Pieces(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Feed tokens, get the text that is certain so far. The pieces joined, with `finish`, equal `Tokenizer.decode` of all."""
+    """Feed tokens, get the text that is certain so far. The pieces joined, with `finish`, equal `Tokenizer.decode` of all with `skip_special`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, keep: frozenset[int] = frozenset()) -> None:
-        """`keep`: special tokens that are written all the same."""
-        self._skip = tokenizer.special_token_ids - keep if skip_special else frozenset[int]()
+    def __init__(self, tokenizer: Tokenizer, *, keep: frozenset[int] = frozenset()) -> None:
+        """`keep`: special tokens that are text; the others are not."""
+        self._skip = tokenizer.special_token_ids - keep
         table = tokenizer.token_bytes
         self._pieces: _Pieces = _GeneralPieces(tokenizer) if table is None else _BytePieces(table)
 

@@ -32,7 +32,7 @@ class StopMatcher:
         self._stop = tuple(s for s in stop if s)
         self._window = max((len(s) for s in self._stop), default=1) - 1
         self._min_tokens = min_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=True, keep=keep)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, keep=keep)
         self._num_tokens = 0
         self._text = ""
         """Text not yet given out, preceded by up to `_window` letters that were."""

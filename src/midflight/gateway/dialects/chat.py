@@ -8,7 +8,7 @@ from midflight.gateway.call import Answer, Delta, Event
 from midflight.gateway.dialects.chat_body import ChatBody, chat_call
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.fields import parse
-from midflight.gateway.dialects.wording import TopLogprobs, call_id, logprob_entries, usage, usage_so_far, weight_versions
+from midflight.gateway.dialects.wording import Alternatives, call_id, logprob_entries, usage, usage_so_far, weight_versions
 from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
 from midflight.types import FinishReason, Json
@@ -99,7 +99,7 @@ class ChatExchange:
             told["token_ids"] = list(event.token_ids)
         return told
 
-    def _content(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs) -> Json:
+    def _content(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> Json:
         if not self._logprobs:
             return None
         return {"content": logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=self._names_as_ids), "refusal": None}

@@ -108,16 +108,7 @@ class SamplingBody(Body):
     @cached_property
     def grammar(self) -> tuple[str, Grammar] | None:
         """What the answer must match, after the name of the field that says it; `RequestRejected` if several do."""
-        return grammar_of(
-            {
-                "response_format": self.response_format,
-                "structured_outputs": self.structured_outputs,
-                "guided_json": self.guided_json,
-                "guided_regex": self.guided_regex,
-                "guided_choice": list(self.guided_choice) if self.guided_choice is not None else None,
-                "guided_grammar": self.guided_grammar,
-            }
-        )
+        return grammar_of(self)
 
     def names(self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs") -> Mapping[str, str]:
         """The client's names for what `asked` gives."""
@@ -174,11 +165,9 @@ def _refuse_unknown(body: Body, *, prefix: str) -> None:
         if value is None or name in body.harmless or _is_neutral(value, body.neutral.get(name, ())):
             continue
         param = (prefix + name)[:80]
-        remedy = REMEDIES.get(name)
-        if name in body.neutral:
-            neutral = " or ".join(repr(v) for v in body.neutral[name])
-            raise RequestRejected(f"{param} is not supported here: {remedy or f'leave it out, or send {neutral}'}.", param=param)
-        if remedy is not None:
+        neutral = " or ".join(repr(v) for v in body.neutral.get(name, ()))
+        remedy = REMEDIES.get(name) or (neutral and f"leave it out, or send {neutral}")
+        if remedy:
             raise RequestRejected(f"{param} is not supported here: {remedy}.", param=param)
         raise RequestRejected(f"unknown field {param!r}: leave it out.{nearest(name, type(body).model_fields)}", param=param)
     for name in type(body).model_fields:

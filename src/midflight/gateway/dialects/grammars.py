@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 from pydantic_core import from_json
 
 from midflight.errors import RequestRejected, nearest
@@ -23,12 +23,12 @@ _SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def grammar_of(asked: Mapping[str, JsonValue], *, prefix: str = "") -> tuple[str, Grammar] | None:
-    """What the answer must match, and the field that says so, from the fields by their names; two at once are refused."""
+def grammar_of(body: BaseModel, *, prefix: str = "") -> tuple[str, Grammar] | None:
+    """What the answer must match, after the name of the field that says so; two that do are refused."""
     found = [
         (prefix + name, grammar)
-        for name, value in asked.items()
-        if value is not None and (grammar := _READERS[name](value, prefix + name)) is not None
+        for name, read in _READERS.items()
+        if (value := getattr(body, name, None)) is not None and (grammar := read(value, prefix + name)) is not None
     ]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)

@@ -20,11 +20,7 @@ HARMLESS: Mapping[str, str] = {
 """Accepted and ignored, with the reason: they do not change which tokens are sampled."""
 
 NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -32,7 +28,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "use_beam_search": (False,),

@@ -32,7 +32,7 @@ from midflight.gateway.dialects.fields import (
     top_k,
 )
 from midflight.gateway.dialects.grammars import grammar_of
-from midflight.gateway.dialects.wording import alternatives, token_text, weight_versions
+from midflight.gateway.dialects.wording import Alternatives, alternatives, token_text, weight_versions
 from midflight.text import Tokenizer
 from midflight.types import FinishReason, Grammar, Json
 
@@ -70,7 +70,7 @@ class NativeSampling(Body):
     @cached_property
     def grammar(self) -> tuple[str, Grammar] | None:
         """What the answer must match, after the name of the field that says it."""
-        return grammar_of({"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf}, prefix=_PREFIX)
+        return grammar_of(self, prefix=_PREFIX)
 
     def names(self) -> Mapping[str, str]:
         """The client's names for what `asked` gives."""
@@ -199,9 +199,7 @@ class NativeExchange:
         }
         return {"index": answer.choice, "text": answer.text, "output_ids": list(turn.output_ids), "meta_info": meta}
 
-    def _of_tokens(
-        self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[tuple[tuple[int, float], ...]]
-    ) -> dict[str, Json]:
+    def _of_tokens(self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> dict[str, Json]:
         """Triples of log-probability, id and, where wanted, text."""
 
         def triple(token_id: int, logprob: float) -> Json:

@@ -10,7 +10,7 @@ from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.responses_body import FormatBody, ResponsesBody, responses_call
 from midflight.gateway.dialects.responses_events import OutputItems
 from midflight.gateway.dialects.tools import FunctionTool
-from midflight.gateway.dialects.wording import logprob_entries, weight_versions
+from midflight.gateway.dialects.wording import Alternatives, logprob_entries, weight_versions
 from midflight.gateway.faults import Fault
 from midflight.text import Tokenizer
 from midflight.text.formats import ContentPiece, Piece
@@ -88,9 +88,7 @@ class ResponsesExchange:
         told, self._untold = self._untold, []
         return told
 
-    def _logprobs(
-        self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Sequence[tuple[tuple[int, float], ...]]
-    ) -> list[Json]:
+    def _logprobs(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> list[Json]:
         if not self._body.wants_logprobs:
             return []
         return logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=bool(self._body.return_tokens_as_token_ids))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from midflight.gateway.call import Answer
 from midflight.gateway.plan import Choice
 from midflight.text import Tokenizer
 from midflight.types import Json, Turn
 
-TopLogprobs = Sequence[tuple[tuple[int, float], ...]]
+Alternatives: TypeAlias = Sequence[tuple[tuple[int, float], ...]]
+"""Of each token the likeliest, with their log-probabilities."""
 
 
 def call_id(request_id: str, index: int) -> str:
@@ -55,13 +57,13 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> Json:
     return list(raw)
 
 
-def alternatives(top: TopLogprobs, num_tokens: int) -> TopLogprobs:
+def alternatives(top: Alternatives, num_tokens: int) -> Alternatives:
     """One entry for each token; empty for those of which none are known."""
     return (*top[:num_tokens], *((),) * (num_tokens - len(top)))
 
 
 def logprob_entries(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs, *, as_ids: bool = False
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Alternatives, *, as_ids: bool = False
 ) -> list[Json]:
     """OpenAI's list of tokens with log-probabilities, each with its alternatives where they were asked for."""
 
