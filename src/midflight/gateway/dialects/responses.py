@@ -116,7 +116,7 @@ class ResponsesExchange:
             "tools": [_tool(tool) for tool in body.tools or ()],
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.call.parallel_tool_calls,
-            "text": {"format": _format(body.text.format if body.text is not None else None)},
+            "text": {"format": _format(body.format)},
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
             "truncation": "disabled",
             "metadata": dict(body.metadata or {}),

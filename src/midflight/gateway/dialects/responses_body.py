@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
+from midflight.gateway.call import CompletionCall, Messages, ToolChoice
 from midflight.gateway.dialects.chat_body import ReasoningEffort, template_options
 from midflight.gateway.dialects.fields import Body, SamplingBody, Tokens, TopLogprobs
 from midflight.gateway.dialects.grammars import ANY_OBJECT, schema_grammar
@@ -92,6 +92,20 @@ class ResponsesBody(SamplingBody):
     def wants_logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
+    @property
+    def format(self) -> FormatBody | None:
+        return self.text and self.text.format
+
+    @cached_property
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """`text.format` says it here, unless one of the fields does that are not OpenAI's."""
+        other, own = super().grammar, self.format and _grammar(self.format)
+        if own is None:
+            return other
+        if other is not None:
+            raise RequestRejected("text.format and another field both say what the answer must match: send one.", param="text.format")
+        return "text.format", own
+
 
 def responses_call(body: ResponsesBody) -> CompletionCall:
     """The call that a request means; raises `RequestRejected` where its fields contradict each other or want what is not here."""
@@ -101,11 +115,11 @@ def responses_call(body: ResponsesBody) -> CompletionCall:
     options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
     return CompletionCall(
         sources=(Messages(conversation(body.input, instructions=body.instructions), tools, options),),
-        asked=_asked(body),
+        asked=body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs),
         stream=bool(body.stream),
         model=body.model,
         prompt_param="input",
-        names=_names(body),
+        names=body.names("max_output_tokens"),
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -139,20 +153,6 @@ def _choice(given: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | 
         raise RequestRejected(f"tool_choice.name is {name!r:.80}: send the name of a tool.", param="tool_choice.name")
     check_known(name, tools, param="tool_choice.name")
     return ToolChoice.REQUIRED, name
-
-
-def _asked(body: ResponsesBody) -> Asked:
-    asked = body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs)
-    given = body.text.format if body.text is not None else None
-    grammar = None if given is None else _grammar(given)
-    if grammar is not None and asked.grammar is not None:
-        raise RequestRejected("text.format and another field both say what the answer must match: send one.", param="text.format")
-    return replace(asked, grammar=grammar or asked.grammar)
-
-
-def _names(body: ResponsesBody) -> Mapping[str, str]:
-    names = body.names("max_output_tokens")
-    return names if body.grammar is not None else {**names, "grammar": "text.format"}
 
 
 def _grammar(given: FormatBody) -> Grammar | None:
