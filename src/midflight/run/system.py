@@ -15,14 +15,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from openai import AsyncOpenAI
 
 from midflight.buffer.limits import Limits as BufferLimits
 from midflight.buffer.queue import GroupQueue
 from midflight.config.sections import Config
-from midflight.environments.evaluation import Evaluator, SourceScore
+from midflight.environments.evaluation import Evaluator
 from midflight.environments.registry import Environment
 from midflight.environments.rollout import RolloutRunner
 from midflight.environments.sources import Source
@@ -37,6 +36,7 @@ from midflight.gateway.sampling import Limits as GatewayLimits
 from midflight.observe.status import Phase
 from midflight.ports import Engine, Observer, SessionHandle, Sessions
 from midflight.run.ages import GroupAges
+from midflight.run.evaluations import Evaluations, Phases
 from midflight.run.parts import serve_while
 from midflight.run.records import Records
 from midflight.run.rollouts import Fates, Recorded, Rollouts
@@ -47,19 +47,13 @@ from midflight.trajectories.packing import pack
 from midflight.trajectories.recovery import Recovered
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
-from midflight.types import PackedBatch, SamplingParams, Task, Version, WeightManifest
+from midflight.types import Batch, PackedBatch, SamplingParams, Task, Version, WeightManifest
 from midflight.weights.handover import Handover
 
 HEALTH_SECONDS = 1.0
 """Between readings of an engine's progress; a crash shows at once by its connection, this finds stalls."""
 STALL_SECONDS = 30.0
 """Without a token while it has work, an engine counts as stalled: far above one step of a large model."""
-
-
-class Phases(Protocol):
-    """Whoever shows the run hears what it is doing."""
-
-    def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None: ...
 
 
 class Rejoin:
@@ -176,13 +170,11 @@ class RolloutSystem:
         version: Version = 0,
         checkpoint: Version | None = None,
     ) -> None:
-        self._config, self._observer, self._phases_told = config, observer, phases
-        self._fleet = serving.fleet
-        self._sources = sources
+        self._observer, self._phases_told = observer, phases
         self._version = version
         self._writer = StoreWriter(store)
         self._records = Records(self._writer)
-        self._gateway = serving.gateway
+        self._gateway, self._handover = serving.gateway, serving.handover
         self._gateway.answering.on_turn = self._records.turn_completed
         self._ages = GroupAges(serving.gateway)
         self._fates = Fates()
@@ -196,7 +188,7 @@ class RolloutSystem:
             start_version=version,
             first_lease=recovered.next_lease if recovered else 1,
         )
-        self._fleet.on_served = self.queue.served
+        serving.fleet.on_served = self.queue.served
         self._stream = SeededStream(sources, seed=config.run.seed)
         runner = _runner(config, serving, self._ages, environment, client_for, observer, fates=self._fates, tracked=True)
         recorded = Recorded(runner, self._records, self._fates)
@@ -212,12 +204,15 @@ class RolloutSystem:
             min_group_size=limits.min_group_size,
             retries=config.rollout.retries,
         )
-        self._evaluator = make_evaluator(config, serving, environment, client_for, observer)
-        self._handover = serving.handover
-        self._pinned = asyncio.Lock()
+        self._evaluations = Evaluations(
+            make_evaluator(config, serving, environment, client_for, observer),
+            held_out(sources),
+            every=config.evaluation.eval_every,
+            phases=phases,
+            served=serving.fleet.served_version,
+        )
         self._last_step = asyncio.Event()
         self._finished = asyncio.Event()
-        self._due: asyncio.Queue[Version] = asyncio.Queue(maxsize=1)  # one evaluation at a time; a due one is not due twice
         if recovered is not None:
             self._restore(recovered, recorded)
 
@@ -242,10 +237,10 @@ class RolloutSystem:
 
     async def _phases(self) -> None:
         if self._version == 0:
-            await self._evaluate(Phase.EVALUATION)
+            await self._evaluations.evaluate(Phase.EVALUATION)
         self._phases_told.begin_phase(Phase.TRAINING)
-        await serve_while(self._last_step_made(), self._rollouts.run(), self._evaluate_when_due())
-        await self._evaluate(Phase.EVALUATION)
+        await serve_while(self._last_step_made(), self._rollouts.run(), self._evaluations.run())
+        await self._evaluations.evaluate(Phase.EVALUATION)
         self._phases_told.begin_phase(Phase.DONE)
         self._finished.set()
         await asyncio.Event().wait()  # the trainer may still be reading our last answer: the launcher ends this process
@@ -254,25 +249,10 @@ class RolloutSystem:
         """Waits for the trainer's `finish`."""
         await self._last_step.wait()
 
-    async def _evaluate_when_due(self) -> None:
-        """Waits for `publish` to call for an evaluation; the version stays pinned until it is over. Ended by its task group."""
-        while True:
-            await self._due.get()
-            await self._evaluate(Phase.TRAINING)
-
-    async def _evaluate(self, phase: Phase) -> tuple[SourceScore, ...]:
-        """Held-out scores of one version: no handover happens meanwhile. Waits for its rollouts, each of which has a deadline."""
-        async with self._pinned:
-            heldout = held_out(self._sources)
-            self._phases_told.begin_phase(phase, num_tasks=len(heldout))
-            return await self._evaluator.run(heldout, version=self._fleet.served_version())
-
     # --- RolloutService ----------------------------------------------------------------------------------------------
 
     async def take(self, train_version: Version) -> PackedBatch:
-        batch = await self.queue.take(train_version)
-        await self._records.leased(batch)
-        return pack(batch)
+        return await self._leased(await self.queue.take(train_version))
 
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
         """Only the wait for the batch has the deadline: once there is one, it is written down and given."""
@@ -281,8 +261,7 @@ class RolloutSystem:
                 batch = await self.queue.take(train_version)
         except TimeoutError:
             return None
-        await self._records.leased(batch)
-        return pack(batch)
+        return await self._leased(batch)
 
     async def done(self, report: StepDone) -> None:
         self.queue.done(report.lease)  # first: a lease that is not open is refused here
@@ -292,11 +271,9 @@ class RolloutSystem:
         )
 
     async def publish(self, manifest: WeightManifest) -> None:
-        async with self._pinned:
+        async with self._evaluations.pinned:
             await self._handover.publish(manifest)
-        every = self._config.evaluation.eval_every
-        if every and manifest.version % every == 0 and self._due.empty():
-            self._due.put_nowait(manifest.version)
+        self._evaluations.published(manifest.version)
 
     async def checkpointed(self, version: Version) -> None:
         await self._records.checkpointed(version)
@@ -306,3 +283,8 @@ class RolloutSystem:
         """Waits for the last evaluation; ended by it."""
         self._last_step.set()
         await self._finished.wait()
+
+    async def _leased(self, batch: Batch) -> PackedBatch:
+        """Waits until the lease is on disk."""
+        await self._records.leased(batch)
+        return pack(batch)
