@@ -31,7 +31,7 @@ from midflight.testing.ring import Ring, open_ring
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
-from midflight.types import Batch, Chunk, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
+from midflight.types import Batch, Chunk, GenerateRequest, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -156,7 +156,7 @@ class Site:
         patch.setattr(Session, "received", listening)
 
     def _follow(self, ring: Ring) -> None:
-        take, told = ring.system.queue.take, ring.serving.gateway.on_turn
+        take, told = ring.system.queue.take, ring.serving.gateway.answering.on_turn
         assert told is not None
 
         async def taking(train_version: Version) -> Batch:
@@ -169,7 +169,7 @@ class Site:
             self.turns[key] = [*self.turns[key][:number], turn]
 
         ring.system.queue.take = taking  # type: ignore[method-assign]
-        ring.serving.gateway.on_turn = hearing
+        ring.serving.gateway.answering.on_turn = hearing
 
     # --- What must hold ----------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ def check_turn(script: Script, key: RolloutKey, turn: Turn, made: Config) -> Non
     versions = [s.version for s in turn.segments]
     assert versions == sorted(versions) and all(s.kv_version <= s.version for s in turn.segments)
     seed = request_seed(made.run.name, made.run.seed, key, occurrence=0, prompt_ids=turn.prompt_ids)
-    state = script.begin(SamplingParams(seed=seed), turn.prompt_ids)
+    state = script.start(GenerateRequest("", turn.prompt_ids, len(turn.prompt_ids), SamplingParams(seed=seed)))
     for segment in turn.segments:
         for place in range(segment.start, segment.end):
             token = script.choose(state, segment.version, may_end=True)
