@@ -180,6 +180,7 @@ def with_block(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": [block]}, *HI]}
 
 
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": None}, "max_tokens", "None"),
     ({"max_tokens": 0}, "max_tokens", "0"),
@@ -223,6 +224,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display", "omitted"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format.schema.type", "5"),
     ({"output_format": {"type": "json_schema", "schema": {"title": "x" * 2**16}}}, "output_format.schema", "65536 at most"),
+    ({"output_format": FORM, "output_config": {"format": FORM}}, "output_format", "send one of them"),
     ({"thinking": {"type": "adaptive", "deep": 1}}, "thinking.deep", "unknown field"),
     ({"tools": [{"type": "bash_20250124", "name": "bash", "max_uses": 2}]}, "tools.0.type", "bash_20250124"),
 ]

@@ -164,6 +164,9 @@ class MessagesBody(PromptBody):
 
     def _grammar(self) -> Grammar | None:
         newer = self.output_config.format if self.output_config is not None else None
+        if self.output_format is not None and newer is not None:
+            both = "output_format and output_config.format both say what the answer must match"
+            raise RequestRejected(f"{both}: send one of them.", param="output_format")
         form, param = self.output_format or newer, self.format_param
         if form is None:
             return None
