@@ -88,7 +88,7 @@ class RolloutProcess:
                 version=self._spec.version,
                 checkpoint=self._spec.checkpoint,
             )
-            finished = asyncio.Event()
+            finished = asyncio.Event()  # the trainer's last answer was sent
             trainer = TrainerRoutes(
                 system,
                 token=self._spec.control_token,
@@ -102,7 +102,7 @@ class RolloutProcess:
             if self._spec.purpose is Purpose.TRAIN:
                 await serve_while(system.run(), http)
             else:
-                await serve_while(_until(finished), system.run(), http)
+                await serve_while(finished.wait(), system.run(), http)
 
     async def evaluate(self) -> None:
         """Ends with the scores."""
@@ -187,8 +187,3 @@ class RolloutProcess:
                 self._launcher.tell(Progress(self._state.status()))
         finally:
             self._launcher.tell(Progress(self._state.status()))
-
-
-async def _until(finished: asyncio.Event) -> None:
-    """Waits for the trainer's last answer to be sent."""
-    await finished.wait()

@@ -211,7 +211,7 @@ class RolloutSystem:
             phases=phases,
             served=serving.fleet.served_version,
         )
-        self._last_step = asyncio.Event()
+        self._last_step = asyncio.Event()  # the trainer has said `finish`
         self._finished = asyncio.Event()
         if recovered is not None:
             self._restore(recovered, recorded)
@@ -239,15 +239,11 @@ class RolloutSystem:
         if self._version == 0:
             await self._evaluations.evaluate(Phase.EVALUATION)
         self._phases_told.begin_phase(Phase.TRAINING)
-        await serve_while(self._last_step_made(), self._rollouts.run(), self._evaluations.run())
+        await serve_while(self._last_step.wait(), self._rollouts.run(), self._evaluations.run())
         await self._evaluations.evaluate(Phase.EVALUATION)
         self._phases_told.begin_phase(Phase.DONE)
         self._finished.set()
         await asyncio.Event().wait()  # the trainer may still be reading our last answer: the launcher ends this process
-
-    async def _last_step_made(self) -> None:
-        """Waits for the trainer's `finish`."""
-        await self._last_step.wait()
 
     # --- RolloutService ----------------------------------------------------------------------------------------------
 
