@@ -192,11 +192,10 @@ class Watch:
 
     async def look(self) -> None:
         """Notices a client who has gone already: an error after that is none of his. Waits for one turn of the event loop."""
-        if self._task is None:
-            self._timer.cancel()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0):
-                    await self._run()
+        self.end()  # two may not read the client's messages at once
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await self._run()
 
     def end(self) -> None:
         """The client was told."""
