@@ -135,7 +135,10 @@ def test_pydantic_ai_uses_tools_and_ends_with_a_native_typed_answer(scripted: st
         profile={"supports_json_schema_output": True},
     )
     agent = pydantic_ai.Agent(
-        model, tools=[pydantic_ai.Tool(weather, name="get_weather")], instructions="Answer in JSON.", output_type=pydantic_ai.NativeOutput(Report)
+        model,
+        tools=[pydantic_ai.Tool(weather, name="get_weather")],
+        instructions="Answer in JSON.",
+        output_type=pydantic_ai.NativeOutput(Report),
     )
     assert agent.run_sync(QUESTION).output == Report(city="Paris", weather="sunny in Paris")
 
