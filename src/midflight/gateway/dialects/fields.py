@@ -170,7 +170,8 @@ def _refuse_unknown(body: Body, *, prefix: str) -> None:
         if remedy:
             raise RequestRejected(f"{param} is not supported here: {remedy}.", param=param)
         raise RequestRejected(f"unknown field {param!r}: leave it out.{nearest(name, type(body).model_fields)}", param=param)
-    for name in type(body).model_fields:
+    sent = body.model_fields_set
+    for name in (name for name in type(body).model_fields if name in sent):
         for place, inner in _bodies(prefix + name, getattr(body, name)):
             _refuse_unknown(inner, prefix=f"{place}.")
 

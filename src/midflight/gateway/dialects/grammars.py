@@ -28,7 +28,9 @@ def grammar_of(body: BaseModel, *, prefix: str = "") -> tuple[str, Grammar] | No
     found = [
         (prefix + name, grammar)
         for name, read in _READERS.items()
-        if (value := getattr(body, name, None)) is not None and (grammar := read(value, prefix + name)) is not None
+        if name in body.model_fields_set
+        and (value := getattr(body, name, None)) is not None
+        and (grammar := read(value, prefix + name)) is not None
     ]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
