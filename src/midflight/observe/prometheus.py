@@ -78,8 +78,10 @@ class Metrics(Silent):
         self._prompt_tokens.inc(num_prompt_tokens)
         self._output_tokens.observe(num_output_tokens)
         self._turn_seconds.observe(seconds)
-        self._resumes.inc(num_resumes)
-        self._spanning.inc(int(num_versions > 1))
+        if num_resumes:
+            self._resumes.inc(num_resumes)
+        if num_versions > 1:
+            self._spanning.inc()
 
     def session_closed(self, *, num_turns: int, num_branches: int, num_rewritten: int, num_mismatches: int) -> None:
         self._sessions.inc()

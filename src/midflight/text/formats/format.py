@@ -9,7 +9,7 @@ from midflight.text.formats.assistant import AssistantMessage, MessageParser, To
 from midflight.text.formats.choice import AUTO, NONE, added_tokens, reasoning_format, tool_format
 from midflight.text.formats.hermes import Hermes
 from midflight.text.formats.lark import Lark, embedded
-from midflight.text.formats.parser import FormatParser
+from midflight.text.formats.parser import FormatParser, PlainParser
 from midflight.text.formats.thinking import Begun
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Grammar, GrammarKind
@@ -34,8 +34,10 @@ class MessageFormat:
         """A parser for one message. `prompt_text` says whether thinking was opened by the prompt; `calls`: whether tool calls
         are looked for, `forced`: even where free text is not searched for them. `tools`, where they are known, give types to
         arguments that the format writes without."""
-        opened = self._thinking is not None and self._thinking.begun(prompt_text) is Begun.OPENED
         reads = calls and (forced or self._reads_free_calls)
+        if self._thinking is None and not reads:
+            return PlainParser()
+        opened = self._thinking is not None and self._thinking.begun(prompt_text) is Begun.OPENED
         return FormatParser(self._tools if reads else None, self._thinking, opened=opened, known=tools)
 
     def parse(

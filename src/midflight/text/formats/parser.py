@@ -16,6 +16,16 @@ from midflight.text.formats.trimmed import TrimmedText
 _ANY = re.compile(r"(?s:.)+")
 
 
+class PlainParser:
+    """A `MessageParser` where nothing is looked for: all is content."""
+
+    def feed(self, text: str) -> tuple[Piece, ...]:
+        return (ContentPiece(text),) if text else ()
+
+    def finish(self) -> tuple[Piece, ...]:
+        return ()
+
+
 class FormatParser:
     """A `MessageParser`. Linear in the text, and cut anywhere the text gives the same message: the next letter alone decides.
 
