@@ -61,9 +61,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", type=Path, help="virtual environment with litellm[proxy] and sglang-router")
     parser.add_argument("--sessions", type=int, default=10_000, help="of 2 000 tokens, for the memory; 0 leaves it out")
+    parser.add_argument(
+        "--step-us", type=int, default=0, help="pause of the trivial engine between steps: above 0 no token waits for another"
+    )
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
-        sides = list(started(stack, options.peers))
+        sides = list(started(stack, options.peers, step_us=options.step_us))
         results: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
         for number in range(options.rounds):
             for side in sides:
@@ -77,10 +80,10 @@ def main() -> None:
         subprocess.run([sys.executable, HERE / "gateway_memory.py", str(options.sessions)], check=True)
 
 
-def started(stack: contextlib.ExitStack, peers: Path | None) -> Iterable[Side]:
+def started(stack: contextlib.ExitStack, peers: Path | None, *, step_us: int) -> Iterable[Side]:
     engine_port, upstream_port = free_port(), free_port()
-    for name, port in (("engine", engine_port), ("upstream", upstream_port)):
-        process = stack.enter_context(running([sys.executable, HERE / "gateway_sides.py", name, str(port)]))
+    for name, port, more in (("engine", engine_port, [str(step_us)]), ("upstream", upstream_port, [])):
+        process = stack.enter_context(running([sys.executable, HERE / "gateway_sides.py", name, str(port), *more]))
         wait_for(port, process)
         if name == "upstream":
             yield Side(name, port, process)

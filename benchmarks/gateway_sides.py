@@ -1,4 +1,4 @@
-"""The servers that `gateway.py` measures, each a process of its own: `python gateway_sides.py SIDE PORT [UPSTREAM_PORT]`.
+"""The servers that `gateway.py` measures, each a process of its own: `python gateway_sides.py SIDE PORT [UPSTREAM_PORT | STEP_US]`.
 
 | side | what it is |
 |---|---|
@@ -96,7 +96,8 @@ class TrivialEngine:
     answers it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
         self._running: dict[int, GenerateRequest] = {}
         self._lengths: dict[int, int] = {}
         self._work = asyncio.Event()
@@ -131,7 +132,7 @@ class TrivialEngine:
             await socket_.send_bytes(encode(self._step()))
             if not self._running:
                 self._work.clear()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._step_seconds)
 
     def _step(self) -> Step:
         handles: list[int] = []
@@ -171,8 +172,8 @@ class TrivialEngine:
         return web.json_response({})
 
 
-async def engine(port: int) -> None:
-    trivial = TrivialEngine()
+async def engine(port: int, step_us: int) -> None:
+    trivial = TrivialEngine(step_us * 1e-6)
     app = web.Application()
     app.add_routes([web.get(STREAM_PATH, trivial.stream), web.get("/health", trivial.health)])
     app.add_routes([web.post("/pause_generation", trivial.pause), web.post("/continue_generation", trivial.resume)])
