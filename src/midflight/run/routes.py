@@ -28,7 +28,7 @@ from midflight.run.service import TakesWithin
 from midflight.run.session_routes import WaitSeconds
 from midflight.run.steps import DoneBody, ModelTensors, StepBook
 from midflight.trajectories.packing import to_bytes
-from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.types import Delta, PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.published_file import check_readable, manifest_of
 
 API_VERSION = 1
@@ -53,6 +53,7 @@ class WeightsBody(Body, frozen=True):
     transport: str | None = None
     location: str | None = None
     tensors: tuple[TensorSpec, ...] | None = None
+    deltas: tuple[Delta, ...] = ()
 
 
 class Info(msgspec.Struct, frozen=True):
@@ -188,6 +189,6 @@ class TrainerRoutes:
             return await asyncio.to_thread(lambda: manifest_of(path, version=body.version, fitting=tensors.fitting))
         if body.fingerprint is None or body.transport is None or body.location is None or body.tensors is None:
             raise RequestRejected("weights need `version` and `file`, or all fields of a manifest.", param="file")
-        manifest = WeightManifest(body.version, body.fingerprint, body.transport, body.location, body.tensors)
+        manifest = WeightManifest(body.version, body.fingerprint, body.transport, body.location, body.tensors, body.deltas)
         await asyncio.to_thread(check_readable, manifest)
         return manifest

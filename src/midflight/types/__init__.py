@@ -1,6 +1,6 @@
 """The nouns that cross from one station to another: frozen, slotted, without behaviour beyond what they can derive."""
 
-from midflight.types.engines import Attestation, Capabilities, EngineHealth, TensorSpec, WeightManifest
+from midflight.types.engines import Attestation, Capabilities, Delta, EngineHealth, TensorSpec, WeightManifest
 from midflight.types.generation import Chunk, Finish, GenerateRequest, Grammar, SamplingParams, Segment, Turn
 from midflight.types.names import (
     Bool,
@@ -25,6 +25,7 @@ __all__ = [
     "Bool",
     "Capabilities",
     "Chunk",
+    "Delta",
     "EngineHealth",
     "Fate",
     "Feature",

@@ -51,8 +51,26 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """A difference: bytes that turn the weights it names into those of the next difference's base, or of the manifest itself."""
+
+    base: Version
+    base_fingerprint: str
+    """Of the whole weights that it is applied to, as `WeightManifest.fingerprint`."""
+    location: str
+    """Of the payload, in the manifest's transport."""
+    payload: TensorSpec
+    """One tensor of bytes (U8): differences of all tensors, in the manifest's order."""
+    payload_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """A published version: where its bytes are and what they must hash to. Names are checkpoint names."""
+    """A published version: where its bytes are and what they must hash to. Names are checkpoint names.
+
+    Without `deltas` the bytes at `location` are the version's. With them they are those of `deltas[0].base`, and the differences,
+    applied one after the other, lead from there to this version: so an engine that has any version on the way, or none, gets to it.
+    """
 
     version: Version
     fingerprint: str
@@ -61,6 +79,7 @@ class WeightManifest:
     """`shared_memory` (location: path of a mapped file) or `file` (location: path of a safetensors file)."""
     location: str
     tensors: tuple[TensorSpec, ...]
+    deltas: tuple[Delta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

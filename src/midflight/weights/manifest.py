@@ -8,10 +8,13 @@ import msgspec
 
 from midflight.errors import RequestRejected
 from midflight.models.sizes import tensor_bytes
-from midflight.types import TensorSpec, WeightManifest
+from midflight.types import Delta, TensorSpec, WeightManifest
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector load, so that a tensor may be used where it lies."""
+
+MAX_DELTAS = 64
+"""Differences between a version and the whole one before it. Each costs who catches up one more file and one more pass."""
 
 _decoder = msgspec.json.Decoder(WeightManifest)
 
@@ -60,7 +63,7 @@ def decode_manifest(data: bytes) -> WeightManifest:
 
 
 def check_extents(manifest: WeightManifest) -> None:
-    """`RequestRejected` names the tensor whose extent makes no sense."""
+    """`RequestRejected` names the tensor whose extent makes no sense, or what is wrong with the differences."""
     for spec in manifest.tensors:
         if spec.offset < 0 or any(n < 0 for n in spec.shape) or spec.num_bytes != tensor_bytes(spec.dtype, spec.shape):
             raise RequestRejected(
@@ -68,3 +71,23 @@ def check_extents(manifest: WeightManifest) -> None:
                 f"{spec.shape}; send the JSON that the publisher made.",
                 param="manifest",
             )
+    _check_deltas(manifest.deltas, sum(s.num_bytes for s in manifest.tensors))
+
+
+def _check_deltas(deltas: tuple[Delta, ...], full_bytes: int) -> None:
+    """What a receiver sets aside and reads for the differences is no more than for the whole version."""
+    if len(deltas) > MAX_DELTAS:
+        raise RequestRejected(
+            f"reading a weight manifest: {len(deltas)} differences; publish a whole version after {MAX_DELTAS} at most.", param="deltas"
+        )
+    for spec in (d.payload for d in deltas):
+        if spec.dtype != "U8" or spec.shape != (spec.num_bytes,) or spec.num_bytes < 0 or spec.offset < 0:
+            raise RequestRejected(
+                f"reading a weight manifest: a difference claims {spec.num_bytes} bytes at {spec.offset} for {spec.dtype} of shape {spec.shape}; "
+                "send the JSON that the publisher made.",
+                param="deltas",
+            )
+    if (total := sum(d.payload.num_bytes for d in deltas)) > full_bytes:
+        raise RequestRejected(
+            f"reading a weight manifest: differences of {total} bytes for weights of {full_bytes}; publish a whole version.", param="deltas"
+        )

@@ -56,14 +56,15 @@ def check_readable(manifest: WeightManifest) -> None:
             f"transport is {manifest.transport[:80]!r}: not one of them.{nearest(manifest.transport, TRANSPORTS)}", param="transport"
         )
     check_extents(manifest)
-    try:
-        if (size := _size(Path(manifest.location))) < extent(manifest.tensors):
-            raise ValueError(f"it has {size} bytes of {extent(manifest.tensors)}")
-    except (OSError, ValueError) as error:
-        raise RequestRejected(
-            f"publishing version {manifest.version} from {manifest.location!r}: {error}; name a file that this machine can read.",
-            param="location",
-        ) from error
+    for location, specs in ((manifest.location, manifest.tensors), *((d.location, (d.payload,)) for d in manifest.deltas)):
+        try:
+            if (size := _size(Path(location))) < extent(specs):
+                raise ValueError(f"it has {size} bytes of {extent(specs)}")
+        except (OSError, ValueError) as error:
+            raise RequestRejected(
+                f"publishing version {manifest.version} from {location!r}: {error}; name a file that this machine can read.",
+                param="location",
+            ) from error
 
 
 def read_specs(path: Path) -> Specs:
