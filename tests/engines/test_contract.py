@@ -1,14 +1,17 @@
-"""The port's contract in process and over the wire."""
+"""The port's contract in process, over the wire, and over the wire of any engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from starlette.applications import Starlette
 from tests.engines.contract import EngineContract
 from tests.engines.models import MemoryReceiver, StepLog, make_engine
 
-from midflight.engines.embedded.app import build_app
+from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.stream import serve_stream
+from midflight.engines.relay import relay
 from midflight.engines.remote import RemoteEngine
 from midflight.ports import Engine
 from midflight.run.http_server import serve_app
@@ -26,17 +29,24 @@ async def running(engine: EmbeddedEngine) -> AsyncIterator[EmbeddedEngine]:
 
 
 @asynccontextmanager
-async def served(engine: EmbeddedEngine, *, token: str | None = "secret", port: int = 0) -> AsyncIterator[str]:
-    """The engine's URL."""
+async def listening(app: Starlette, *, port: int = 0) -> AsyncIterator[str]:
+    """The application's URL."""
     ready = asyncio.Event()
     with listen("127.0.0.1", port) as listener:
-        async with running(engine), asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(serve_app(build_app(engine, token=token), listener, ready=ready.set))
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(serve_app(app, listener, ready=ready.set))
             try:
                 await ready.wait()
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             finally:
                 task.cancel()
+
+
+@asynccontextmanager
+async def served(engine: EmbeddedEngine, *, token: str | None = "secret", port: int = 0) -> AsyncIterator[str]:
+    """The engine's URL."""
+    async with running(engine), listening(build_app(engine, serve_stream, token=token), port=port) as url:
+        yield url
 
 
 @asynccontextmanager
@@ -65,3 +75,14 @@ class TestRemote(EngineContract):
         receiver = MemoryReceiver()
         async with served(make_engine(receiver=receiver)) as url, attached(url) as engine:
             yield engine, receiver
+
+
+class TestRelayed(EngineContract):
+    """The embedded engine as any other: only its port is used."""
+
+    @asynccontextmanager
+    async def attached(self) -> AsyncIterator[tuple[Engine, MemoryReceiver]]:
+        receiver = MemoryReceiver()
+        async with running(make_engine(receiver=receiver)) as engine, listening(build_app(engine, relay, token="secret")) as url:
+            async with attached(url) as remote:
+                yield remote, receiver

@@ -85,7 +85,7 @@ class StepOutput:
 Top: TypeAlias = "tuple[tuple[int, float], ...] | None"
 """The likeliest (id, log-probability) at a token's position; `None` for a request that did not ask."""
 TokenRow: TypeAlias = tuple[int, int, float, int, Top]
-"""What a step did for one request: its handle, the token, its log-probability, the version of the oldest key, alternatives."""
+"""One token: the handle of its request, the id, its log-probability, the version of the oldest key, alternatives."""
 
 
 class Outlet(Protocol):

@@ -173,7 +173,8 @@ class RemoteEngine:
                 case Step() as frame:
                     self._take_step(frame)
                 case Rejected() as rejected:
-                    self._streams.reject(rejected.handle, error_from(rejected.code, rejected.message, rejected.param))
+                    error = error_from(rejected.code, rejected.message, rejected.param, rejected.retry_after_seconds)
+                    self._streams.reject(rejected.handle, error)
 
     def _take_step(self, frame: Step) -> None:
         rows = step_rows(frame)

@@ -1,21 +1,22 @@
 """The multiplexed wire between a gateway and an engine: one WebSocket per client, one message per decode step.
 
-Frames are msgpack. What is per token travels as raw little-endian arrays of one entry per request of the step.
+Frames are msgpack. What is per token travels as raw little-endian arrays with one entry per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
 
 from midflight.engines.output import StepOutput, TokenRow
-from midflight.errors import EngineError, MidflightError, RequestRejected
-from midflight.types import Capabilities, Finish, GenerateRequest, Version
+from midflight.errors import EngineError, MidflightError, Overloaded, RequestRejected
+from midflight.types import Capabilities, Chunk, Finish, GenerateRequest, Version
 
 STREAM_PATH: Final = "/engine/v1/stream"
+_END_OF_INTS: Final = 2**31
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -43,7 +44,7 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
 
     version: Version
     handles: bytes
-    """int32"""
+    """int32; one that occurs several times got several tokens, in this order"""
     token_ids: bytes
     """int32"""
     logprobs: bytes
@@ -60,13 +61,15 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """float32, one for each of `top_ids`"""
 
 
-class Rejected(msgspec.Struct, tag="rejected", frozen=True):
-    """The engine refused a request; others go on."""
+class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):
+    """A request ended in an error, named by its code: refused, or lost (`engine_unavailable`). Others go on."""
 
     handle: int
     code: str
     message: str
     param: str | None
+    retry_after_seconds: int | None = None
+    """Of an engine that is full for now."""
 
 
 ClientFrame = Submit | Abort
@@ -103,8 +106,35 @@ def pack_step(step: StepOutput, numbers: dict[int, int]) -> Step:
     )
 
 
+def pack_chunks(chunks: Sequence[tuple[int, Chunk]], *, started: float, ended: float, num_running: int) -> Step:
+    """Chunks of one version, each with its client's number. A number may occur several times; its chunks are in order."""
+    width = max((len(top) for _, c in chunks for top in c.top_logprobs), default=0)
+    tops = [_widened(top, width) for _, c in chunks for top in c.top_logprobs or ((),) * len(c.token_ids)] if width else []
+    return Step(
+        version=chunks[0][1].version,
+        handles=_int_column(h for h, c in chunks for _ in c.token_ids),
+        token_ids=_int_column(i for _, c in chunks for i in c.token_ids),
+        logprobs=_float_column(p for _, c in chunks for p in c.logprobs),
+        kv_versions=_int_column(c.kv_version for _, c in chunks for _ in c.token_ids),
+        finishes=tuple((h, c.finish) for h, c in chunks if c.finish is not None),
+        started=started,
+        ended=ended,
+        num_running=num_running,
+        top_ids=_int_column(i for top in tops for i, _ in top),
+        top_logprobs=_float_column(p for top in tops for _, p in top),
+    )
+
+
+def can_carry(chunk: Chunk) -> bool:
+    """Whether a chunk fits the columns: their lengths agree, and the ids are such."""
+    num = len(chunk.token_ids)
+    aligned = len(chunk.logprobs) == num and (not chunk.top_logprobs or (len(chunk.top_logprobs) == num and all(chunk.top_logprobs)))
+    ids = (*chunk.token_ids, *(i for top in chunk.top_logprobs for i, _ in top))
+    return aligned and all(0 <= i < _END_OF_INTS for i in ids)
+
+
 def step_rows(frame: Step) -> list[TokenRow]:
-    """(handle, token, log-probability, version of its oldest key, alternatives) of each request, without arrays between."""
+    """(handle, token, log-probability, version of its oldest key, alternatives) of each token, without arrays between."""
     handles, tokens, kv = (_ints(column) for column in (frame.handles, frame.token_ids, frame.kv_versions))
     logprobs = _floats(frame.logprobs)
     if not frame.top_ids:
@@ -115,6 +145,18 @@ def step_rows(frame: Step) -> list[TokenRow]:
     return list(zip(handles, tokens, logprobs, kv, tops, strict=True))
 
 
+def _widened(top: tuple[tuple[int, float], ...], width: int) -> tuple[tuple[int, float], ...]:
+    return top + ((-1, 0.0),) * (width - len(top))
+
+
+def _int_column(values: Iterable[int]) -> bytes:
+    return np.fromiter(values, dtype="<i4").tobytes()
+
+
+def _float_column(values: Iterable[float]) -> bytes:
+    return np.fromiter(values, dtype="<f4").tobytes()
+
+
 def _ints(column: bytes) -> list[int]:
     return np.frombuffer(column, dtype="<i4").tolist()
 
@@ -123,9 +165,11 @@ def _floats(column: bytes) -> list[float]:
     return np.frombuffer(column, dtype="<f4").tolist()
 
 
-def error_from(code: str, message: str, param: str | None) -> MidflightError:
+def error_from(code: str, message: str, param: str | None, retry_after_seconds: int | None = None) -> MidflightError:
     """The error that the other side raised, by its code."""
     kind = next((k for k in _kinds(MidflightError) if k.code == code), EngineError)
+    if issubclass(kind, Overloaded) and retry_after_seconds is not None:
+        return kind(message, retry_after_seconds=retry_after_seconds)
     return kind(message, param=param) if issubclass(kind, RequestRejected) else kind(message)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from midflight.config.sections import Config
-from midflight.engines.embedded.app import build_app
+from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.stream import serve_stream
 from midflight.models.load import load_model
 from midflight.observe.observers import Silent
 from midflight.run.child import Launcher
@@ -41,7 +42,7 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
     engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
-    app = build_app(engine, token=spec.token)
+    app = build_app(engine, serve_stream, token=spec.token)
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))
 
@@ -51,4 +52,4 @@ async def serve_engine(config: Config, model: Path, *, host: str, port: int, tok
     with listen(host, port) as listener:
         engine = await asyncio.to_thread(make_engine, config, model, name="engine", version=0)
         url = f"http://{host}:{listener.getsockname()[1]}"
-        await serve_while(engine.run(), serve_app(build_app(engine, token=token), listener, ready=lambda: ready(url)))
+        await serve_while(engine.run(), serve_app(build_app(engine, serve_stream, token=token), listener, ready=lambda: ready(url)))

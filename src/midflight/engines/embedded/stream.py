@@ -1,65 +1,40 @@
-"""The engine's end of the multiplexed wire."""
+"""The embedded engine's end of the multiplexed wire: each decode step is one frame."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.outbox import Outbox
 from midflight.engines.output import StepOutput
-from midflight.engines.wire import Abort, EngineFrame, Hello, Rejected, Submit, decode_client_frames, encode, pack_step
+from midflight.engines.wire import Abort, Hello, Submit, decode_client_frames, pack_step
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.types import GenerateRequest
-
-_MAX_FRAMES = 16_384
-"""Steps a client may lag behind; one that lags more is cut off, so that its frames do not fill the memory."""
 
 
 class StreamOutlet:
     """An outlet that packs each step into one frame. Requests carry the client's numbers outside, the engine's handles inside."""
 
     def __init__(self) -> None:
-        self._frames: deque[bytes] = deque()
-        self._changed = asyncio.Event()
-        self._error: Exception | None = None
+        self.frames = Outbox()
         self.numbers: dict[int, int] = {}
         """The client's number of each live handle."""
         self.compiling: dict[int, asyncio.Task[None]] = {}
         """By the client's number, requests whose grammar is being compiled."""
 
     def put(self, step: StepOutput) -> None:
-        self.send(pack_step(step, self.numbers))
+        self.frames.send(pack_step(step, self.numbers))
         for handle, _, _ in step.finishes:
             self.numbers.pop(handle, None)
         for handle, _, error in step.failures:
-            self.reject(self.numbers.pop(handle), error)
-
-    def reject(self, number: int, error: RequestRejected) -> None:
-        self.send(Rejected(number, error.code, str(error), error.param))
-
-    def send(self, frame: EngineFrame) -> None:
-        if len(self._frames) >= _MAX_FRAMES:
-            self.fail(EngineUnavailable(f"the client reads too slowly: {_MAX_FRAMES} frames wait. Attach again."))
-            return
-        self._frames.append(encode(frame))
-        self._changed.set()
+            self.frames.reject(self.numbers.pop(handle), error)
 
     def fail(self, error: Exception) -> None:
-        self._error = error
-        self._changed.set()
-
-    async def next(self) -> bytes:
-        """Waits for a step or the engine's end; ended by the disconnection of the client."""
-        while not self._frames:
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            await self._changed.wait()
-        return self._frames.popleft()
+        self.frames.fail(error)
 
 
 async def serve_stream(engine: EmbeddedEngine, socket: WebSocket) -> None:
@@ -67,10 +42,10 @@ async def serve_stream(engine: EmbeddedEngine, socket: WebSocket) -> None:
     await socket.accept()
     outlet = StreamOutlet()
     number = engine.open_outlet(outlet)
-    outlet.send(Hello(engine.name, engine.capabilities))
+    outlet.frames.send(Hello(engine.name, engine.capabilities))
     try:
         async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(_send_all(outlet, socket))
+            sending = tasks.create_task(outlet.frames.drain(socket))
             # Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
             with contextlib.suppress(WebSocketDisconnect, EngineUnavailable, msgspec.DecodeError):
                 await _receive_all(engine, outlet, number, socket, tasks)
@@ -78,17 +53,6 @@ async def serve_stream(engine: EmbeddedEngine, socket: WebSocket) -> None:
                 task.cancel()
     finally:
         engine.close_outlet(number, frozenset(outlet.numbers))
-
-
-async def _send_all(outlet: StreamOutlet, socket: WebSocket) -> None:
-    """Waits for frames; ended by the end of the engine, which closes the socket, or of the connection."""
-    # Starlette raises RuntimeError when it sends on a socket that is closed already.
-    with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-        try:
-            while True:
-                await socket.send_bytes(await outlet.next())
-        except EngineUnavailable as error:
-            await socket.close(code=1011, reason=str(error)[:100])
 
 
 async def _receive_all(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, socket: WebSocket, tasks: asyncio.TaskGroup) -> None:
@@ -120,4 +84,4 @@ async def _submit(engine: EmbeddedEngine, outlet: StreamOutlet, number: int, han
         engine.submit(submission)
         outlet.numbers[submission.handle] = handle
     except RequestRejected as error:
-        outlet.reject(handle, error)
+        outlet.frames.reject(handle, error)

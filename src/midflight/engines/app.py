@@ -1,4 +1,4 @@
-"""The embedded engine over HTTP: SGLang's control plane in JSON, and the multiplexed wire for gateways."""
+"""An engine over HTTP: SGLang's control plane in JSON, and the multiplexed wire for gateways."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.generate_body import Answer, GenerateBody, read_request
-from midflight.engines.embedded.metrics import EngineCollector
-from midflight.engines.embedded.stream import serve_stream
+from midflight.engines.generate_body import Answer, GenerateBody, read_request
+from midflight.engines.metrics import EngineCollector
+from midflight.engines.served import ServedEngine
 from midflight.engines.wire import STREAM_PATH
 from midflight.errors import Blame, MidflightError, RequestRejected, Unauthorized
 from midflight.types import Capabilities, Chunk, PauseMode, WeightManifest
 
 R = TypeVar("R")
+E = TypeVar("E", bound=ServedEngine)
 _PAUSE_NAMES = {**{mode.value: mode for mode in PauseMode}, "in_place": PauseMode.KEEP, "retract": PauseMode.RECOMPUTE}
 _CLIENT_GONE = 499
 """Nobody reads this status: the client has left."""
@@ -61,10 +61,17 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-def build_app(engine: EmbeddedEngine, *, token: str | None) -> Starlette:
-    """The ASGI application. With a token, everything but `/health` needs it as bearer. The engine's `run` is the caller's to start."""
+def build_app(engine: E, serve: Callable[[E, WebSocket], Awaitable[None]], *, token: str | None) -> Starlette:
+    """The ASGI application. `serve` is the engine's end of the wire to one client, until that leaves: `relay` does for any engine.
+
+    With a token, everything but `/health` needs it as bearer. The engine's `run`, if it has one, is the caller's to start.
+    """
+
+    async def stream(socket: WebSocket) -> None:
+        await serve(engine, socket)
+
     app = Starlette(
-        routes=[*_Endpoints(engine).routes(), WebSocketRoute(STREAM_PATH, _stream_endpoint(engine))],
+        routes=[*_Endpoints(engine).routes(), WebSocketRoute(STREAM_PATH, stream)],
         exception_handlers={MidflightError: _error_answer},
     )
     if token is not None:
@@ -73,10 +80,10 @@ def build_app(engine: EmbeddedEngine, *, token: str | None) -> Starlette:
 
 
 class _Endpoints:
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine))
+        self._registry.register(EngineCollector(engine.reading))
 
     def routes(self) -> list[Route]:
         posts = {
@@ -132,7 +139,7 @@ class _Endpoints:
         return _json(await self._engine.commit(_read(await request.body(), CommitBody).version))
 
     async def health(self, request: Request) -> Response:
-        """200 while the decode loop lives, 503 after; the numbers show progress."""
+        """200 while the engine lives, 503 after; the numbers show progress."""
         return _json(await self._engine.health())
 
     async def model_info(self, request: Request) -> Response:
@@ -197,13 +204,6 @@ async def _left(request: Request) -> None:
     """Waits for the client's disconnection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _stream_endpoint(engine: EmbeddedEngine) -> Callable[[WebSocket], Awaitable[None]]:
-    async def endpoint(socket: WebSocket) -> None:
-        await serve_stream(engine, socket)
-
-    return endpoint
 
 
 class _RequireToken:
