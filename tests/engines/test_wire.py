@@ -5,9 +5,11 @@ import pytest
 from tests.engines.models import ask
 
 from midflight.engines.output import StepOutput, TokenRow, Top
-from midflight.engines.wire import Abort, Step, Submit, decode_client_frames, decode_engine_frame, encode, pack_step, step_rows
+from midflight.engines.streams import ChunkStreams
+from midflight.engines.wire import Abort, Step, Submit, decode_client_frames, decode_engine_frame, encode, pack_chunks, pack_step, step_rows
 from midflight.errors import RequestRejected
-from midflight.types import Finish, FinishReason, Grammar, GrammarKind
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import Chunk, Finish, FinishReason, Grammar, GrammarKind
 
 PLAIN = StepOutput(
     version=3,
@@ -48,6 +50,26 @@ def test_an_empty_step_arrives_too() -> None:
 
 def test_alternatives_that_nobody_asked_for_take_no_byte() -> None:
     assert b"top_" not in encode(pack_step(PLAIN, {11: 1, 12: 2, 13: 3}))
+
+
+def test_chunks_arrive_as_they_left_several_of_one_request_too() -> None:
+    first = Chunk((5, 6), (-0.5, -1.5), 3, 2)
+    top = Chunk((7, 8), (-0.25, -0.75), 3, 3, None, (((7, -0.25), (1, -2.0)), ((9, -0.5),)))
+    last = Chunk((9,), (-2.5,), 3, 2, Finish(FinishReason.LENGTH))
+    end = Chunk((), (), 3, 3, Finish(FinishReason.ABORT))
+
+    async def main() -> None:
+        streams = ChunkStreams()
+        one, two, three = (streams.open(number, ask(request_id=f"{number}")) for number in (1, 2, 3))
+        frame = pack_chunks([(1, first), (2, top), (1, last), (3, end)], started=1.0, ended=2.0, num_running=3)
+        frame = decode_engine_frame(encode(frame))
+        assert isinstance(frame, Step) and (frame.started, frame.ended, frame.num_running) == (1.0, 2.0, 3)
+        streams.take(frame.version, step_rows(frame), finishes=frame.finishes)
+        assert await one.next() == Chunk((5, 6, 9), (-0.5, -1.5, -2.5), 3, 2, Finish(FinishReason.LENGTH))
+        assert await two.next() == top
+        assert await three.next() == end
+
+    run_virtual(main())
 
 
 def test_an_outlet_gets_its_own_alternatives_and_failures_and_no_column_more() -> None:
