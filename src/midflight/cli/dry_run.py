@@ -12,7 +12,7 @@ from rich.text import Text
 
 from midflight.config import Config
 from midflight.config.checks import notes
-from midflight.config.derived import admission_limit, batch_rollouts, knobs, min_group_size, worst_staleness
+from midflight.config.derived import admission_limit, batch_rollouts, knobs, min_group_size, served_dtype, worst_staleness
 from midflight.config.memory import memory_estimate, model_sizes, total_bytes
 from midflight.config.objective import effective_loss
 from midflight.config.placement import core_note, placement
@@ -46,6 +46,8 @@ def _run(config: Config) -> Table:
     table.add_row("steps", f"{config.run.steps}" + (f", or reward {config.run.stop_at_reward}" if config.run.stop_at_reward else ""))
     origin = f"from {config.model.path}" if config.model.path else "made, random weights"
     table.add_row("model", f"{sizes.num_parameters:,} parameters, {config.model.dtype}, {escape(origin)}")
+    if (served := served_dtype(config)) != config.model.dtype:
+        table.add_row("served", served)
     target = config.warm_start.target_accuracy
     table.add_row("warm start", "none" if target is None else f"until accuracy {target}, at most {config.warm_start.max_steps} steps")
     for source in config.environment.sources:

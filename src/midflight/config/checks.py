@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from midflight.config.derived import batch_rollouts, engine_slots, in_flight
+from midflight.config.derived import batch_rollouts, engine_slots, in_flight, served_dtype
 from midflight.config.sections import Config
 from midflight.types import StalePolicy
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_URL = re.compile(r"https?://[^\s/?#@]+/?")
 _ENTRY = re.compile(r"[\w.]+:\w+")
 
 
 def contradictions(config: Config) -> tuple[str, ...]:
     """One sentence for each pair of options that can't both hold, with the remedy. Empty for a sound configuration."""
-    return (*_rollout(config), *_model(config), *_trainer(config), *_places(config))
+    return (*_rollout(config), *_model(config), *_trainer(config), *_engine(config), *_places(config))
 
 
 def _rollout(config: Config) -> Iterator[str]:
@@ -65,6 +66,26 @@ def _trainer(config: Config) -> Iterator[str]:
         yield f"trainer.overlong_buffer ({t.overlong_buffer}) is more than environment.max_tokens ({config.environment.max_tokens}); lower it"
 
 
+def _engine(config: Config) -> Iterator[str]:
+    e = config.engine
+    started = e.kind != "embedded" and not e.urls
+    if e.urls and e.kind == "embedded":
+        yield 'engine.urls are of servers that run already, but engine.kind is "embedded", which is started here; set engine.kind to "vllm" or "sglang"'
+    if e.python is not None and not started:
+        yield f"engine.python ({e.python}) is for a server that is started here, and none is; remove it"
+    if e.arguments and not started:
+        yield f"engine.arguments ({' '.join(e.arguments)}) are for a server that is started here, and none is; remove them"
+    if e.kind != "embedded" and (served := served_dtype(config)) == "float64":
+        yield f'engine.kind = "{e.kind}" cannot serve {served}; set engine.dtype to "float32", or engine.kind to "embedded"'
+    for url in e.urls:
+        if not _URL.fullmatch(url):
+            yield f"engine.urls must be addresses such as http://127.0.0.1:30000, got {url!r}"
+    if len(set(e.urls)) < len(e.urls):
+        yield "engine.urls names a server twice, which would get every version twice; name each once"
+    if e.urls and e.count not in (1, len(e.urls)):
+        yield f"engine.count ({e.count}) is not the number of engine.urls ({len(e.urls)}); remove it"
+
+
 def _places(config: Config) -> Iterator[str]:
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if not _DEVICE.fullmatch(device):
@@ -102,5 +123,7 @@ def _notes(config: Config) -> Iterator[str]:
             f"{in_flight(r)} rollouts in flight share {engine_slots(config.engine)} engine slots: the others wait inside the engine, "
             "or use their time in tools."
         )
+    if (served := served_dtype(config)) != config.model.dtype:
+        yield f"engines serve in {served} what is trained in {config.model.dtype}: log-probabilities differ by rounding, which the loss corrects for."
     if config.warm_start.target_accuracy is None and config.model.path is None:
         yield "warm_start.target_accuracy is not set and the model is made with random weights: reward may stay at 0."

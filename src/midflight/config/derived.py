@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from midflight.config.sections import Config, EngineSection, RolloutSection
 from midflight.types import StalePolicy, Version
@@ -37,9 +38,24 @@ def admission_limit(rollout: RolloutSection, served: Version) -> int:
     return (served + rollout.max_staleness + 1) * rollout.groups_per_step
 
 
+def num_engines(engine: EngineSection) -> int:
+    """Engines of the run: the servers attached, else the processes started."""
+    return len(engine.urls) or engine.count
+
+
 def engine_slots(engine: EngineSection) -> int:
     """Requests decoded together by all engines."""
-    return engine.count * engine.max_running
+    return num_engines(engine) * engine.max_running
+
+
+def served_dtype(config: Config) -> str:
+    """Precision of the weights in engines, and on their way there."""
+    return config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype
+
+
+def engine_python(engine: EngineSection) -> Path:
+    """Interpreter of the server's environment: `python`, else where `make engines` puts it. Not resolved: a link leads to another."""
+    return engine.python or Path(f".venv-{engine.kind}/bin/python")
 
 
 @dataclass(frozen=True, slots=True)

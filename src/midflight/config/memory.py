@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midflight.config.derived import buffer_groups, in_flight
-from midflight.config.sections import Config, ModelSection
+from midflight.config.derived import buffer_groups, in_flight, num_engines, served_dtype
+from midflight.config.sections import Config, EngineSection, ModelSection
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 
 MADE_VOCABULARY = 262
 """Tokens of the tokenizer of made models: 256 bytes and 6 special ones."""
 TORCH_PROCESS_BYTES = 320 * 2**20
 """A process that has imported torch and transformers and run a model once, measured on Linux with the CPU build."""
+SERVER_BYTES = 1900 * 2**20
+"""A vLLM or SGLang server on a CPU before it has weights, keys and values: both measured at about this."""
+COMPANION_BYTES = 110 * 2**20
+"""Our process beside a server: without torch."""
 ROLLOUT_PROCESS_BYTES = 160 * 2**20
 LAUNCHER_BYTES = 50 * 2**20
 ROW_BYTES_PER_TOKEN = 4 + 1 + 1 + 4 + 4 + 4
@@ -51,8 +55,9 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     """Worst case of each part: every slot full to `max_context`, every waiting rollout as long as can be."""
     m, e, t, r = config.model, config.engine, config.trainer, config.rollout
     element = element_bytes(m.dtype)
-    weights = sizes.weight_bytes(m.dtype)
-    slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(m.dtype)
+    weights, served = sizes.weight_bytes(m.dtype), sizes.weight_bytes(served_dtype(config))
+    slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
+    engines = 0 if e.urls else e.count  # servers that others started take their memory whether we run or not
     activations = (
         sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size) + LOGIT_COPIES * sizes.vocab_size
     )
@@ -63,11 +68,11 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         MemoryItem(
             "trainer", f"activations of a micro-batch of {t.micro_batch_tokens} tokens", activations * t.micro_batch_tokens * element
         ),
-        MemoryItem("engines", "weights, live and staged", 2 * weights * e.count),
-        MemoryItem("engines", f"keys and values: {e.count} x {e.max_running} slots of {m.max_context} tokens", slots * e.count),
-        MemoryItem("weights", "published versions in shared memory", shared * weights),
+        MemoryItem("engines", "weights, live and staged", 2 * served * engines),
+        MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
+        MemoryItem("weights", "published versions in shared memory", shared * served),
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
-        MemoryItem("processes", "interpreters and libraries", _processes(e.count)),
+        MemoryItem("processes", "interpreters and libraries", _processes(e)),
     )
 
 
@@ -75,5 +80,8 @@ def total_bytes(items: tuple[MemoryItem, ...]) -> int:
     return sum(item.num_bytes for item in items)
 
 
-def _processes(engines: int) -> int:
-    return (1 + engines) * TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + LAUNCHER_BYTES
+def _processes(engine: EngineSection) -> int:
+    ours = TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + LAUNCHER_BYTES
+    if engine.kind == "embedded":
+        return ours + engine.count * TORCH_PROCESS_BYTES
+    return ours + num_engines(engine) * (COMPANION_BYTES + (0 if engine.urls else SERVER_BYTES))

@@ -12,7 +12,14 @@ from midflight.types import Json
 
 Schema = dict[str, Json]
 
-_KINDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text", "object": "a table"}
+_KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "object": "a table",
+    "array": "a list of texts",
+}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -71,9 +78,8 @@ def _walk(root: Schema, schema: Schema, prefix: str) -> Iterator[Option]:
             yield from _walk(root, variants[0], f"{key}.")
             continue
         yield _option(key, variants, optional=optional, required=name in required, default=given.get("default"))
-        items = variants[0].get("items")
-        if items is not None:
-            yield from _walk(root, _resolve(root, cast(Schema, items)), f"{key}.*.")
+        if _is_list_of_tables(variants[0]):
+            yield from _walk(root, _resolve(root, cast(Schema, variants[0]["items"])), f"{key}.*.")
 
 
 def _variants(root: Schema, given: Schema) -> tuple[list[Schema], bool]:
@@ -96,8 +102,12 @@ def _option(key: str, variants: list[Schema], *, optional: bool, required: bool,
         str(c) for variant in variants for c in cast("list[Json]", variant.get("enum", [variant["const"]] if "const" in variant else []))
     ]
     bounds = tuple(f"{sign} {_short(first[name])}" for name, sign in _BOUNDS.items() if name in first)
-    kind = "a list of tables" if first.get("type") == "array" else _KINDS[str(first.get("type", "string"))]
+    kind = "a list of tables" if _is_list_of_tables(first) else _KINDS[str(first.get("type", "string"))]
     return Option(key, kind, bounds, tuple(choices), optional, required, default)
+
+
+def _is_list_of_tables(schema: Schema) -> bool:
+    return "$ref" in cast(Schema, schema.get("items", {}))
 
 
 def _short(number: Json) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midflight.config.sections import Config
+from midflight.config.derived import num_engines
+from midflight.config.sections import Config, EngineSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +23,25 @@ def placement(config: Config) -> tuple[Place, ...]:
     return (
         Place("launcher", 1, 0, "cpu", "starts and supervises the others, terminal"),
         Place("rollout", 1, 1, "cpu", "gateway, environments, buffer, store"),
-        Place(
-            "engine",
-            config.engine.count,
-            config.engine.threads,
-            config.engine.device,
-            f"generates, {config.engine.max_running} requests together",
-        ),
+        _engine(config.engine),
         Place("trainer", 1, config.trainer.threads, config.trainer.device, "takes steps, publishes weights"),
     )
 
 
+def _engine(engine: EngineSection) -> Place:
+    generates = f"generates, {engine.max_running} requests together"
+    if engine.kind == "embedded":
+        return Place("engine", engine.count, engine.threads, engine.device, generates)
+    if engine.urls:
+        return Place("engine", num_engines(engine), 0, "theirs", f"speaks to a running {engine.kind} server, which {generates}")
+    return Place("engine", engine.count, engine.threads, engine.device, f"a {engine.kind} server, which {generates}")
+
+
 def computing_threads(config: Config) -> int:
-    """Threads of engines and trainer that compete for CPU cores; those on a GPU count one each."""
-    return sum(p.count * (p.threads if p.device == "cpu" else 1) for p in placement(config) if p.process in ("engine", "trainer"))
+    """Threads of engines and trainer that compete for CPU cores; those on a GPU count one each, servers started by others none."""
+    return sum(
+        p.count * (p.threads if p.device == "cpu" else min(p.threads, 1)) for p in placement(config) if p.process in ("engine", "trainer")
+    )
 
 
 def core_note(config: Config, cores: int) -> str | None:

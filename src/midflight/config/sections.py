@@ -50,7 +50,7 @@ class ModelSection(Section):
     name: str = "policy"
     """The model id that agents use."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision of weights in trainer and engine; larger is exacter and slower."""
+    """Precision of weights in the trainer, and in engines unless `engine.dtype` says otherwise; larger is exacter and slower."""
     hidden_size: Positive = 128
     """Width of a made model; larger learns more and runs slower."""
     intermediate_size: Positive = 384
@@ -66,10 +66,20 @@ class ModelSection(Section):
 
 
 class EngineSection(Section):
-    kind: Literal["embedded"] = "embedded"
-    """Which inference server generates."""
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Which inference server generates: our own, or one of other people, in an environment of its own (`make engines`)."""
     count: Positive = 1
-    """Engine processes; larger generates more when there are cores for it."""
+    """Engine processes; larger generates more when there are cores for it. With `urls` it is their number."""
+    python: Path | None = None
+    """Interpreter of the environment that the server is installed in. Default `.venv-vllm/bin/python` or `.venv-sglang/bin/python`."""
+    urls: tuple[str, ...] = ()
+    """Addresses of servers that run already, such as `http://127.0.0.1:30000`: they are attached, and none is started or stopped."""
+    arguments: tuple[str, ...] = ()
+    """Further words for the server's command line, after ours, such as `--gpu-memory-utilization=0.5`."""
+    start_seconds: Seconds = 180.0
+    """How long a server may take to come up; larger waits longer for one that hangs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller is faster, and further from the trainer."""
     max_running: Positive = 64
     """Requests decoded together; larger is faster per token and slower per request."""
     max_batch_tokens: Positive = 2048
@@ -240,6 +250,10 @@ class WeightsSection(Section):
     """Deadline of staging on one engine; past it the engine is quarantined."""
     commit_seconds: Seconds = 30.0
     """Deadline of the commit, the pause included."""
+    delta: bool = False
+    """Send what has changed since the version before: fewer bytes where steps are small and the served precision is coarse."""
+    full_every: Positive = 16
+    """With `delta`: versions from one that is sent whole to the next; larger sends less, and makes an engine that rejoins read more."""
 
 
 class Config(Section):

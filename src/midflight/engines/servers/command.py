@@ -1,0 +1,117 @@
+"""The command lines of vLLM and SGLang: how a server is started so that it can be paused, given weights, and trusted.
+
+Pure. What each option is for stands beside it; docs/engines.md says the same to users.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from midflight.config.sections import EngineSection
+from midflight.types import Version
+
+INSIDE = Path(__file__).parent / "inside"
+"""Modules that run in the server's interpreter, which has no Midflight: each is one file that imports nothing of ours."""
+HOST = "127.0.0.1"
+"""Whoever reaches a server's admin routes can change its weights, and they ask for no key: only this machine may."""
+_OURS = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP")
+"""Would mix our environment into the server's."""
+_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+"""Nearly doubles the time that a server takes to start, each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`environ` is all of it. `ready` is the path that answers 200 as soon as the server takes requests."""
+
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+    ready: str
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model as the server is to serve it. `dtype` is torch's name; `kv_bytes_per_token` is of all layers."""
+
+    folder: Path
+    name: str
+    dtype: str
+    max_context: int
+    kv_bytes_per_token: int
+    version: Version
+
+
+def server_command(engine: EngineSection, model: Served, *, python: Path, port: int, inherited: Mapping[str, str]) -> Command:
+    """For a server on this machine at `HOST`; `inherited` is the environment that it starts from."""
+    words, settings, ready = (_vllm if engine.kind == "vllm" else _sglang)(engine, model, port)
+    environ = {**_cleaned(inherited, python), **_device(engine.device, inherited), **settings}
+    environ |= {"PYTHONPATH": str(INSIDE), "OMP_NUM_THREADS": str(engine.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return Command((str(python), "-m", *words, *engine.arguments), environ, ready)
+
+
+def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str], Mapping[str, str], str]:
+    words = [
+        "vllm.entrypoints.openai.api_server",
+        *("--model", str(model.folder), "--served-model-name", model.name),
+        *("--host", HOST, "--port", str(port)),
+        *("--dtype", model.dtype, "--max-model-len", str(model.max_context)),
+        *("--max-num-seqs", str(engine.max_running)),
+        *("--max-num-batched-tokens", str(max(engine.max_batch_tokens, engine.max_running))),  # fewer is refused
+        "--enable-scale-out",  # the route that takes and gives token ids, and names versions
+        *("--generation-config", "vllm"),  # else sampling defaults come from the model folder
+        *("--logprobs-mode", "processed_logprobs"),  # of the distribution sampled from, not of temperature 1
+        *("--worker-extension-cls", "midflight_vllm.Staged"),
+        "--disable-uvicorn-access-log",
+    ]
+    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the first opens the control routes
+    if engine.device == "cpu":
+        words.append("--enforce-eager")  # compiling takes up to minutes
+        cache = model.kv_bytes_per_token * model.max_context * engine.max_running
+        settings["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(cache / 2**30)))  # GiB, and whole ones only
+        settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # two processes that wait for each other by spinning
+    return words, settings, "/health"
+
+
+def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str], Mapping[str, str], str]:
+    words = [
+        "sglang.launch_server",
+        *("--model-path", str(model.folder), "--served-model-name", model.name),
+        *("--host", HOST, "--port", str(port)),
+        *("--dtype", model.dtype, "--context-length", str(model.max_context)),
+        *("--max-running-requests", str(engine.max_running)),
+        *("--chunked-prefill-size", str(engine.max_batch_tokens)),
+        *("--sampling-defaults", "openai"),  # else they come from the model folder
+        *("--weight-version", str(model.version)),
+        *("--custom-weight-loader", "midflight_sglang.load"),
+        "--skip-server-warmup",  # it asks through a proxy, if the environment names one
+        *("--log-level-http", "warning"),
+    ]
+    settings = {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else a pause makes /health fail, and it stays unhealthy
+        "SGLANG_FORCE_STREAM_INTERVAL": "1",  # else a request that is retracted and aborted loses its last tokens
+    }
+    if engine.device == "cpu":
+        words += ["--device", "cpu", "--attention-backend", "torch_native"]
+        words += ["--max-total-tokens", str(model.max_context * engine.max_running)]  # else a share of all memory
+        settings["SGLANG_USE_CPU_ENGINE"] = "1"
+    return words, settings, "/model_info"
+
+
+def _cleaned(inherited: Mapping[str, str], python: Path) -> Mapping[str, str]:
+    """Without what is ours: tokens, our virtual environment, its programs. The server's own programs come first."""
+    kept = {k: v for k, v in inherited.items() if k not in (*_OURS, _BYTECODE) and not k.startswith("MIDFLIGHT_")}
+    ours = {str(Path(inherited["VIRTUAL_ENV"]) / "bin")} if "VIRTUAL_ENV" in inherited else set[str]()
+    places = [place for place in kept.get("PATH", "").split(":") if place and place not in ours]
+    return {**kept, "PATH": ":".join([str(python.parent), *places])}
+
+
+def _device(device: str, inherited: Mapping[str, str]) -> Mapping[str, str]:
+    """`cuda:N` is the Nth of the devices that we may use; the server sees it alone. `cuda` leaves the choice to the server."""
+    _, named, index = device.partition(":")
+    if not named:
+        return {}
+    visible = [one for one in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    return {"CUDA_VISIBLE_DEVICES": visible[int(index)] if int(index) < len(visible) else index}
