@@ -22,12 +22,12 @@ KEEP = 2
 class FilePublisher:
     """Writes `<version>.safetensors` under another name, then renames it: a reader sees a whole file or none.
 
-    Nothing is synced to disk: after a power cut the trainer publishes again. Older files than the newest `KEEP` are removed at
+    Nothing is synced to disk: after a power cut the trainer publishes again. Older files than the newest `keep` are removed at
     each publish; an engine that still had one open reads on, one that comes later is told and rejoins at the current version.
     """
 
-    def __init__(self, folder: Path, *, threads: int = 1) -> None:
-        self._folder, self._threads = folder, threads
+    def __init__(self, folder: Path, *, keep: int = KEEP, threads: int = 1) -> None:
+        self._folder, self._keep, self._threads = folder, keep, threads
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         path = self._folder / f"{version:08d}.safetensors"
@@ -65,5 +65,5 @@ class FilePublisher:
         return sorted(p for p in self._folder.glob("*.safetensors") if p.stem.isdigit())
 
     def _remove_old(self) -> None:
-        for path in self._published()[:-KEEP]:
+        for path in self._published()[: -self._keep]:
             path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from midflight.errors import ConfigError, nearest
 from midflight.ports import WeightReceiver
+from midflight.weights.delta.receive import DeltaReceiver
 from midflight.weights.transports.receive import TRANSPORTS, FileReceiver
 
 if TYPE_CHECKING:
@@ -15,16 +16,25 @@ if TYPE_CHECKING:
 
 def receiver(*, threads: int = 1) -> WeightReceiver:
     """One receiver for all transports; without torch."""
-    return FileReceiver(threads=threads)
+    return DeltaReceiver(FileReceiver(threads=threads), threads=threads)
 
 
-def publisher(kind: str, *, name: str, folder: Path, threads: int = 1) -> Publisher:
-    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`. Imports torch, which the trainer has anyway."""
-    from midflight.weights.transports.file import FilePublisher
+def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, threads: int = 1) -> Publisher:
+    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`. Imports torch, which the trainer has anyway.
+
+    With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
+    """
+    from midflight.weights.delta.publish import MAX_HELD, DeltaPublisher
+    from midflight.weights.transports.file import KEEP, FilePublisher
+    from midflight.weights.transports.segments import SegmentPublisher
     from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 
+    differences = full_every != 1
     if kind == "shared_memory":
-        return SharedMemoryPublisher(name, threads=threads)
-    if kind == "file":
-        return FilePublisher(folder, threads=threads)
-    raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
+        made = SegmentPublisher(name, threads=threads) if differences else SharedMemoryPublisher(name, threads=threads)
+    elif kind == "file":
+        # The oldest version that is held may have a whole period behind it.
+        made = FilePublisher(folder, keep=full_every + MAX_HELD - 1 if differences else KEEP, threads=threads)
+    else:
+        raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
+    return DeltaPublisher(made, full_every=full_every, threads=threads) if differences else made

@@ -49,7 +49,7 @@ class SharedMemoryPublisher:
         shapes = named_shapes(tensors)
         shared, path = self._open(extent(layout(shapes)), version)
         specs = layout(shapes, start=slot * self._slot_bytes)
-        _copy(specs, tensors, shared)
+        copy_into(shared, specs, tensors)
         with memoryview(shared) as view:
             digest = fingerprint(specs, view, threads=self._threads)
         self._versions[slot] = version
@@ -88,7 +88,7 @@ class SharedMemoryPublisher:
         if self._map is None or self._path is None:
             self._slot_bytes = aligned(max(1, num_bytes), mmap.PAGESIZE)
             total = self._slot_bytes * len(self._versions)
-            self._path, self._file = _reserve(self._folders(), self._name, total)
+            self._path, self._file = reserve(folders(self._folder), self._name, total)
             self._map = mmap.mmap(self._file, total)
         if num_bytes > self._slot_bytes:
             raise ConfigError(
@@ -96,19 +96,21 @@ class SharedMemoryPublisher:
             )
         return self._map, self._path
 
-    def _folders(self) -> list[Path]:
-        return [self._folder] if self._folder is not None else [SHARED, Path(tempfile.gettempdir())]
+
+def folders(given: Path | None) -> list[Path]:
+    """Where shared memory may lie, the best place first."""
+    return [given] if given is not None else [SHARED, Path(tempfile.gettempdir())]
 
 
-def _reserve(folders: list[Path], name: str, num_bytes: int) -> tuple[Path, int]:
+def reserve(places: list[Path], name: str, num_bytes: int) -> tuple[Path, int]:
     """A new locked file with all its memory set aside, in the first folder that has room: path and descriptor.
 
     Without the reservation a full /dev/shm would kill the process at the first write (SIGBUS).
     """
     first: OSError | None = None
-    for folder in folders:
+    for place in places:
         try:
-            return _create(folder, name, num_bytes)
+            return _create(place, name, num_bytes)
         except OSError as error:
             first = first or error
     raise ConfigError(
@@ -132,9 +134,9 @@ def _create(folder: Path, name: str, num_bytes: int) -> tuple[Path, int]:
 
 
 @torch.no_grad()
-def _copy(specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor], shared: mmap.mmap) -> None:
+def copy_into(buffer: mmap.mmap, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor]) -> None:
     for spec in specs:
         source = tensors[spec.name]
         if spec.num_bytes:
-            slot = torch.frombuffer(shared, dtype=source.dtype, count=source.numel(), offset=spec.offset)
+            slot = torch.frombuffer(buffer, dtype=source.dtype, count=source.numel(), offset=spec.offset)
             slot.view(source.shape).copy_(source)
