@@ -25,6 +25,8 @@ class Capabilities:
     max_running: int
     """Requests decoded together; more wait inside the engine."""
     features: frozenset[Feature] = frozenset()
+    commit_mode: PauseMode | None = None
+    """In which mode it changes weights best, where that is not the one that its other capabilities suggest."""
 
 
 @dataclass(frozen=True, slots=True)

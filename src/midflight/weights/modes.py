@@ -11,7 +11,7 @@ _PREFERENCE = (PauseMode.RECOMPUTE, PauseMode.ABORT, PauseMode.DRAIN)
 
 
 def mode_for(engine: str, capabilities: Capabilities, wanted: PauseMode | Literal["auto"]) -> PauseMode:
-    """`auto`: keep where the engine offers it and says the version of every token, else recompute, abort, drain, as it has them.
+    """`auto`: what the engine says; else keep where it offers it and says the version of every token, else recompute, abort, drain.
 
     `NotSupported` when the engine lacks the mode that was asked for, or has none at all.
     """
@@ -22,6 +22,8 @@ def mode_for(engine: str, capabilities: Capabilities, wanted: PauseMode | Litera
                 f"pausing engine {engine!r} by {wanted.value}: it can {_listed(has)}; set rollout.pause_mode to one of these or auto."
             )
         return wanted
+    if capabilities.commit_mode in has:
+        return capabilities.commit_mode
     if PauseMode.KEEP in has and capabilities.versions_per_token:
         return PauseMode.KEEP
     for mode in _PREFERENCE:

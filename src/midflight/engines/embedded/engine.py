@@ -16,10 +16,10 @@ from midflight.engines.embedded.grammar import Constraint, Grammars
 from midflight.engines.embedded.runner import Runner
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.table import Submission
-from midflight.engines.embedded.validation import check_request
 from midflight.engines.embedded.weights import EngineWeights
 from midflight.engines.output import Outlet, StepOutput
 from midflight.engines.streams import ChunkStreams, step_chunks
+from midflight.engines.validation import check_request
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import Observer, WeightReceiver
 from midflight.text.stop import StopMatcher

@@ -1,0 +1,368 @@
+"""A real inference server behind the engine port: requests, pauses and weights, over whatever wire the server has.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `ServerEngine.run` | nothing | its end | cancellation |
+| `_read` (one each request) | events of the server | the gate; the next event | `resume`; the server; an abort, which cancels it |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from midflight.engines.servers.attempt import Attempt
+from midflight.engines.servers.http import ServerClient
+from midflight.engines.servers.server import Found, Piece, Server, cut
+from midflight.engines.servers.staged import Staged, StagingArea
+from midflight.engines.streams import ChunkStream
+from midflight.engines.validation import check_request
+from midflight.errors import EngineError, MidflightError, PauseIgnored
+from midflight.ports import WeightReceiver
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import (
+    Attestation,
+    Capabilities,
+    Chunk,
+    EngineHealth,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    Version,
+    WeightManifest,
+)
+
+_log = logging.getLogger(__name__)
+_LAST_WORDS_SECONDS = 2.0
+"""For a server to end what it was told to abort, with its last tokens; after that the answer ends here without them."""
+_QUIET_SECONDS = 0.02
+"""Between two readings that show a pause: tokens that were on their way when it began have come by then."""
+_MAX_READINGS = 50
+"""A server that still makes tokens after so many readings ignores its pause."""
+_ABORTED = Finish(FinishReason.ABORT)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request that has not ended."""
+
+    request: GenerateRequest
+    stream: ChunkStream
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """At the server: of fixed length, because some match ids by their beginning, and never used twice."""
+    attempt: Attempt | None = None
+    """From when the server was asked."""
+    reading: asyncio.Task[None] | None = None
+    ended: bool = False
+
+
+class ServerEngine:
+    """Implements the engine port. `run` holds the connection; nothing else works without it.
+
+    New requests wait here while the server is paused, so that none is caught in its own gate. Weights are staged in a folder of
+    ours and loaded by the server in a pause. Where a load fails, the server is paused until another succeeds: it never serves
+    weights that are not whole (I7).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        server: Server,
+        *,
+        tokenizer: Tokenizer,
+        model: Path,
+        receiver: WeightReceiver,
+        staging: Path,
+        version: Version = 0,
+    ) -> None:
+        """`model`: the folder that holds the weights of `version`, which the server starts with, or is given when it is attached."""
+        self._name, self._server, self.tokenizer, self._served_model = name, server, tokenizer, str(model)
+        self._client = ServerClient(name, url)
+        self._area = StagingArea(staging, model=model, receiver=receiver)
+        self._first = Staged(version, "", model)
+        self._live = self._first
+        self._next: Staged | None = None
+        self._found: Found | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: dict[_Running, None] = {}
+        self._control = asyncio.Lock()
+        self._staging = asyncio.Lock()
+        self._gate, self._idle = asyncio.Event(), asyncio.Event()
+        self._attached = asyncio.Event()
+        self._gate.set()
+        self._idle.set()
+        self._paused: PauseMode | None = None
+        self._whole = True
+        self._num_tokens = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self._found is None:
+            raise self._client.unavailable("has not been attached yet")
+        return self._found.capabilities
+
+    async def run(self) -> None:
+        """Attaches, then serves until cancelled. `EngineError` when the server is not one that we can work with."""
+        try:
+            async with self._client, asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self._synchronise(await self._server.attach(self._client))
+                self._attached.set()
+                await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+            self._area.remove()
+
+    async def attached(self) -> None:
+        """Waits until `run` has attached; ended by that, or by the failure of its task group."""
+        await self._attached.wait()
+
+    # --- Requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Yields until a chunk with `finish`. Each wait is for the server, or for the end of a pause."""
+        check_request(request, vocab_size=self.capabilities.vocab_size, max_context=self.capabilities.max_context)
+        if self._tasks is None:
+            raise self._client.unavailable("is not attached")
+        running = _Running(request, ChunkStream(eager=request.eager))
+        if request.remaining <= 0:
+            yield Chunk((), (), self._live.version, self._live.version, Finish(FinishReason.LENGTH))
+            return
+        self._running[running] = None
+        self._idle.clear()
+        running.reading = self._tasks.create_task(self._read(running))
+        try:
+            while True:
+                chunk = await running.stream.next()
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            if not running.ended:
+                self._leave(running)
+                self._tell_abort(running)
+
+    async def _read(self, running: _Running) -> None:
+        """From the gate to the last event. Its errors are the request's: they are told in its stream, and end nothing else."""
+        try:
+            await self._gate.wait()
+            running.attempt = Attempt(self._live.version)
+            path, body = self._server.body(
+                running.request, request_id=running.id, ends=self._ends(running.request), salt=f"v{self._live.version}"
+            )
+            reader = self._server.reader(running.request)
+            async for event in self._client.events(path, body):
+                self._take(running, running.attempt, reader.read(event))
+                if running.ended:
+                    return
+            raise self._client.unavailable("ended an answer without saying how")
+        except MidflightError as error:
+            if not running.ended:
+                running.stream.fail(error)
+                self._leave(running)
+
+    def _take(self, running: _Running, attempt: Attempt, piece: Piece) -> None:
+        request = running.request
+        done = request.num_output_tokens + attempt.num_tokens
+        piece = cut(piece, ends=self._ends(request), start=done, min_tokens=request.sampling.min_tokens)
+        version, kv_version = attempt.labels(any_tokens=bool(piece.token_ids))
+        attempt.num_tokens += len(piece.token_ids)
+        self._num_tokens += len(piece.token_ids)
+        tops = piece.top_logprobs or (None,) * len(piece.token_ids)
+        for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True):
+            running.stream.add(token_id, logprob, version=version, kv_version=kv_version, top=top)
+        if piece.finish is not None:
+            running.stream.end(version, piece.finish, attested=attempt.account(piece))
+            self._leave(running)
+
+    def _ends(self, request: GenerateRequest) -> tuple[int, ...]:
+        sampling = request.sampling
+        return (*(() if sampling.ignore_eos else sorted(self.tokenizer.eos_token_ids)), *sampling.stop_token_ids)
+
+    def _leave(self, running: _Running) -> None:
+        """It has ended here: nothing of it is read any more."""
+        running.ended = True
+        self._running.pop(running, None)
+        if not self._running:
+            self._idle.set()
+        if running.reading is not None and running.reading is not asyncio.current_task():
+            running.reading.cancel()
+
+    # --- Aborts ------------------------------------------------------------------------------------------------------
+
+    async def abort(self, request_id: str | None) -> None:
+        """A request that runs ends with the server's last words; one that waits or is frozen ends here at once."""
+        for running in [r for r in self._running if request_id in (None, r.request.request_id)]:
+            if running.attempt is None or self._paused is not None:
+                self._end_here(running)
+            else:
+                self._tell_abort(running)
+                asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_here, running)
+
+    def _end_here(self, running: _Running) -> None:
+        """With the tokens that have come. Does nothing when it has ended meanwhile."""
+        if running.ended:
+            return
+        running.stream.end(self._live.version, _ABORTED)
+        self._leave(running)
+        self._tell_abort(running)
+
+    def _tell_abort(self, running: _Running) -> None:
+        """Nobody waits for the server to hear it: it knows by the closed connection at the latest."""
+        if self._tasks is not None and running.attempt is not None:
+            self._tasks.create_task(self._abort_at_server(running.id))
+
+    async def _abort_at_server(self, request_id: str) -> None:
+        with suppress(EngineError, OSError):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                await self._server.abort(self._client, request_id)
+
+    # --- Pauses ------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when the server makes no token, read twice; `drain` waits for all requests before."""
+        if mode is PauseMode.DRAIN:
+            self._gate.clear()
+            await self._idle.wait()
+        async with self._control:
+            if mode is PauseMode.ABORT and self._paused is not None:
+                for running in list(self._running):
+                    if running.attempt is not None:
+                        self._end_here(running)
+            elif self._paused is not mode:
+                await self._pause_server(mode)
+        if mode is PauseMode.ABORT:
+            await self._all_said()
+        await self._quiet()
+
+    async def resume(self) -> None:
+        async with self._control:
+            await self._resume_server()
+
+    async def _pause_server(self, mode: PauseMode) -> None:
+        """From here on it counts as paused, whatever becomes of the call: only `resume` says otherwise."""
+        self._gate.clear()
+        if self._paused is not None:  # some servers take no second pause
+            await self._server.resume(self._client)
+        self._paused = mode
+        await self._server.pause(self._client, PauseMode.KEEP if mode is PauseMode.DRAIN else mode)
+
+    async def _resume_server(self) -> None:
+        if not self._whole:
+            raise EngineError(f"resuming engine {self._name!r}: its weights are not whole; stage and commit a version first.")
+        if self._paused is not None:
+            await self._server.resume(self._client)
+            self._paused = None
+        self._gate.set()
+
+    async def _all_said(self) -> None:
+        """Waits for the last words of requests that the pause ended, and ends those that have none."""
+        at_server = [r for r in self._running if r.attempt is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                for running in at_server:
+                    if running.reading is not None:
+                        await asyncio.wait({running.reading})
+        for running in at_server:
+            self._end_here(running)
+
+    async def _quiet(self) -> None:
+        """Waits for two equal readings; `PauseIgnored` when there are none (P9)."""
+        for _ in range(_MAX_READINGS):
+            before = self._num_tokens
+            await asyncio.sleep(_QUIET_SECONDS)
+            if self._num_tokens == before:
+                return
+        raise PauseIgnored(f"pausing engine {self._name!r}: it says that it is paused and goes on making tokens; restart it.")
+
+    # --- Weights -----------------------------------------------------------------------------------------------------
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """Waits for a worker thread, which the transport feeds; the server generates meanwhile and knows nothing of it."""
+        async with self._staging:
+            self._next = None
+            self._next = await asyncio.to_thread(self._area.write, manifest, beside=self._live.folder)
+
+    async def commit(self, version: Version) -> Attestation:
+        """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own, in `keep`."""
+        async with self._control, self._staging:
+            staged = self._next
+            if staged is None and self._whole and self._live.version == version and self._live.fingerprint:
+                return Attestation(version, self._live.fingerprint)
+            if staged is None or staged.version != version:
+                has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
+                raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
+            own_pause = self._paused is None
+            if own_pause:
+                await self._pause_server(PauseMode.KEEP)
+            await self._load(staged)
+            self._next = None
+            if own_pause:
+                await self._resume_server()
+            return Attestation(version, staged.fingerprint)
+
+    async def _load(self, staged: Staged) -> None:
+        """Rolls back to the weights that were live where the new ones cannot be loaded; where that fails too, they are not whole."""
+        self._whole = False
+        recomputed = self._paused is PauseMode.RECOMPUTE
+        try:
+            await self._server.load(self._client, staged.folder, staged.version, recompute=recomputed)
+        except EngineError as error:
+            await self._server.load(self._client, self._live.folder, self._live.version, recompute=recomputed)
+            self._whole = True
+            raise EngineError(f"{error} It serves version {self._live.version} again.") from error
+        self._whole = True
+        for running in self._running:
+            if running.attempt is not None:
+                late = 0 if recomputed else self._server.late_labels
+                running.attempt.changed(staged.version, recomputed=recomputed, late=late)
+        self._live = staged
+
+    # --- Health ------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """Asks the server which weights it serves: one that was restarted behind our back is given those it should have."""
+        if not self._control.locked():
+            label = await self._server.label(self._client)
+            if label != str(self._live.version) and not self._control.locked():
+                async with self._control:
+                    await self._synchronise(await self._server.attach(self._client))
+        return self.reading()
+
+    def reading(self) -> EngineHealth:
+        running = sum(1 for r in self._running if r.attempt is not None)
+        decoding = min(running, self._found.capabilities.max_running) if self._found else 0
+        return EngineHealth(
+            version=self._live.version,
+            paused=self._paused is not None,
+            num_tokens=self._num_tokens,
+            num_running=decoding,
+            num_waiting=len(self._running) - decoding,
+        )
+
+    async def _synchronise(self, found: Found) -> None:
+        """Whatever a server did before, and whoever left it paused: from here on it serves the weights that we say it serves."""
+        self._found = found
+        if found.paused:
+            await self._server.resume(self._client)
+        if found.label == str(self._live.version) and self._live.fingerprint:
+            return
+        if found.untouched and found.model == self._served_model:
+            self._live = self._first
+            await self._server.relabel(self._client, self._live.version)
+            return
+        _log.info("engine %s serves weights %r of %s: giving it version %d", self._name, found.label, found.model, self._live.version)
+        await self._server.pause(self._client, PauseMode.RECOMPUTE)
+        await self._server.load(self._client, self._live.folder, self._live.version, recompute=True)
+        await self._server.resume(self._client)

@@ -1,0 +1,122 @@
+"""HTTP to an inference server: JSON calls and server-sent events, with errors that say who did not answer what."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import msgspec
+
+from midflight.errors import EngineError, EngineUnavailable, Overloaded, RequestRejected
+
+_CONNECT_SECONDS = 5.0
+_LINE_BYTES = 2**24
+"""Of one event: the longest answers are told in one, where a server repeats what it said."""
+
+
+class ServerClient:
+    """Connections to one server. Every call waits for the answer; deadlines are the caller's."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name, self.url = name, url
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> ServerClient:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        connections = aiohttp.TCPConnector(limit=0)  # the engine admits, and a request waits there and not here
+        self._session = aiohttp.ClientSession(self.url, timeout=timeout, connector=connections, read_bufsize=_LINE_BYTES)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+        self._session = None
+
+    async def get(self, path: str) -> object:
+        return _json(await self._call("GET", path, None))
+
+    async def post(self, path: str, body: object = None) -> object:
+        return _json(await self._call("POST", path, body))
+
+    async def paths(self) -> frozenset[str]:
+        """The routes that the server has."""
+        described = await self.get("/openapi.json")
+        paths = described.get("paths") if isinstance(described, dict) else None
+        if not isinstance(paths, dict):
+            raise EngineError(f"{self._who} describes no routes at /openapi.json: neither vLLM nor SGLang listens there. Check the URL.")
+        return frozenset(map(str, paths))
+
+    async def _call(self, method: str, path: str, body: object) -> bytes:
+        async with self._request(method, path, body) as answer:
+            content = await self._content(answer, path)
+        if answer.status >= 400:
+            raise EngineError(f"{self._who} answered {path} with {answer.status}: {_shown(content)}. Look at its log.")
+        return content
+
+    async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
+        """Data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the server refuses the request."""
+        async with self._request("POST", path, body) as answer:
+            if answer.status != 200:
+                raise self._refusal(answer, path, await self._content(answer, path))
+            try:
+                async for line in answer.content:
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                        yield data
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                raise self.unavailable(f"broke off an answer: {error!r}") from error
+
+    def unavailable(self, what: str) -> EngineUnavailable:
+        return EngineUnavailable(f"{self._who} {what}. Send the request to another engine, or wait for this one.")
+
+    def _request(self, method: str, path: str, body: object) -> _Request:
+        if self._session is None:
+            raise self.unavailable("is not attached")
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        return _Request(self, path, self._session.request(method, path, data=data, headers=headers))
+
+    async def _content(self, answer: aiohttp.ClientResponse, path: str) -> bytes:
+        try:
+            return await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.unavailable(f"broke off its answer to {path}: {error!r}") from error
+
+    def _refusal(self, answer: aiohttp.ClientResponse, path: str, content: bytes) -> Exception:
+        said = f"{self._who} answered {path} with {answer.status}: {_shown(content)}"
+        if answer.status in (429, 503):
+            after = answer.headers.get("Retry-After", "1")
+            return Overloaded(f"{said}.", retry_after_seconds=int(after) if after.isdigit() else 1)
+        if answer.status < 500:
+            return RequestRejected(f"{said}.")
+        return EngineUnavailable(f"{said}. Look at its log.")
+
+    @property
+    def _who(self) -> str:
+        return f"engine {self.name!r} at {self.url}"
+
+
+class _Request:
+    """A request as a context; not to be reached is `EngineUnavailable`."""
+
+    def __init__(self, client: ServerClient, path: str, context: aiohttp.client._RequestContextManager) -> None:  # pyright: ignore[reportPrivateUsage]
+        self._client, self._path, self._context = client, path, context
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            return await self._context.__aenter__()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._client.unavailable(f"did not answer {self._path}: {error!r}") from error
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._context.__aexit__(*exc)  # pyright: ignore[reportArgumentType]
+
+
+def _json(content: bytes) -> object:
+    try:
+        return msgspec.json.decode(content) if content.strip() else None
+    except msgspec.DecodeError:
+        return content.decode(errors="replace")
+
+
+def _shown(content: bytes) -> str:
+    return content[:300].decode(errors="replace").strip()

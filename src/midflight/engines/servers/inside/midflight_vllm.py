@@ -1,0 +1,53 @@
+"""Runs inside vLLM's workers: makes the weights of a model folder live. Loaded by `--worker-extension-cls midflight_vllm.Loader`.
+
+vLLM's interpreter has no Midflight: this file imports only what is there. It is called between two steps, in a pause, by
+`POST /collective_rpc`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+class Loader:
+    """Mixed into the worker class."""
+
+    def midflight_load(self, folder: str) -> int:
+        """Makes the tensors of the folder, by checkpoint name, the model's weights; says how many it read. vLLM fuses and casts them.
+
+        Layer by layer, because plain `load_weights` fails half way on a CPU, where layers have packed their weights and let them go.
+        """
+        model = self.model_runner.get_model()
+        device = next(model.parameters()).device
+        names: list[str] = []
+        # The context makes every operation slower, so it is there only where it says something new.
+        with nullcontext() if device.type == "cpu" else torch.device(device):
+            initialize_layerwise_reload(model)
+            model.load_weights(_tensors(Path(folder), names))
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+        _repack_heads(model)
+        return len(names)
+
+
+def _tensors(folder: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                names.append(name)
+                yield name, file.get_tensor(name)
+
+
+def _repack_heads(model: nn.Module) -> None:
+    """On a CPU a linear layer computes with a packed copy of its weight, made when the layer is loaded. An output head that is tied
+    to the embedding is not loaded by itself, so its copy would stay the old one."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

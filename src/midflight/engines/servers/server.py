@@ -1,0 +1,108 @@
+"""What a kind of inference server is to us: its wire, as a Protocol. `vllm.py` and `sglang.py` implement it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from midflight.engines.servers.http import ServerClient
+from midflight.types import Capabilities, Finish, FinishReason, GenerateRequest, PauseMode, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event of a stream brought."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each token, where asked for: the likeliest (id, log-probability), likeliest first."""
+    finish: Finish | None = None
+    spans: tuple[tuple[str, int, int], ...] = ()
+    """On the last piece: (label of the weights, first token, one past the last), over all tokens of the request."""
+
+
+class Reader(Protocol):
+    """Reads the events of one request, in order."""
+
+    def read(self, event: bytes) -> Piece:
+        """`EngineUnavailable` where it is nonsense, or the server's own error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a server said of itself when it was attached."""
+
+    capabilities: Capabilities
+    label: str
+    """Of the weights it serves; a version of ours where it is a number."""
+    paused: bool
+    model: str
+    """The folder that it says its weights are from."""
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has labelled its weights since it started."""
+        return self.label == UNLABELLED
+
+
+UNLABELLED = "default"
+"""How vLLM and SGLang call the weights they start with."""
+
+
+class Server(Protocol):
+    """One server. Calls wait for its answers, within their caller's deadline; an answer that is missing is `EngineUnavailable`."""
+
+    @property
+    def late_labels(self) -> int:
+        """Tokens after a change of weights in `keep` that its account of versions may give to the new ones wrongly."""
+        ...
+
+    async def attach(self, client: ServerClient) -> Found:
+        """Asks what it is and can. `EngineError` names what is wrong with it: another kind, too old, started without what we need."""
+        ...
+
+    async def label(self, client: ServerClient) -> str:
+        """Of the weights it serves; an answer also says that it lives, paused or not."""
+        ...
+
+    async def relabel(self, client: ServerClient, version: Version) -> None: ...
+
+    def body(self, request: GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
+        """Path and JSON body of a streamed generation; `ends` are the token ids that end it, `salt` parts prefix caches by version."""
+        ...
+
+    def reader(self, request: GenerateRequest) -> Reader: ...
+
+    async def abort(self, client: ServerClient, request_id: str) -> None: ...
+
+    async def pause(self, client: ServerClient, mode: PauseMode) -> None:
+        """Keep, recompute or abort; returns when no token is made. Not called while it is paused."""
+        ...
+
+    async def resume(self, client: ServerClient) -> None:
+        """Idempotent."""
+        ...
+
+    async def load(self, client: ServerClient, folder: Path, version: Version, *, recompute: bool) -> None:
+        """In a pause: makes the weights of a model folder live, and labels them. Where it fails they may be of both.
+
+        `recompute`: the pause is of that mode, so no key of the old weights may be used again.
+        """
+        ...
+
+
+def cut(piece: Piece, *, ends: tuple[int, ...], start: int, min_tokens: int) -> Piece:
+    """The piece up to the first token that ends the answer, where the server went on; `start` output tokens came before it."""
+    for i, token in enumerate(piece.token_ids):
+        if token in ends and start + i + 1 > min_tokens:
+            return replace(
+                piece,
+                token_ids=piece.token_ids[: i + 1],
+                logprobs=piece.logprobs[: i + 1],
+                top_logprobs=piece.top_logprobs[: i + 1],
+                finish=Finish(FinishReason.STOP, token),
+            )
+    return piece

@@ -1,0 +1,213 @@
+"""SGLang's wire: tokens in and out by `/generate`, pauses by `/pause_generation`, weights from a folder in memory.
+
+Tried with 0.5.23; spans of versions, which we need, came with 0.5.20. See docs/engines.md for how it is started and why.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from midflight.engines.servers.answers import part
+from midflight.engines.servers.http import ServerClient
+from midflight.engines.servers.server import Found, Piece
+from midflight.errors import EngineError, EngineUnavailable, RequestRejected
+from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, Version
+
+OLDEST = (0, 5, 20)
+_NEEDED = ("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
+_MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.ABORT: "abort"}
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+_FEATURES = frozenset({Feature.PENALTIES, Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
+_REFUSED = 400
+
+_Entry = tuple[float | None, int, str | None]
+"""Log-probability, id, text."""
+
+
+class _FinishReason(msgspec.Struct, frozen=True):
+    type: str
+    matched: int | str | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Span(msgspec.Struct, frozen=True):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    completion_tokens: int = 0
+    finish_reason: _FinishReason | None = None
+    output_token_logprobs: tuple[_Entry, ...] = ()
+    output_top_logprobs: tuple[tuple[_Entry, ...] | None, ...] = ()
+    weight_versions: tuple[_Span, ...] = ()
+
+
+class _Event(msgspec.Struct, frozen=True):
+    output_ids: tuple[int, ...] = ()
+    meta_info: _Meta | None = None
+    error: msgspec.Raw | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+_part = partial(part, of="SGLang 0.5.20 or newer")
+
+
+class SglangReader:
+    """An event has all tokens so far, or with incremental streaming those since the last one, which an abort repeats: how many are
+    new is said by `completion_tokens` alone."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._num_tops = request.sampling.top_logprobs
+        self._num_tokens = 0
+
+    def read(self, event: bytes) -> Piece:
+        try:
+            said = _decode(event)
+        except msgspec.DecodeError as error:
+            raise EngineUnavailable(f"reading SGLang's answer {event[:200]!r}: {error}. Use SGLang 0.5.20 or newer.") from error
+        if said.error is not None or said.meta_info is None:
+            raise EngineUnavailable(f"SGLang ended an answer with {event[:300]!r}. Look at its log.")
+        meta = said.meta_info
+        num_new = min(max(0, meta.completion_tokens - self._num_tokens), len(said.output_ids), len(meta.output_token_logprobs))
+        self._num_tokens += num_new
+        return Piece(
+            token_ids=_last(said.output_ids, num_new),
+            logprobs=tuple(_number(p) for p, _, _ in _last(meta.output_token_logprobs, num_new)),
+            top_logprobs=tuple(self._likeliest(t) for t in _last(meta.output_top_logprobs, num_new)) if self._num_tops else (),
+            finish=None if meta.finish_reason is None else _finish(meta.finish_reason),
+            spans=tuple((s.version, s.start, s.end) for s in meta.weight_versions),
+        )
+
+    def _likeliest(self, entries: tuple[_Entry, ...] | None) -> tuple[tuple[int, float], ...]:
+        return tuple((token_id, _number(p)) for p, token_id, _ in (entries or ())[: self._num_tops])
+
+
+def _last(items: tuple, num: int) -> tuple:  # type: ignore[type-arg]
+    return items[len(items) - num :]
+
+
+def _number(logprob: float | None) -> float:
+    """JSON has no infinity: what is none is the log-probability of the impossible, which is nonsense for a sampled token."""
+    return float("-inf") if logprob is None else logprob
+
+
+def _finish(said: _FinishReason) -> Finish:
+    if said.type == "abort" and said.status_code is not None:
+        if _REFUSED <= said.status_code < 500:
+            raise RequestRejected(f"SGLang refused the request: {said.message}.")
+        raise EngineUnavailable(f"SGLang gave up a request: {said.message}. Look at its log.")
+    reason = _REASONS.get(said.type)
+    if reason is None:
+        raise EngineUnavailable(f"SGLang ended an answer with finish_reason {said.type!r}. Look at its log.")
+    return Finish(reason, said.matched if reason is FinishReason.STOP else None)
+
+
+class SglangServer:
+    """Implements `Server`."""
+
+    late_labels = 1  # its overlap scheduler has a step under way when the weights change
+
+    def __init__(self, *, vocab_size: int, max_running: int, max_context: int) -> None:
+        self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
+
+    async def attach(self, client: ServerClient) -> Found:
+        paths = await client.paths()
+        info = await client.get("/server_info")
+        version = str(_part(info, "version"))
+        if numbers(version) < OLDEST:
+            raise EngineError(
+                f"attaching to {client.url}: SGLang {version} does not say which weights made which token; use 0.5.20 or newer."
+            )
+        if missing := [path for path in _NEEDED if path not in paths]:
+            raise EngineError(f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use 0.5.20 or newer.")
+        await self.resume(client)
+        model = await client.get("/model_info")
+        context, running = _part(info, "context_length"), _part(info, "max_running_requests")
+        return Found(
+            capabilities=Capabilities(
+                pause_modes=frozenset(PauseMode),
+                logprob_kind=LogprobKind.TEMPERATURE,
+                honours_seed=False,
+                versions_per_token=True,
+                stops_on_strings=True,
+                aborts_single_requests=True,
+                stages_weights=True,
+                max_context=min(int(str(context)), self._max_context) if context is not None else self._max_context,
+                vocab_size=self._vocab_size,
+                max_running=min(int(str(running)), self._max_running) if running is not None else self._max_running,
+                features=_FEATURES,
+                commit_mode=PauseMode.RECOMPUTE,
+            ),
+            label=str(_part(model, "weight_version")),
+            paused=False,
+            model=str(_part(model, "model_path")),
+        )
+
+    async def label(self, client: ServerClient) -> str:
+        return str(_part(await client.get("/model_info"), "weight_version"))
+
+    async def relabel(self, client: ServerClient, version: Version) -> None:
+        await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def body(self, request: GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
+        """Without the seed, which has no effect unless the server is started for it, and would not survive a resume."""
+        return "/generate", {
+            "rid": request_id,
+            "input_ids": request.input_ids,
+            "stream": True,
+            "return_logprob": True,
+            "top_logprobs_num": request.sampling.top_logprobs,
+            "extra_key": salt,
+            "sampling_params": _sampling(request, ends),
+        }
+
+    def reader(self, request: GenerateRequest) -> SglangReader:
+        return SglangReader(request)
+
+    async def abort(self, client: ServerClient, request_id: str) -> None:
+        await client.post("/abort_request", {"rid": request_id})
+
+    async def pause(self, client: ServerClient, mode: PauseMode) -> None:
+        await client.post("/pause_generation", {"mode": _MODES[mode]})
+
+    async def resume(self, client: ServerClient) -> None:
+        await client.post("/continue_generation", {})
+
+    async def load(self, client: ServerClient, folder: Path, version: Version, *, recompute: bool) -> None:
+        """Clearing its cache is refused, after the weights have changed, while requests hold keys: only retracted ones hold none."""
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": recompute}
+        await client.post("/update_weights_from_disk", body)
+
+
+def _sampling(request: GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:
+    s = request.sampling
+    given: dict[str, object] = {
+        "max_new_tokens": request.remaining,
+        "min_new_tokens": max(0, s.min_tokens - request.num_output_tokens),
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k or -1,
+        "min_p": s.min_p,
+        "ignore_eos": s.ignore_eos,  # also ends on no id of ours: `cut` sees to that
+        "stop_token_ids": ends,
+        "stop": list(s.stop),
+        "frequency_penalty": s.frequency_penalty,
+        "presence_penalty": s.presence_penalty,
+        "repetition_penalty": s.repetition_penalty,
+    }
+    if s.logit_bias:
+        given["logit_bias"] = {str(token_id): bias for token_id, bias in s.logit_bias}
+    return given
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with: (0, 5, 23) of `0.5.23.post1`."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

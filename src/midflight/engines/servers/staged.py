@@ -1,0 +1,104 @@
+"""The weights that a server loads next: a model folder of our own in memory, written while it generates."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors import safe_open
+
+from midflight.errors import EngineUnavailable, WeightsCorrupt, nearest
+from midflight.ports import WeightReceiver
+from midflight.types import TensorSpec, Version, WeightManifest
+
+_WEIGHTS = "*.safetensors"
+_ALIGNMENT = 8
+"""Bytes, of the header of a safetensors file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    version: Version
+    fingerprint: str
+    folder: Path
+    """A Hugging Face model folder with these weights."""
+
+
+class StagingArea:
+    """Two folders that nobody else writes to: the one that is served, to go back to, and the one that comes next.
+
+    What a publisher does to its bytes after they were verified cannot reach a server (I7). On tmpfs a server loads at the speed
+    of memory. Blocking; used by one thread at a time.
+    """
+
+    def __init__(self, place: Path, *, model: Path, receiver: WeightReceiver) -> None:
+        """`model`: the folder the server started from; names and shapes of its tensors are those of every version."""
+        self._place, self._model, self._receiver = place, model, receiver
+        self._shapes = tensor_shapes(model)
+
+    def write(self, manifest: WeightManifest, *, beside: Path | None) -> Staged:
+        """Fetches and verifies a version and writes its folder, not over the one at `beside`. `WeightsCorrupt` where it does not fit."""
+        folder = next(f for f in (self._place / "0", self._place / "1") if f != beside)
+        self._check(manifest)
+        views = self._receiver.fetch(manifest)
+        try:
+            _fresh_copy(self._model, folder)
+            _write_tensors(folder / "model.safetensors", manifest.tensors, views)
+        except OSError as error:
+            raise EngineUnavailable(
+                f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
+            ) from error
+        return Staged(manifest.version, manifest.fingerprint, folder)
+
+    def remove(self) -> None:
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def _check(self, manifest: WeightManifest) -> None:
+        """Before anything is fetched, so that a load in a pause cannot find it out half way."""
+        deed = f"staging version {manifest.version}"
+        given = {spec.name: spec.shape for spec in manifest.tensors}
+        for name, shape in given.items():
+            if name not in self._shapes:
+                raise WeightsCorrupt(
+                    f"{deed}: the server's model has no tensor {name!r}.{nearest(name, self._shapes)} Trainer and engine must load the same model."
+                )
+            if shape != self._shapes[name]:
+                raise WeightsCorrupt(
+                    f"{deed}: tensor {name!r} has shape {shape}, the server's model needs {self._shapes[name]}. "
+                    "Trainer and engine must load the same model."
+                )
+        if missing := sorted(self._shapes.keys() - given.keys()):
+            raise WeightsCorrupt(f"{deed}: tensor {missing[0]!r} is missing. Publish every tensor of the model.")
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a model folder; reads headers only."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob(_WEIGHTS)):
+        with safe_open(path, "numpy") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    return shapes
+
+
+def _fresh_copy(model: Path, folder: Path) -> None:
+    """All of a model folder but its weights."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns(_WEIGHTS, "*.index.json", "*.bin"))
+
+
+def _write_tensors(path: Path, specs: tuple[TensorSpec, ...], views: Mapping[str, memoryview]) -> None:
+    """A safetensors file, from bytes as they lie: an 8-byte length, a JSON header, the tensors one after the other."""
+    entries: dict[str, object] = {}
+    end = 0
+    for spec in specs:
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (end, end + spec.num_bytes)}
+        end += spec.num_bytes
+    header = msgspec.json.encode(entries)
+    header += b" " * (-len(header) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for spec in specs:
+            file.write(views[spec.name])

@@ -1,0 +1,217 @@
+"""vLLM's wire: tokens in and out by `/inference/v1/generate`, pauses by `/pause`, weights by our own loader in its workers.
+
+Tried with 0.32.0. Started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, `--logprobs-mode processed_logprobs` and
+`--worker-extension-cls midflight_vllm.Loader`; see docs/engines.md for what each is for.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from midflight.engines.servers.answers import part
+from midflight.engines.servers.http import ServerClient
+from midflight.engines.servers.server import Found, Piece
+from midflight.errors import EngineError, EngineUnavailable
+from midflight.types import (
+    Capabilities,
+    Feature,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    LogprobKind,
+    PauseMode,
+    Version,
+)
+
+_GENERATE = "/inference/v1/generate"
+_NEEDED = {
+    _GENERATE: "start it with --enable-scale-out (vLLM 0.32 or newer)",
+    "/pause": "start it with VLLM_SERVER_DEV_MODE=1 (vLLM 0.32 or newer)",
+    "/collective_rpc": "start it with VLLM_SERVER_DEV_MODE=1",
+    "/update_weight_version": "use vLLM 0.32 or newer",
+}
+"""Routes that we cannot do without, and how to get them."""
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+_LOADER = "midflight_load"
+_FEATURES = frozenset({Feature.PENALTIES, Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
+
+
+class _Logprob(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+
+
+class _Content(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[_Logprob, ...] = ()
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: tuple[_Content, ...] | None = None
+
+
+class _Span(msgspec.Struct, frozen=True):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: tuple[int, ...] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: tuple[_Span, ...] | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...] = ()
+    error: msgspec.Raw | None = None
+
+
+_part = partial(part, of="vLLM 0.32 or newer")
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class VllmReader:
+    """Each event has the tokens since the one before; the last one also says which weights made which token."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._num_tops = request.sampling.top_logprobs
+        self._greedy = request.sampling.temperature == 0
+
+    def read(self, event: bytes) -> Piece:
+        try:
+            said = _decode(event)
+        except msgspec.DecodeError as error:
+            raise EngineUnavailable(f"reading vLLM's answer {event[:200]!r}: {error}. Use vLLM 0.32 or newer.") from error
+        if said.error is not None or not said.choices:
+            raise EngineUnavailable(f"vLLM ended an answer with {event[:300]!r}. Look at its log.")
+        choice = said.choices[0]
+        content = (choice.logprobs.content if choice.logprobs else None) or ()
+        return Piece(
+            token_ids=choice.token_ids or (),
+            logprobs=tuple(c.logprob for c in content),
+            top_logprobs=tuple(self._likeliest(c) for c in content) if self._num_tops else (),
+            finish=None if choice.finish_reason is None else _finish(choice),
+            spans=tuple((s.version, s.start, s.end) for s in choice.weight_versions or ()),
+        )
+
+    def _likeliest(self, content: _Content) -> tuple[tuple[int, float], ...]:
+        """vLLM puts the sampled token first, and the rest of one more than was asked for after it. Greedy ones have no alternative."""
+        ranked = sorted({top.token_id: top.logprob for top in content.top_logprobs}.items(), key=lambda pair: -pair[1])
+        return tuple((token_id, logprob) for token_id, logprob in ranked[: self._num_tops] if not self._greedy or logprob == 0.0)
+
+
+def _finish(choice: _Choice) -> Finish:
+    reason = _REASONS.get(choice.finish_reason or "")
+    if reason is None:
+        raise EngineUnavailable(f"vLLM ended an answer with finish_reason {choice.finish_reason!r}. Look at its log.")
+    return Finish(reason, choice.stop_reason if reason is FinishReason.STOP else None)
+
+
+class VllmServer:
+    """Implements `Server`."""
+
+    late_labels = 0
+
+    def __init__(self, *, vocab_size: int, max_running: int) -> None:
+        self._vocab_size, self._max_running = vocab_size, max_running
+
+    async def attach(self, client: ServerClient) -> Found:
+        paths = await client.paths()
+        version = _part(await client.get("/version"), "version")
+        for path, remedy in _NEEDED.items():
+            if path not in paths:
+                raise EngineError(f"attaching to {client.url}: vLLM {version} has no {path}; {remedy}.")
+        model = _part(await client.get("/v1/models"), "data", 0)
+        paused = _part(await client.get("/is_paused"), "is_paused") is True
+        if paused:
+            await self.resume(client)
+        kind = await self._logprob_kind(client)
+        return Found(
+            capabilities=Capabilities(
+                pause_modes=frozenset(PauseMode),
+                logprob_kind=kind,
+                honours_seed=False,
+                versions_per_token=True,
+                stops_on_strings=True,
+                aborts_single_requests=True,
+                stages_weights=True,
+                max_context=int(str(_part(model, "max_model_len"))),
+                vocab_size=self._vocab_size,
+                max_running=self._max_running,
+                features=_FEATURES,
+            ),
+            label=await self.label(client),
+            paused=False,
+            model=str(_part(model, "root")),
+        )
+
+    async def _logprob_kind(self, client: ServerClient) -> LogprobKind:
+        """Of a token that had no alternative: 0 after truncation, less before. The request also warms the server up."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
+        answer = await client.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
+        logprob = _part(answer, "choices", 0, "logprobs", "content", 0, "logprob")
+        return LogprobKind.SAMPLED if logprob == 0 else LogprobKind.RAW
+
+    async def label(self, client: ServerClient) -> str:
+        return str(_part(await client.get("/weight_info"), "weight_version"))
+
+    async def relabel(self, client: ServerClient, version: Version) -> None:
+        await client.post("/update_weight_version", {"new_version": str(version)})
+
+    def body(self, request: GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
+        """Never with a seed: on a CPU it kills vLLM at a chunked prefill, and nowhere would it survive a resume."""
+        return _GENERATE, {
+            "request_id": request_id,
+            "token_ids": request.input_ids,
+            "stream": True,
+            "cache_salt": salt,
+            "sampling_params": _sampling(request, ends),
+        }
+
+    def reader(self, request: GenerateRequest) -> VllmReader:
+        return VllmReader(request)
+
+    async def abort(self, client: ServerClient, request_id: str) -> None:
+        await client.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
+
+    async def pause(self, client: ServerClient, mode: PauseMode) -> None:
+        clear = "true" if mode is PauseMode.RECOMPUTE else "false"
+        await client.post(f"/pause?mode={'abort' if mode is PauseMode.ABORT else 'keep'}&clear_cache={clear}")
+
+    async def resume(self, client: ServerClient) -> None:
+        await client.post("/resume")
+
+    async def load(self, client: ServerClient, folder: Path, version: Version, *, recompute: bool) -> None:
+        """Caches were cleared by the pause, where they had to be."""
+        await client.post("/collective_rpc", {"method": _LOADER, "args": [str(folder)]})
+        await self.relabel(client, version)
+
+
+def _sampling(request: GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:
+    s = request.sampling
+    given: dict[str, object] = {
+        "max_tokens": request.remaining,
+        "min_tokens": max(0, s.min_tokens - request.num_output_tokens),
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k or 0,
+        "min_p": s.min_p,
+        "ignore_eos": True,  # what ends an answer is said by its ids
+        "stop_token_ids": ends,
+        "stop": list(s.stop),
+        "detokenize": bool(s.stop),
+        "logprobs": s.top_logprobs + 1 if s.top_logprobs else 0,
+        "frequency_penalty": s.frequency_penalty,
+        "presence_penalty": s.presence_penalty,
+        "repetition_penalty": s.repetition_penalty,
+    }
+    if s.logit_bias:
+        given["logit_bias"] = {str(token_id): bias for token_id, bias in s.logit_bias}
+    return given
