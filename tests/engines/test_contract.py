@@ -83,6 +83,6 @@ class TestRelayed(EngineContract):
     @asynccontextmanager
     async def attached(self) -> AsyncIterator[tuple[Engine, MemoryReceiver]]:
         receiver = MemoryReceiver()
-        async with running(make_engine(receiver=receiver)) as engine:
-            async with listening(build_app(engine, relay, token="secret")) as url, attached(url) as remote:
-                yield remote, receiver
+        engine = make_engine(receiver=receiver)
+        async with running(engine), listening(build_app(engine, relay, token="secret")) as url, attached(url) as remote:
+            yield remote, receiver

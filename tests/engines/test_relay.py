@@ -23,7 +23,7 @@ from midflight.errors import EngineUnavailable, Overloaded, RequestRejected
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Chunk, EngineHealth, Finish, FinishReason, GenerateRequest
+from midflight.types import Chunk, EngineHealth, Finish, FinishReason, GenerateRequest, Segment
 
 LENGTH = Finish(FinishReason.LENGTH)
 
@@ -237,5 +237,19 @@ def test_tokens_before_a_death_come_before_its_error() -> None:
                 async for chunk in remote.generate(ask()):
                     got.append(chunk)
             assert ids(got) == engine.answer(ask())[:3]
+
+    asyncio.run(main())
+
+
+def test_versions_told_at_the_end_arrive_with_the_finish() -> None:
+    spans = (Segment(0, 0, 0, 3), Segment(1, 0, 3, 8))
+
+    async def main() -> None:
+        engine = Served(step_seconds=0.001, chunk_tokens=3)
+        engine.mangle = lambda c: [replace(c, attested=spans)] if c.finish else [c]
+        async with reached(engine) as generate:
+            chunks = await generate(ask())
+            assert ids(chunks) == engine.answer(ask())
+            assert [c.attested for c in chunks] == [()] * (len(chunks) - 1) + [spans]
 
     asyncio.run(main())

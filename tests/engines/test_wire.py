@@ -9,7 +9,7 @@ from midflight.engines.streams import ChunkStreams
 from midflight.engines.wire import Abort, Step, Submit, decode_client_frames, decode_engine_frame, encode, pack_chunks, pack_step, step_rows
 from midflight.errors import RequestRejected
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Chunk, Finish, FinishReason, Grammar, GrammarKind
+from midflight.types import Chunk, Finish, FinishReason, Grammar, GrammarKind, Segment
 
 PLAIN = StepOutput(
     version=3,
@@ -50,6 +50,13 @@ def test_an_empty_step_arrives_too() -> None:
 
 def test_alternatives_that_nobody_asked_for_take_no_byte() -> None:
     assert b"top_" not in encode(pack_step(PLAIN, {11: 1, 12: 2, 13: 3}))
+
+
+def test_versions_told_at_the_end_travel_with_the_end_and_take_no_byte_elsewhere() -> None:
+    end = Chunk((5, 6), (-0.5, -1.5), 3, 3, Finish(FinishReason.ABORT), attested=(Segment(2, 1, 0, 4), Segment(3, 1, 4, 7)))
+    frame = decode_engine_frame(encode(pack_chunks([(4, end)], started=0, ended=0, num_running=1)))
+    assert isinstance(frame, Step) and frame.attested == ((4, end.attested),)
+    assert b"attested" not in encode(pack_step(PLAIN, {11: 1, 12: 2, 13: 3}))
 
 
 def test_chunks_arrive_as_they_left_several_of_one_request_too() -> None:

@@ -178,7 +178,7 @@ class RemoteEngine:
 
     def _take_step(self, frame: Step) -> None:
         rows = step_rows(frame)
-        self._streams.take(frame.version, rows, finishes=frame.finishes)
+        self._streams.take(frame.version, rows, finishes=frame.finishes, attested=frame.attested)
         if frame.num_running:
             self._observer.engine_stepped(
                 engine=self._name, started=frame.started, ended=frame.ended, num_tokens=len(rows), num_running=frame.num_running

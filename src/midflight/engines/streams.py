@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from midflight.engines.output import StepOutput, TokenRow, Top
-from midflight.types import Chunk, Finish, GenerateRequest, Version
+from midflight.types import Chunk, Finish, GenerateRequest, Segment, Version
 
 PATIENCE_SECONDS = 0.05
 """How long a caller that is not eager lets tokens gather. What an engine's death can cost it is no more than that."""
@@ -24,9 +24,11 @@ class _Part:
     logprobs: list[float] = field(default_factory=list[float])
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
     finish: Finish | None = None
+    attested: tuple[Segment, ...] = ()
 
     def chunk(self) -> Chunk:
-        return Chunk(tuple(self.token_ids), tuple(self.logprobs), self.version, self.kv_version, self.finish, tuple(self.top_logprobs))
+        ids, logprobs, top = tuple(self.token_ids), tuple(self.logprobs), tuple(self.top_logprobs)
+        return Chunk(ids, logprobs, self.version, self.kv_version, self.finish, top, self.attested)
 
 
 class ChunkStream:
@@ -59,11 +61,11 @@ class ChunkStream:
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._arrived.set)
 
-    def end(self, version: Version, finish: Finish) -> None:
+    def end(self, version: Version, finish: Finish, *, attested: tuple[Segment, ...] = ()) -> None:
         """The last word: it goes with the tokens before it."""
         if not self._parts:
             self._parts.append(_Part(version, version))
-        self._parts[-1].finish = finish
+        self._parts[-1].finish, self._parts[-1].attested = finish, attested
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
@@ -113,15 +115,23 @@ class ChunkStreams:
         for handle, _, error in step.failures:
             self.reject(handle, error)
 
-    def take(self, version: Version, rows: Iterable[TokenRow], *, finishes: Iterable[tuple[int, Finish]]) -> None:
+    def take(
+        self,
+        version: Version,
+        rows: Iterable[TokenRow],
+        *,
+        finishes: Iterable[tuple[int, Finish]],
+        attested: Iterable[tuple[int, tuple[Segment, ...]]] = (),
+    ) -> None:
         """What a step did, by handle; of requests that were closed meanwhile nothing is kept."""
         streams = self._streams
         for handle, token, logprob, kv, top in rows:
             if (stream := streams.get(handle)) is not None:
                 stream.add(token, logprob, version=version, kv_version=kv, top=top)
+        spans = dict(attested)
         for handle, finish in finishes:
             if (stream := streams.pop(handle, None)) is not None:
-                stream.end(version, finish)
+                stream.end(version, finish, attested=spans.get(handle, ()))
 
     def reject(self, handle: int, error: Exception) -> None:
         """Ends one request with an error; an unknown one has been closed meanwhile."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from midflight.engines.output import StepOutput, TokenRow
 from midflight.errors import EngineError, MidflightError, Overloaded, RequestRejected
-from midflight.types import Capabilities, Chunk, Finish, GenerateRequest, Version
+from midflight.types import Capabilities, Chunk, Finish, GenerateRequest, Segment, Version
 
 STREAM_PATH: Final = "/engine/v1/stream"
 _END_OF_INTS: Final = 2**31
@@ -59,6 +59,8 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """int32, as many for each token, -1 where a request asked for fewer than another; absent where nobody asks"""
     top_logprobs: bytes = b""
     """float32, one for each of `top_ids`"""
+    attested: tuple[tuple[int, tuple[Segment, ...]], ...] = ()
+    """Of requests among `finishes`: `Chunk.attested`, where the engine has it"""
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):
@@ -122,15 +124,17 @@ def pack_chunks(chunks: Sequence[tuple[int, Chunk]], *, started: float, ended: f
         num_running=num_running,
         top_ids=_int_column(i for top in tops for i, _ in top),
         top_logprobs=_float_column(p for top in tops for _, p in top),
+        attested=tuple((h, c.attested) for h, c in chunks if c.attested),
     )
 
 
 def can_carry(chunk: Chunk) -> bool:
-    """Whether a chunk fits the columns: their lengths agree, and the ids are such."""
+    """Whether a chunk fits the columns: their lengths agree, and what should be an int32 is one."""
     num = len(chunk.token_ids)
     aligned = len(chunk.logprobs) == num and (not chunk.top_logprobs or (len(chunk.top_logprobs) == num and all(chunk.top_logprobs)))
-    ids = (*chunk.token_ids, *(i for top in chunk.top_logprobs for i, _ in top))
-    return aligned and all(0 <= i < _END_OF_INTS for i in ids)
+    ints = (chunk.version, chunk.kv_version, *chunk.token_ids, *(i for top in chunk.top_logprobs for i, _ in top))
+    spans = (i for s in chunk.attested for i in (s.version, s.kv_version, s.start, s.end))
+    return aligned and all(0 <= i < _END_OF_INTS for i in (*ints, *spans))
 
 
 def step_rows(frame: Step) -> list[TokenRow]:

@@ -85,7 +85,7 @@ class Generation:
                         while final is None and (chunk := await self._next(lease, stream)) is not None:
                             if chunk.finish is not None:
                                 final = chunk
-                            elif chunk.token_ids:
+                            elif chunk.token_ids or chunk.attested:
                                 yield chunk
                     self._count_fruitless()
                     await self._rest()
@@ -248,10 +248,9 @@ class _Attempt:
 
 def _check_version(chunk: Chunk, lease: Lease) -> None:
     """An engine that came back from a restart unnoticed samples from its old weights: to take its tokens would break admission's count (I2)."""
-    if chunk.version < lease.version:
-        raise EngineUnavailable(
-            f"it answers with version {chunk.version} after attesting {lease.version}; it rejoins at the current version."
-        )
+    oldest = min((chunk.version, *(segment.version for segment in chunk.attested)))
+    if oldest < lease.version:
+        raise EngineUnavailable(f"it answers with version {oldest} after attesting {lease.version}; it rejoins at the current version.")
 
 
 async def _close(stream: AsyncIterator[Chunk], *, ended: bool) -> None:

@@ -36,18 +36,39 @@ class OpenTurn:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
 
     def add(self, chunk: Chunk) -> None:
-        """I6: every token comes with a log-probability and the version that the engine attests."""
+        """I6: every token comes with a log-probability and the version that the engine attests, with it or at the end."""
         assert len(chunk.token_ids) == len(chunk.logprobs), "I6: a chunk's arrays agree in length"
-        start = len(self.output_ids)
         self.output_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.finish = chunk.finish
         self.top_logprobs += chunk.top_logprobs
+        self._label(chunk.version, chunk.kv_version, end=len(self.output_ids))
+        if chunk.attested:
+            self._relabel(chunk.attested)
+
+    @property
+    def oldest_version(self) -> Version | None:
+        return min((segment.version for segment in self.segments), default=None)
+
+    def _label(self, version: Version, kv_version: Version, *, end: int) -> None:
+        """Tokens before `end` that have no label get this one."""
         last = self.segments[-1] if self.segments else None
-        if last is not None and (last.version, last.kv_version) == (chunk.version, chunk.kv_version):
+        start = 0 if last is None else last.end
+        if start == end:
+            return
+        if last is not None and (last.version, last.kv_version) == (version, kv_version):
             start = self.segments.pop().start
-        if chunk.token_ids or start < len(self.output_ids):
-            self.segments.append(Segment(chunk.version, chunk.kv_version, start, len(self.output_ids)))
+        self.segments.append(Segment(version, kv_version, start, end))
+
+    def _relabel(self, attested: tuple[Segment, ...]) -> None:
+        """The last tokens, those of one attempt, get the labels that its engine gave at the end."""
+        start = len(self.output_ids) - attested[-1].end
+        before, self.segments = self.segments, []
+        for segment in before:
+            if segment.start < start:
+                self._label(segment.version, segment.kv_version, end=min(segment.end, start))
+        for segment in attested:
+            self._label(segment.version, segment.kv_version, end=start + segment.end)
 
     def closed(self, *, num_resumes: int) -> Turn:
         assert self.finish is not None, "I5: a generation ends with a finish"
@@ -88,8 +109,9 @@ class Session:
         self.recorded = RecordedTurns()
         self.closed = False
         self.failed_requests = 0
-        self.oldest_version: Version | None = None
         self._open: set[OpenTurn] = set()
+        self._oldest_ended: Version | None = None
+        """The oldest version among the tokens of turns that are over."""
         self._asked: Counter[bytes] = Counter()
         """How often each prompt was asked, by the digest of its ids."""
         self._dropped: Counter[Reason] = Counter()
@@ -103,6 +125,11 @@ class Session:
                 return self.tree.plan_text(text)
             case _:
                 return self.tree.plan_ids(source.ids)
+
+    @property
+    def oldest_version(self) -> Version | None:
+        """Among all its tokens. It changes both ways where an engine says at the end what it was unsure of before."""
+        return _oldest(self._oldest_ended, *(turn.oldest_version for turn in self._open))
 
     @property
     def num_requests(self) -> int:
@@ -137,18 +164,16 @@ class Session:
     def received(self, turn: OpenTurn, chunk: Chunk, *, num_overshoot: int) -> None:
         turn.add(chunk)
         turn.num_overshoot = num_overshoot
-        if chunk.token_ids:
-            self.oldest_version = chunk.version if self.oldest_version is None else min(self.oldest_version, chunk.version)
 
     def finished(self, open_turn: OpenTurn, turn: Turn, *, reply: str, message: AssistantMessage) -> None:
-        self._open.discard(open_turn)
+        self._end(open_turn)
         if self.key is not None:
             self.tree.record(open_turn.prompt, turn, reply=reply, request=open_turn.request, message=message)
 
     def abandoned(self, turn: OpenTurn) -> None:
         """The request was cancelled or failed: its tokens are dropped(abandoned), once (I3). After `finished` it does nothing."""
         if turn in self._open:
-            self._open.discard(turn)
+            self._end(turn)
             self._dropped[Reason.ABANDONED] += len(turn.output_ids)
             self._dropped[Reason.OVERSHOOT] += turn.num_overshoot
 
@@ -172,5 +197,13 @@ class Session:
             num_mismatches=self.tree.num_mismatches,
         )
 
+    def _end(self, turn: OpenTurn) -> None:
+        self._open.discard(turn)
+        self._oldest_ended = _oldest(self._oldest_ended, turn.oldest_version)
+
     def __repr__(self) -> str:
         return f"<Session {self.session_id}>"
+
+
+def _oldest(*versions: Version | None) -> Version | None:
+    return min((version for version in versions if version is not None), default=None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from midflight.errors import EngineUnavailable
 from midflight.text import StopMatcher, Tokenizer
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Version
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Segment, Version
 
 _MAX_LOGPROB = 1e-3
 """Rounding may lift the log-probability of a certain token a little above 0."""
@@ -73,15 +73,24 @@ class Splice:
         self.num_overshoot += len(chunk.token_ids) - kept
         self._input_ids.extend(chunk.token_ids[:kept])
         self.num_gained += kept
+        attested = _clipped(chunk.attested, self.num_gained)
         if kept:
             self.version, self.kv_version = chunk.version, chunk.kv_version
+        if attested:
+            self.version, self.kv_version = attested[-1].version, attested[-1].kv_version
         if finish is None and chunk.finish is not None:
             self.interrupted = chunk.finish.reason is FinishReason.ABORT
             finish = self.end_at_seam() if self.interrupted else chunk.finish
         if kept == len(chunk.token_ids) and finish is chunk.finish:
             return chunk
-        return replace(
-            chunk, token_ids=chunk.token_ids[:kept], logprobs=chunk.logprobs[:kept], finish=finish, top_logprobs=chunk.top_logprobs[:kept]
+        return Chunk(
+            chunk.token_ids[:kept],
+            chunk.logprobs[:kept],
+            chunk.version,
+            chunk.kv_version,
+            finish,
+            top_logprobs=chunk.top_logprobs[:kept],
+            attested=attested,
         )
 
     def end_at_seam(self) -> Finish | None:
@@ -116,4 +125,23 @@ class Splice:
             return f"its version went back from {self._floor} to {chunk.version}"
         if chunk.kv_version > chunk.version:
             return f"its keys are of version {chunk.kv_version}, its tokens of version {chunk.version}"
-        return None
+        return self._false_account(chunk) if chunk.attested else None
+
+    def _false_account(self, chunk: Chunk) -> str | None:
+        """Why its segments can't be an account of this attempt's tokens."""
+        if chunk.finish is None:
+            return "it attests versions before the end"
+        end, version = 0, 0
+        for segment in chunk.attested:
+            if segment.start != end or segment.end <= end:
+                return f"its account goes on from token {end} with tokens {segment.start} to {segment.end}"
+            if segment.version < version or segment.kv_version > segment.version:
+                return f"its account has version {segment.version} with keys of {segment.kv_version} after version {version}"
+            end, version = segment.end, segment.version
+        received = self.num_gained + len(chunk.token_ids)
+        return None if end == received else f"its account is of {end} tokens and it sent {received}"
+
+
+def _clipped(segments: tuple[Segment, ...], end: int) -> tuple[Segment, ...]:
+    """What they say of the tokens before `end`."""
+    return tuple(replace(s, end=min(s.end, end)) for s in segments if s.start < end)

@@ -89,6 +89,16 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """Output tokens [start, end) of a turn, or of one attempt at it, sampled under one version."""
+
+    version: Version
+    kv_version: Version
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Consecutive output tokens, all sampled under one version. The last chunk of a generation carries `finish`."""
 
@@ -100,16 +110,9 @@ class Chunk:
     finish: Finish | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each token the likeliest (id, log-probability) at its position, likeliest first; empty unless asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Output tokens [start, end) of a turn, sampled under one version."""
-
-    version: Version
-    kv_version: Version
-    start: int
-    end: int
+    attested: tuple[Segment, ...] = ()
+    """On the last chunk of an engine that says its tokens' versions only at the end: segments over all tokens of this attempt, which
+    take the place of the labels given before."""
 
 
 @dataclass(frozen=True, slots=True)
