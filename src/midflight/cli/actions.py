@@ -23,6 +23,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
 
         print_report(config)
         return 0
+    _check_engine(config)
     from midflight.run import launch
 
     return launch.train(config, resume=resume)
@@ -31,6 +32,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
 def rollouts(path: Path, overrides: Sequence[str], *, folder: Path | None, token: str | None) -> int:
     config = load_config(path, _with_folder(overrides, folder))
     model_sizes(config.model)
+    _check_engine(config)
     from midflight.run import launch
 
     return launch.rollouts(config, token=token)
@@ -38,6 +40,7 @@ def rollouts(path: Path, overrides: Sequence[str], *, folder: Path | None, token
 
 def serve(model: Path, given: Mapping[str, object], overrides: Sequence[str], *, token: str | None) -> int:
     config = _config_for(model, given, overrides)
+    _check_engine(config)
     from midflight.run import launch
 
     return launch.serve(config, token=token)
@@ -45,6 +48,7 @@ def serve(model: Path, given: Mapping[str, object], overrides: Sequence[str], *,
 
 def engine(model: Path, given: Mapping[str, object], overrides: Sequence[str], *, host: str, port: int, token: str | None) -> int:
     config = _config_for(model, given, overrides)
+    _check_engine(config)
     from midflight.run import launch
 
     return launch.engine(config, host=host, port=port, token=token)
@@ -53,6 +57,7 @@ def engine(model: Path, given: Mapping[str, object], overrides: Sequence[str], *
 def evaluate(path: Path, model: Path, overrides: Sequence[str], *, folder: Path | None) -> int:
     config = load_config(path, _with_folder(overrides, folder))
     sizes_of(model)
+    _check_engine(config)
     from midflight.run import launch
 
     return launch.evaluate(config, model)
@@ -68,6 +73,14 @@ def new_model(folder: Path, overrides: Sequence[str]) -> int:
     if status == 0:
         sys.stdout.write(f"made {folder}; serve it: midflight serve --model {folder}\n")
     return status
+
+
+def _check_engine(config: Config) -> None:
+    """A server whose interpreter is missing is said now, not by a process that started."""
+    if config.engine.kind != "embedded":
+        from midflight.run.server_process import check_interpreter
+
+        check_interpreter(config.engine)
 
 
 def _with_folder(overrides: Sequence[str], folder: Path | None) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +31,23 @@ Device = Annotated[str | None, typer.Option(help="Where an engine computes: cpu 
 Name = Annotated[str | None, typer.Option(help="The model id that clients use.")]
 MaxContext = Annotated[
     int | None, typer.Option(help="Longest prompt plus answer, in tokens; default: what the model can, at most 4096.", min=2)
+]
+Kind = Annotated[
+    str | None,
+    typer.Option("--engine", help="What generates: embedded (the default), vllm or sglang.", metavar="KIND", show_default=False),
+]
+Url = Annotated[
+    str | None,
+    typer.Option("--engine-url", metavar="URL", help="Attach to a server that runs there, instead of starting one.", show_default=False),
+]
+Urls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-url",
+        metavar="URL",
+        help="Attach to a server that runs there, instead of starting one; may be given again for more of them.",
+        show_default=False,
+    ),
 ]
 Token = Annotated[
     str | None,
@@ -72,6 +91,8 @@ def rollouts(
 @app.command()
 def serve(
     model: Model,
+    engine: Kind = None,
+    engine_urls: Urls = None,
     engines: Annotated[int, typer.Option(help="Engine processes.", min=1)] = 1,
     port: Port = 8000,
     host: Host = "127.0.0.1",
@@ -83,10 +104,10 @@ def serve(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> int:
-    """Serves a model over the OpenAI API: engines and gateway, no trainer."""
+    """Serves a model over the OpenAI API: engines, ours or vLLM or SGLang servers, and gateway, no trainer."""
     from midflight.cli import actions
 
-    given = {"engine.max_running": max_running, "model.max_context": max_context, "engine.device": device, "model.name": name}
+    given = _given(max_running, max_context, device, name, engine, engine_urls or [])
     return actions.serve(
         model, {"engine.count": engines, "gateway.port": port, "gateway.host": host, **given}, overrides or [], token=control_token
     )
@@ -95,6 +116,8 @@ def serve(
 @app.command()
 def engine(
     model: Model,
+    kind: Kind = None,
+    engine_url: Url = None,
     port: Port = 8001,
     host: Host = "127.0.0.1",
     max_running: MaxRunning = None,
@@ -108,8 +131,22 @@ def engine(
     """Serves a model with one engine alone: native generation and its control plane."""
     from midflight.cli import actions
 
-    given = {"engine.max_running": max_running, "model.max_context": max_context, "engine.device": device, "model.name": name}
+    given = _given(max_running, max_context, device, name, kind, [] if engine_url is None else [engine_url])
     return actions.engine(model, given, overrides or [], host=host, port=port, token=control_token)
+
+
+def _given(
+    max_running: int | None, max_context: int | None, device: str | None, name: str | None, kind: str | None, urls: Sequence[str]
+) -> Mapping[str, object]:
+    """What `serve` and `engine` say of their engines, by the keys of the configuration."""
+    return {
+        "engine.max_running": max_running,
+        "model.max_context": max_context,
+        "engine.device": device,
+        "model.name": name,
+        "engine.kind": kind,
+        "engine.urls": json.dumps(urls) if urls else None,
+    }
 
 
 @app.command()

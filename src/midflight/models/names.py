@@ -27,6 +27,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return names
 
 
+def in_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating-point tensors in `dtype`, copied only where they are in another; the others as they are."""
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
 @torch.no_grad()
 def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Makes `tensors` the weights of `model`: all or none (I7). Names are those of `named_tensors`.

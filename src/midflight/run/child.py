@@ -1,4 +1,4 @@
-"""The entry of every child process: `python -m midflight.run.child PART`, for rollouts with the environment's name behind it.
+"""The entry of every child process: `python -m midflight.run.child PART`, behind it the environment's name, or the engine's kind.
 
 It reads one spec from standard input, runs its part until that ends or the launcher asks it to, and reports a failure with
 its traceback. It never outlives the launcher.
@@ -54,14 +54,18 @@ def die_with_parent() -> None:
 
 
 def part_main(part: Part, arguments: Sequence[str]) -> Callable[[Any, Launcher], Awaitable[None]]:
-    """Imports a part, which for engine and trainer means torch. Done before the spec is known: it takes seconds.
+    """Imports a part, which for trainer and embedded engine means torch. Done before the spec is known: it takes seconds.
 
     The environment comes with the rollout process: one that cannot be imported is found now, not after the warm start.
     """
-    if part is Part.ENGINE:
+    if part is Part.ENGINE and list(arguments) == ["embedded"]:
         from midflight.run.engine_process import run_engine
 
         return run_engine
+    if part is Part.ENGINE:
+        from midflight.run.companion import run_companion
+
+        return run_companion
     if part is Part.ROLLOUT:
         from midflight.environments.registry import load_environment
         from midflight.run.rollout_process import run_rollout

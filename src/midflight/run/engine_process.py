@@ -1,4 +1,4 @@
-"""An engine's process: a model, the decode loop, and the wire, on a socket that the launcher holds."""
+"""An embedded engine's process: a model, the decode loop, and the wire, on a socket that the launcher holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from midflight.config.derived import served_dtype
 from midflight.config.sections import Config
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
@@ -25,7 +26,7 @@ from midflight.weights.transports.select import receiver
 def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:
     section = config.engine
     return EmbeddedEngine(
-        load_model(model, dtype=config.model.dtype, device=section.device),
+        load_model(model, dtype=served_dtype(config), device=section.device),
         tokenizer=Tokenizer.load(model),
         name=name,
         receiver=receiver(),

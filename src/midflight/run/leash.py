@@ -7,6 +7,7 @@ is killed. Ends as the command did. A file of its own that imports nothing of ou
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,10 +34,8 @@ def _end_with_input(process: subprocess.Popen[bytes], stop_seconds: float) -> No
 
 
 def _kill_group(group: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 if __name__ == "__main__":

@@ -39,7 +39,11 @@ class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
     """The whole configuration, as JSON."""
     socket_fd: int
     token: str
+    staging: str
+    """Folder of this engine's own, for versions on their way into a server of other people."""
     version: int = 0
+    url: str | None = None
+    """Of a server that runs already; none starts one."""
 
 
 class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):

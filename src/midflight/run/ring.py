@@ -14,13 +14,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from midflight.config.derived import num_engines
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, MidflightError, RunFailed
 from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
@@ -40,7 +43,7 @@ from midflight.run.messages import (
 )
 from midflight.run.parts import PartLost, first_error, serve_while
 from midflight.run.process import Child, stop_all
-from midflight.weights.transports.stale import remove_stale
+from midflight.weights.transports.stale import SHARED, remove_stale
 
 WRITING_SECONDS = 2.0
 """Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
@@ -57,6 +60,11 @@ class PartFailed(RunFailed):
 def segment_name(folder: Path) -> str:
     """Begins the names of a run's files of shared memory: the same after a crash, and no other run's."""
     return f"midflight-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}"
+
+
+def staging(segment: str, engine: str) -> Path:
+    """Where the companion of a server puts versions: in memory where there is a place for it."""
+    return (SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())) / f"{segment}-{engine}"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -89,6 +97,10 @@ class Ring:
         self._segment = segment_name(Path(config.run.folder))
         self.children: list[Child] = []
 
+    @property
+    def _engine_names(self) -> list[str]:
+        return [f"engine{index}" for index in range(num_engines(self._config.engine))]
+
     async def train(self, *, resume: bool) -> None:
         """Returns when the trainer has finished all steps and its last version is evaluated and exported."""
         await self._run(lambda: self._trainer(resume=resume), purpose=Purpose.TRAIN)
@@ -100,11 +112,11 @@ class Ring:
     async def _run(self, trainer: Callable[[], Coroutine[Any, Any, None]] | None, *, purpose: Purpose) -> None:
         gateway = self._config.gateway
         self._socket = listen(gateway.host, gateway.port)
-        self._engine_sockets = [listen("127.0.0.1", 0) for _ in range(self._config.engine.count)]
+        self._engine_sockets = [listen("127.0.0.1", 0) for _ in self._engine_names]
         self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
         if self._given_model is not None:
             self._model.set_result(self._given_model)
-        engines = [self._engine(index) for index in range(self._config.engine.count)]
+        engines = [self._engine(index) for index in range(len(self._engine_sockets))]
         rollout = self._rollout(purpose)
         try:
             if trainer is None:
@@ -117,6 +129,8 @@ class Ring:
             await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
             await self._last_words()
             remove_stale(self._segment)
+            for name in self._engine_names:
+                shutil.rmtree(staging(self._segment, name), ignore_errors=True)
             remove_endpoint(Path(self._config.run.folder), self._control_token)
 
     @property
@@ -135,7 +149,8 @@ class Ring:
 
     async def _rollout(self, purpose: Purpose) -> None:
         rollout = await self._start(Part.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
-        engines = {f"engine{i}": f"http://127.0.0.1:{s.getsockname()[1]}" for i, s in enumerate(self._engine_sockets)}
+        ports = (made.getsockname()[1] for made in self._engine_sockets)
+        engines = {name: f"http://127.0.0.1:{port}" for name, port in zip(self._engine_names, ports, strict=True)}
 
         def spec(model: ModelReady) -> Spec:
             return RolloutSpec(
@@ -157,15 +172,24 @@ class Ring:
 
     async def _engine(self, index: int) -> None:
         """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine."""
-        name, made = f"engine{index}", self._engine_sockets[index]
+        name, made, section = self._engine_names[index], self._engine_sockets[index], self._config.engine
+
+        def spec(model: ModelReady) -> Spec:
+            return EngineSpec(
+                name=name,
+                model=model.folder,
+                config=self._config.model_dump_json(),
+                socket_fd=made.fileno(),
+                token=self._engine_token,
+                staging=str(staging(self._segment, name)),
+                version=model.version,
+                url=section.urls[index] if section.urls else None,
+            )
+
         while True:
-            engine = await self._start(Part.ENGINE, name, sockets=[made])
-            config = self._config.model_dump_json()
+            engine = await self._start(Part.ENGINE, name, sockets=[made], arguments=[section.kind])
             try:
-                await self._brief_and_follow(
-                    engine,
-                    lambda model, config=config: EngineSpec(name, model.folder, config, made.fileno(), self._engine_token, model.version),
-                )
+                await self._brief_and_follow(engine, spec)
                 failure = PartFailed(f"{name} ended, though nobody asked it to")
             except PartFailed as error:
                 failure = error

@@ -123,8 +123,10 @@ class RolloutProcess:
 
     async def _attached(self, *, anonymous: bool) -> Serving:
         """Waits until every engine answers; ended by them, or by a deadline."""
+        section = self._config.engine
+        starting = 0.0 if section.kind == "embedded" else section.start_seconds
         for engine in self.engines:
-            await engine.connect(seconds=ATTACH_SECONDS)
+            await engine.connect(seconds=ATTACH_SECONDS + starting)
         tokenizer = Tokenizer.load(Path(self._spec.model))
         serving = Serving(self._config, tokenizer, self.engines, observer=self._observer, version=self._spec.version, anonymous=anonymous)
         serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"

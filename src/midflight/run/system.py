@@ -92,17 +92,12 @@ class Serving:
         )
         self.rejoin = Rejoin(self.fleet, self.handover)
         self.health = HealthWatch(self.fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS)
-        smallest = min((e.capabilities for e in engines), key=lambda c: c.max_context)
         self.gateway = Gateway(
             self.generator,
             tokenizer,
             observer,
             model=config.model.name,
-            limits=GatewayLimits(
-                max_context=smallest.max_context,
-                vocab_size=smallest.vocab_size,
-                features=frozenset.intersection(*(e.capabilities.features for e in engines)),
-            ),
+            limits=GatewayLimits.of([engine.capabilities for engine in engines]),
             run_name=config.run.name,
             run_seed=config.run.seed,
             max_sessions=config.gateway.max_sessions,

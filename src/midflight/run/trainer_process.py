@@ -9,11 +9,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from midflight.config.derived import served_dtype
 from midflight.config.sections import Config, ModelSection
 from midflight.environments.sources import load_sources
+from midflight.models.dtypes import torch_dtype
 from midflight.models.export import export_model
 from midflight.models.load import load_model, make_model
-from midflight.models.names import named_tensors
+from midflight.models.names import in_dtype, named_tensors
 from midflight.run.child import Launcher
 from midflight.run.client import RolloutClient
 from midflight.run.lineage import PublishedVersions
@@ -88,14 +90,18 @@ def _resume(trainer: Trainer, checkpoint: Path, published: PublishedVersions) ->
 
 
 class ModelWeights:
-    """The outbox of a model: every version is noted before its bytes can reach an engine (DECISIONS 1)."""
+    """The outbox of a model: every version is noted before its bytes can reach an engine (DECISIONS 1).
 
-    def __init__(self, model: PreTrainedModel, publisher: Publisher, published: PublishedVersions) -> None:
+    Weights leave in `dtype`, that which engines serve in, so that a fingerprint is of what is served; none is the model's own.
+    """
+
+    def __init__(self, model: PreTrainedModel, publisher: Publisher, published: PublishedVersions, *, dtype: str | None = None) -> None:
         self._model, self._publisher, self._published = model, publisher, published
+        self._dtype = model.dtype if dtype is None else torch_dtype(dtype)
 
     def publish(self, version: Version) -> WeightManifest:
         self._published.note(version)
-        return self._publisher.publish(version, named_tensors(self._model))
+        return self._publisher.publish(version, in_dtype(named_tensors(self._model), self._dtype))
 
     def release(self, version: Version) -> None:
         self._publisher.release(version)
@@ -109,7 +115,7 @@ async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published:
         async with RolloutClient(spec.rollout_url, token=spec.token) as service:
             loop = TrainingLoop(
                 trainer,
-                ModelWeights(trainer.model, weights, published),
+                ModelWeights(trainer.model, weights, published, dtype=served_dtype(config)),
                 service,
                 steps=config.run.steps,
                 prefetch=config.rollout.max_staleness > 0,

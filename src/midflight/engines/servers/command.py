@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midflight.config.sections import EngineSection
+from midflight.engines.validation import MAX_TOP_LOGPROBS
 from midflight.types import Version
 
 INSIDE = Path(__file__).parent / "inside"
 """Modules that run in the server's interpreter, which has no Midflight: each is one file that imports nothing of ours."""
 HOST = "127.0.0.1"
 """Whoever reaches a server's admin routes can change its weights, and they ask for no key: only this machine may."""
+READY = {"vllm": "/health", "sglang": "/model_info"}
+"""What each kind answers with 200 as soon as it takes requests, paused or not."""
 _OURS = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP")
 """Would mix our environment into the server's."""
 _BYTECODE = "PYTHONDONTWRITEBYTECODE"
@@ -25,11 +28,10 @@ _BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`environ` is all of it. `ready` is the path that answers 200 as soon as the server takes requests."""
+    """`environ` is all of it."""
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
-    ready: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,13 @@ class Served:
 
 def server_command(engine: EngineSection, model: Served, *, python: Path, port: int, inherited: Mapping[str, str]) -> Command:
     """For a server on this machine at `HOST`; `inherited` is the environment that it starts from."""
-    words, settings, ready = (_vllm if engine.kind == "vllm" else _sglang)(engine, model, port)
+    words, settings = (_vllm if engine.kind == "vllm" else _sglang)(engine, model, port)
     environ = {**_cleaned(inherited, python), **_device(engine.device, inherited), **settings}
     environ |= {"PYTHONPATH": str(INSIDE), "OMP_NUM_THREADS": str(engine.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return Command((str(python), "-m", *words, *engine.arguments), environ, ready)
+    return Command((str(python), "-m", *words, *engine.arguments), environ)
 
 
-def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str], Mapping[str, str], str]:
+def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
     words = [
         "vllm.entrypoints.openai.api_server",
         *("--model", str(model.folder), "--served-model-name", model.name),
@@ -62,8 +64,9 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
         *("--max-num-batched-tokens", str(max(engine.max_batch_tokens, engine.max_running))),  # fewer is refused
         "--enable-scale-out",  # the route that takes and gives token ids, and names versions
         *("--generation-config", "vllm"),  # else sampling defaults come from the model folder
+        *("--max-logprobs", str(MAX_TOP_LOGPROBS + 1)),  # the sampled token counts
         *("--logprobs-mode", "processed_logprobs"),  # of the distribution sampled from, not of temperature 1
-        *("--worker-extension-cls", "midflight_vllm.Staged"),
+        *("--worker-extension-cls", "midflight_vllm.Loader"),
         "--disable-uvicorn-access-log",
     ]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the first opens the control routes
@@ -72,10 +75,10 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
         cache = model.kv_bytes_per_token * model.max_context * engine.max_running
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(cache / 2**30)))  # GiB, and whole ones only
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # two processes that wait for each other by spinning
-    return words, settings, "/health"
+    return words, settings
 
 
-def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str], Mapping[str, str], str]:
+def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
     words = [
         "sglang.launch_server",
         *("--model-path", str(model.folder), "--served-model-name", model.name),
@@ -97,7 +100,7 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
         words += ["--device", "cpu", "--attention-backend", "torch_native"]
         words += ["--max-total-tokens", str(model.max_context * engine.max_running)]  # else a share of all memory
         settings["SGLANG_USE_CPU_ENGINE"] = "1"
-    return words, settings, "/model_info"
+    return words, settings
 
 
 def _cleaned(inherited: Mapping[str, str], python: Path) -> Mapping[str, str]:
