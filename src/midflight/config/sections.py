@@ -250,6 +250,9 @@ class WeightsSection(Section):
     """Deadline of staging on one engine; past it the engine is quarantined."""
     commit_seconds: Seconds = 30.0
     """Deadline of the commit, the pause included."""
+    commit: Literal["rolling", "barrier"] = "rolling"
+    """rolling: one engine after the other, so that the others keep generating; barrier: all pause, commit and resume together, so that
+    no two versions are ever served at once, and nothing is generated until the slowest is ready."""
     delta: bool = False
     """Send what has changed since the version before: fewer bytes where steps are small and the served precision is coarse."""
     full_every: Positive = 16
