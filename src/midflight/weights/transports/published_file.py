@@ -19,6 +19,8 @@ from midflight.models.sizes import tensor_bytes
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import check_extents, extent, views
 from midflight.weights.transports.receive import TRANSPORTS
+from midflight.weights.transports.rendezvous import TRANSPORT as COLLECTIVE
+from midflight.weights.transports.rendezvous import Address
 
 Specs = tuple[TensorSpec, ...]
 
@@ -58,7 +60,9 @@ def check_readable(manifest: WeightManifest) -> None:
     check_extents(manifest)
     for location, specs in ((manifest.location, manifest.tensors), *((d.location, (d.payload,)) for d in manifest.deltas)):
         try:
-            if (size := _size(Path(location))) < extent(specs):
+            if manifest.transport == COLLECTIVE:
+                Address.parse(location)
+            elif (size := _size(Path(location))) < extent(specs):
                 raise ValueError(f"it has {size} bytes of {extent(specs)}")
         except (OSError, ValueError) as error:
             raise RequestRejected(

@@ -12,7 +12,8 @@ from midflight.models.fingerprint import fingerprint_views
 from midflight.types import TensorSpec, WeightManifest
 from midflight.weights.manifest import extent, repacked, views
 
-TRANSPORTS = frozenset({"shared_memory", "file"})
+FILES = frozenset({"shared_memory", "file"})
+TRANSPORTS = FILES | {"collective"}
 
 
 class FileReceiver:
@@ -29,7 +30,7 @@ class FileReceiver:
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
         """Bytes of each tensor by name. Blocks for about a second per gigabyte, hashing most of it."""
-        if manifest.transport not in TRANSPORTS:
+        if manifest.transport not in FILES:
             raise NotSupported(
                 f"fetching version {manifest.version}: unknown transport {manifest.transport!r}.{nearest(manifest.transport, TRANSPORTS)}"
             )
@@ -40,13 +41,18 @@ class FileReceiver:
                     _read(file, spec, copies[spec.name], manifest)
         except OSError as error:
             raise WeightsCorrupt(f"fetching version {manifest.version}: {error}; publish the version again.") from error
-        found = fingerprint_views(manifest.tensors, copies, threads=self._threads)
-        if found != manifest.fingerprint:
-            raise WeightsCorrupt(
-                f"fetching version {manifest.version} from {manifest.location!r}: its bytes hash to {found[:12]}, the manifest says "
-                f"{manifest.fingerprint[:12]}; publish the version again."
-            )
+        verify(manifest, copies, threads=self._threads)
         return copies
+
+
+def verify(manifest: WeightManifest, copies: Mapping[str, memoryview], *, threads: int) -> None:
+    """`WeightsCorrupt` unless the bytes are those that were published (I7)."""
+    found = fingerprint_views(manifest.tensors, copies, threads=threads)
+    if found != manifest.fingerprint:
+        raise WeightsCorrupt(
+            f"fetching version {manifest.version} by {manifest.transport}: its bytes hash to {found[:12]}, the manifest says "
+            f"{manifest.fingerprint[:12]}; publish the version again."
+        )
 
 
 def _read(file: FileIO, spec: TensorSpec, into: memoryview, manifest: WeightManifest) -> None:

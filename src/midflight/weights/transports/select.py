@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midflight.errors import ConfigError, nearest
 from midflight.ports import WeightReceiver
+from midflight.types import WeightManifest
 from midflight.weights.delta.receive import DeltaReceiver
 from midflight.weights.transports.receive import TRANSPORTS, FileReceiver
+from midflight.weights.transports.rendezvous import TRANSPORT as COLLECTIVE
 
 if TYPE_CHECKING:
     from midflight.weights.transports.publish import Publisher
 
 
 def receiver(*, threads: int = 1) -> WeightReceiver:
-    """One receiver for all transports; without torch."""
-    return DeltaReceiver(FileReceiver(threads=threads), threads=threads)
+    """One receiver for all transports; without torch, until a manifest says `collective`."""
+    return DeltaReceiver(ByTransport(threads=threads), threads=threads)
+
+
+class ByTransport:
+    """Asks the receiver of the manifest's transport. The one that needs torch is made when it is first wanted."""
+
+    def __init__(self, *, threads: int = 1) -> None:
+        self._threads, self._files = threads, FileReceiver(threads=threads)
+        self._collective: WeightReceiver | None = None
+
+    def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
+        if manifest.transport != COLLECTIVE:
+            return self._files.fetch(manifest)
+        if self._collective is None:
+            from midflight.weights.transports.collective_receive import CollectiveReceiver
+
+            self._collective = CollectiveReceiver(threads=self._threads)
+        return self._collective.fetch(manifest)
 
 
 def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, threads: int = 1) -> Publisher:
@@ -25,6 +45,7 @@ def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, thread
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
     """
     from midflight.weights.delta.publish import MAX_HELD, DeltaPublisher
+    from midflight.weights.transports.collective import CollectivePublisher
     from midflight.weights.transports.file import KEEP, FilePublisher
     from midflight.weights.transports.segments import SegmentPublisher
     from midflight.weights.transports.shared_memory import SharedMemoryPublisher
@@ -35,6 +56,8 @@ def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, thread
     elif kind == "file":
         # The oldest version that is held may have a whole period behind it.
         made = FilePublisher(folder, keep=full_every + MAX_HELD - 1 if differences else KEEP, threads=threads)
+    elif kind == COLLECTIVE:
+        made = CollectivePublisher(num_slots=full_every + MAX_HELD - 1, threads=threads)
     else:
         raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
     return DeltaPublisher(made, full_every=full_every, threads=threads) if differences else made

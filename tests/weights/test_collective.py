@@ -1,0 +1,438 @@
+"""The collective transport: all who want a version get it in one broadcast, and whoever dies, or stops, holds up nobody for long."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.weights.test_transports import equal, tensors
+
+from midflight.errors import ConfigError, EngineUnavailable, RequestRejected, RunFailed, SlotBusy, WeightsCorrupt
+from midflight.models.names import as_tensors
+from midflight.types import WeightManifest
+from midflight.weights.manifest import ALIGNMENT, decode_manifest, encode_manifest, extent
+from midflight.weights.transports.collective import CollectivePublisher
+from midflight.weights.transports.collective_receive import CollectiveReceiver
+from midflight.weights.transports.gathering import MAX_WAITING, Gathering, Member
+from midflight.weights.transports.process_group import Group, join_store
+from midflight.weights.transports.published_file import check_readable
+from midflight.weights.transports.rendezvous import Address, Answer, Ask, Join, Refused, buckets, line, read_answer
+from midflight.weights.transports.select import publisher, receiver
+
+DEADLINE = 0.6
+"""Seconds: what a peer that stopped costs the others."""
+
+DIES = """if True:
+    import os
+    from midflight.weights.transports.process_group import Group
+    def dies_at_third_bucket(deed, given=Group.broadcast):
+        left = [2]
+        def broadcast(self, part):
+            if not left[0]:
+                os.kill(os.getpid(), deed)
+            left[0] -= 1
+            given(self, part)
+        Group.broadcast = broadcast
+"""
+
+RECEIVER = """if True:
+    import sys
+    from midflight.weights.manifest import decode_manifest
+    from midflight.weights.transports.select import receiver
+    mine = receiver()
+    for words in sys.stdin.buffer:
+        if words.startswith(b"die"):
+            dies_at_third_bucket(int(words.split()[1]))
+        else:
+            print(bytes(mine.fetch(decode_manifest(words))["counts"]).hex(), flush=True)
+"""
+
+PUBLISHER = """if True:
+    import signal, sys, time, torch
+    from midflight.weights.manifest import encode_manifest
+    from midflight.weights.transports.collective import CollectivePublisher
+    sender = CollectivePublisher(bucket_bytes=64, deadline_seconds=0.6)
+    manifest = sender.publish(1, {"w": torch.arange(100)})
+    for deed in (signal.SIGSTOP, signal.SIGKILL):
+        dies_at_third_bucket(deed)
+        sys.stdout.buffer.write(encode_manifest(manifest) + b"\\n")
+        sys.stdout.flush()
+        sys.stdin.buffer.readline()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def sender() -> Iterator[CollectivePublisher]:
+    with CollectivePublisher(bucket_bytes=1000, deadline_seconds=DEADLINE) as made:
+        yield made
+
+
+def all_fetch(receivers: list[CollectiveReceiver], manifest: WeightManifest) -> bool:
+    """At the same time; whether each got what version's number makes."""
+    with ThreadPoolExecutor(len(receivers)) as pool:
+        got = list(pool.map(lambda r: r.fetch(manifest), receivers))
+    return all(equal(as_tensors(manifest.tensors, g), tensors(manifest.version)) for g in got)
+
+
+@contextmanager
+def child(program: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", DIES + program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+
+
+def tell(process: subprocess.Popen[bytes], words: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(words + b"\n")
+    process.stdin.flush()
+
+
+def heard(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@contextmanager
+def asking(manifest: WeightManifest, **changes: object) -> Iterator[socket.socket]:
+    """A receiver as far as its question."""
+    address = Address.parse(manifest.location)
+    with socket.create_connection((address.host, address.port), timeout=5) as connection:
+        ask = {"token": address.token, "version": manifest.version, "fingerprint": manifest.fingerprint, "member": "x", "group": None}
+        connection.sendall(line(Ask(**(ask | changes))))
+        yield connection
+
+
+def answered(connection: socket.socket) -> Answer:
+    return read_answer(connection.makefile("rb").readline())
+
+
+def within(seconds: float, done: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.005)
+    return done()
+
+
+# --- What arrives ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
+def test_what_is_published_is_fetched_byte_for_byte_whatever_the_bucket(bucket_bytes: int):
+    with CollectivePublisher(bucket_bytes=bucket_bytes) as sender:
+        manifest = decode_manifest(encode_manifest(sender.publish(1, tensors(1))))
+        got = receiver().fetch(manifest)
+    assert equal(as_tensors(manifest.tensors, got), tensors(1))
+    assert all(not view.readonly for view in got.values())
+    addresses = [t.data_ptr() for t in as_tensors(manifest.tensors, got).values() if t.numel()]
+    assert all(a % ALIGNMENT == 0 for a in addresses)
+
+
+def test_a_version_without_any_bytes_arrives_too(sender: CollectivePublisher):
+    assert bytes(receiver().fetch(sender.publish(1, {"empty": torch.empty(0, 3)}))["empty"]) == b""
+
+
+def test_the_tensors_may_change_and_the_version_be_replaced_once_it_is_fetched(sender: CollectivePublisher):
+    weights = tensors(1)
+    manifest = sender.publish(1, weights)
+    weights["z.weight"].zero_()
+    got = receiver().fetch(manifest)
+    sender.release(1)
+    sender.publish(2, tensors(2))
+    assert equal(as_tensors(manifest.tensors, got), tensors(1))
+
+
+def test_i7_a_changed_byte_is_found(sender: CollectivePublisher):
+    manifest = sender.publish(1, tensors(1))
+    sender._held[1].data[70] ^= 1
+    with pytest.raises(WeightsCorrupt, match="version 1"):
+        CollectiveReceiver().fetch(manifest)
+
+
+def test_differences_travel_as_well(tmp_path: Path):
+    mine = receiver()
+    with publisher("collective", name="x", folder=tmp_path, full_every=3) as sender:
+        weights = {"w": torch.arange(10_000)}
+        for version in range(1, 6):
+            weights["w"][version] += 1
+            manifest = sender.publish(version, weights)
+            assert bytes(mine.fetch(manifest)["w"]) == weights["w"].numpy().tobytes()
+            sender.release(version - 1)
+        assert manifest.deltas
+        assert bytes(receiver().fetch(manifest)["w"]) == weights["w"].numpy().tobytes(), "and to an engine that came back"
+
+
+# --- Groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_receivers_meet_in_one_broadcast_and_their_group_is_used_again(sender: CollectivePublisher):
+    receivers = [CollectiveReceiver() for _ in range(3)]
+    for version in (1, 2, 3):
+        manifest = sender.publish(version, tensors(version))
+        assert all_fetch(receivers, manifest)
+        assert sender.service.num_groups == 1
+        assert sender.service.num_bytes_broadcast == version * extent(manifest.tensors), "once, whoever listens"
+
+
+def test_one_that_comes_late_gets_the_same_version_and_the_next_one_with_the_others(sender: CollectivePublisher):
+    first, late = CollectiveReceiver(), CollectiveReceiver()
+    one = sender.publish(1, tensors(1))
+    assert all_fetch([first], one)
+    assert all_fetch([late], one)
+    assert sender.service.num_groups == 2
+    assert all_fetch([first, late], sender.publish(2, tensors(2)))
+    assert all_fetch([first, late], sender.publish(3, tensors(3)))
+    assert sender.service.num_groups == 3, "the third version's is the second's"
+
+
+def test_expected_receivers_begin_at_once():
+    with CollectivePublisher(expected=2, quiet_seconds=60) as sender:
+        assert all_fetch([CollectiveReceiver(), CollectiveReceiver()], sender.publish(1, tensors(1)))
+
+
+def test_receivers_of_different_versions_are_served_one_after_the_other(sender: CollectivePublisher):
+    one, two = sender.publish(1, tensors(1)), sender.publish(2, tensors(2))
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda m: all_fetch([CollectiveReceiver()], m), [one, two]))
+
+
+# --- Who may not ask -------------------------------------------------------------------------------------------------
+
+
+def test_without_the_secret_nothing_is_sent(sender: CollectivePublisher):
+    manifest = sender.publish(1, tensors(1))
+    address = Address.parse(manifest.location)
+    forged = replace(manifest, location=str(replace(address, token="guess")))
+    with pytest.raises(WeightsCorrupt, match="another publisher's") as caught:
+        CollectiveReceiver().fetch(forged)
+    assert address.token not in str(caught.value)
+    assert sender.service.num_groups == 0
+
+
+def test_a_version_that_was_released_or_never_published_is_refused_by_name(sender: CollectivePublisher):
+    one, _ = sender.publish(1, tensors(1)), sender.publish(2, tensors(2))
+    sender.release(1)
+    with pytest.raises(WeightsCorrupt, match=r"released; there are versions: 2"):
+        CollectiveReceiver().fetch(one)
+    with pytest.raises(WeightsCorrupt, match="not published"):
+        CollectiveReceiver().fetch(replace(one, version=2, fingerprint="0" * 64))
+
+
+def test_a_location_that_names_no_publisher_is_refused(sender: CollectivePublisher):
+    manifest = sender.publish(1, tensors(1))
+    check_readable(manifest)
+    for location in ("/dev/shm/x", "tcp://127.0.0.1/t", "tcp://127.0.0.1:1/", "tcp://127.0.0.1:x/t"):
+        with pytest.raises(RequestRejected):
+            check_readable(replace(manifest, location=location))
+        with pytest.raises(EngineUnavailable, match="version 1"):
+            CollectiveReceiver().fetch(replace(manifest, location=location))
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", b"\xff\n", b"{}\n", b"x" * 10_000])
+def test_w7_connections_that_ask_nothing_sensible_end_and_cost_the_others_nothing(sender: CollectivePublisher, said: bytes):
+    manifest = sender.publish(1, tensors(1))
+    address = Address.parse(manifest.location)
+    with socket.create_connection((address.host, address.port), timeout=5 * DEADLINE) as connection:
+        connection.sendall(said)
+        assert all_fetch([CollectiveReceiver()], manifest)
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b"", "silence ends at the deadline"
+
+
+# --- Who dies, or stops ----------------------------------------------------------------------------------------------
+
+
+def test_w7_one_that_hangs_up_while_others_gather_is_left_out():
+    with CollectivePublisher(bucket_bytes=1000, quiet_seconds=0.3, deadline_seconds=30) as sender:
+        manifest = sender.publish(1, tensors(1))
+        with asking(manifest):
+            pass
+        assert all_fetch([CollectiveReceiver()], manifest)
+        assert sender.service.num_groups == 1
+
+
+def test_w7_one_that_never_comes_to_the_group_costs_the_others_a_deadline(sender: CollectivePublisher):
+    manifest = sender.publish(1, tensors(1))
+    started = time.monotonic()
+    with asking(manifest):
+        assert all_fetch([CollectiveReceiver()], manifest), "at its second attempt"
+        assert sender.service.num_groups == 2
+        assert time.monotonic() - started < 4 * DEADLINE
+        assert all_fetch([CollectiveReceiver()], sender.publish(2, tensors(2)))
+
+
+@pytest.mark.parametrize("num_received", [0, 1])
+def test_w7_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(sender: CollectivePublisher, num_received: int):
+    weights = {"w": torch.zeros(30_000_000, dtype=torch.uint8)}  # more than sockets hold
+    with CollectivePublisher(bucket_bytes=15_000_000, deadline_seconds=DEADLINE) as sender:
+        manifest = sender.publish(1, weights)
+        with ThreadPoolExecutor(1) as pool, asking(manifest) as stopped:
+            other = pool.submit(CollectiveReceiver().fetch, manifest)
+            terms = answered(stopped)
+            assert isinstance(terms, Join)
+            group = Group(terms, join_store("127.0.0.1", terms), interface="127.0.0.1")
+            for part in list(buckets(30_000_000, terms.bucket_bytes))[:num_received]:
+                group.broadcast(torch.empty(part.stop - part.start, dtype=torch.uint8))
+            started = time.monotonic()
+            sender.publish(2, {"w": torch.zeros(3)})
+            assert time.monotonic() - started < DEADLINE / 2, "the trainer waits for nobody"
+            assert bytes(other.result(10)["w"][-9:]) == bytes(9)
+            assert time.monotonic() - started < 6 * DEADLINE
+        del group
+
+
+def test_w7_a_group_that_breaks_again_is_an_error_that_says_so():
+    mine, other = CollectiveReceiver(), CollectiveReceiver()
+    with CollectivePublisher(expected=2, quiet_seconds=60, deadline_seconds=DEADLINE) as sender:
+        manifest = sender.publish(1, tensors(1))
+        with asking(manifest, member="x") as absent, ThreadPoolExecutor(1) as pool:
+            fetching = pool.submit(mine.fetch, manifest)
+            answered(absent)
+            with asking(manifest, member="y"), pytest.raises(EngineUnavailable, match=r"version 1: the broadcast broke 2 times"):
+                fetching.result(10)
+        assert sender.service.num_groups == 2
+        assert all_fetch([mine, other], manifest)
+
+
+def test_w7_processes_share_one_broadcast_and_one_that_is_killed_in_it_does_not_take_the_other_along():
+    with CollectivePublisher(bucket_bytes=100, deadline_seconds=20) as sender, child(RECEIVER) as one, child(RECEIVER) as two:
+        first = sender.publish(1, tensors(1))
+        sender.service._gathering._expected = 2
+        sender.service._gathering._quiet_seconds = 60  # children take long to start
+        for process in (one, two):
+            tell(process, encode_manifest(first))
+        assert [heard(p) for p in (one, two)] == [tensors(1)["counts"].numpy().tobytes().hex().encode()] * 2
+        assert (sender.service.num_groups, sender.service.num_bytes_broadcast) == (1, extent(first.tensors))
+        sender.service._gathering._quiet_seconds = 0.05
+        second = sender.publish(2, tensors(2))
+        tell(two, b"die %d" % signal.SIGKILL)
+        started = time.monotonic()
+        for process in (one, two):
+            tell(process, encode_manifest(second))
+        assert heard(one) == tensors(2)["counts"].numpy().tobytes().hex().encode()
+        assert two.wait(10) == -signal.SIGKILL
+        assert time.monotonic() - started < 5, "a death is seen at once, not at the deadline"
+        assert sender.service.num_groups == 2
+
+
+def test_w7_a_publisher_that_stops_or_is_killed_in_mid_transfer_is_an_error_and_not_a_hang():
+    with child(PUBLISHER) as process:
+        for deed in (signal.SIGSTOP, signal.SIGKILL):
+            manifest = decode_manifest(heard(process))
+            started = time.monotonic()
+            with pytest.raises(EngineUnavailable, match="fetching version 1"):
+                CollectiveReceiver(answer_seconds=DEADLINE).fetch(manifest)
+            assert time.monotonic() - started < 5 * DEADLINE
+            if deed is signal.SIGSTOP:
+                process.send_signal(signal.SIGCONT)
+                tell(process, b"go on")
+        assert process.wait(5) == -signal.SIGKILL
+
+
+# --- Slots and the end -----------------------------------------------------------------------------------------------
+
+
+def test_versions_hold_their_buffers_until_released_and_the_buffers_stand():
+    with CollectivePublisher(num_slots=2) as sender:
+        sender.publish(1, tensors(1))
+        place = sender._held[1].data.data_ptr()
+        second = sender.publish(2, tensors(2))
+        with pytest.raises(SlotBusy, match="versions 1, 2 hold all slots"):
+            sender.publish(3, tensors(3))
+        with pytest.raises(SlotBusy, match="never reused"):
+            sender.publish(2, tensors(3))
+        sender.release(1)
+        sender.release(77)
+        sender.publish(3, tensors(3))
+        assert sender._held[3].data.data_ptr() == place
+        assert all_fetch([CollectiveReceiver()], second)
+
+
+def test_closing_ends_those_who_wait_and_leaves_no_thread():
+    before = set(threading.enumerate())
+    sender = CollectivePublisher(expected=2, quiet_seconds=60)
+    manifest = sender.publish(1, tensors(1))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(CollectiveReceiver().fetch, manifest)
+        assert within(5, lambda: len(sender.service._gathering._waiting) == 1)
+        started = time.monotonic()
+        sender.close()
+        with pytest.raises(EngineUnavailable, match="publisher does not answer"):
+            waiting.result(5)
+        assert time.monotonic() - started < 1
+    sender.close()
+    assert set(threading.enumerate()) == before
+    with pytest.raises(RunFailed, match="publishing version 2"):
+        sender.publish(2, tensors(2))
+
+
+def test_an_address_that_is_not_this_machines_is_named():
+    with pytest.raises(ConfigError, match=r"cannot listen on '192\.0\.2\.1'"):
+        CollectivePublisher("192.0.2.1")
+
+
+# --- Gathering -------------------------------------------------------------------------------------------------------
+
+
+def member(name: str, fingerprint: str = "a", *, since: float = 0.0) -> Member:
+    return Member(Ask("t", 1, fingerprint, name, None), since, answer=lambda _: None, hang_up=lambda: None)
+
+
+def test_members_go_when_none_has_come_for_a_while():
+    gathering = Gathering(expected=None, quiet_seconds=2)
+    assert gathering.seconds_left(5) is None
+    gathering.join(one := member("1", since=10))
+    gathering.join(two := member("2", since=11))
+    assert gathering.seconds_left(11.5) == 1.5
+    assert gathering.seconds_left(14) == 0
+    assert gathering.take() == [one, two]
+    assert gathering.seconds_left(14) is None
+
+
+def test_members_who_want_something_else_wait_for_the_next_round():
+    gathering = Gathering(expected=2, quiet_seconds=2)
+    one, other, two = member("1", since=1), member("2", "b", since=2), member("3", since=3)
+    gathering.join(one)
+    gathering.join(other)
+    assert gathering.seconds_left(2) == 1
+    gathering.join(two)
+    assert gathering.seconds_left(3) == 0, "two were expected"
+    assert gathering.take() == [one, two]
+    gathering.leave(other)
+    gathering.leave(one)
+    assert gathering.take() == []
+
+
+def test_a_receiver_has_one_place_and_the_places_are_bounded():
+    gathering = Gathering(expected=None, quiet_seconds=2)
+    assert all(gathering.join(member(str(i))) for i in range(MAX_WAITING))
+    assert not gathering.join(member("one too many"))
+    assert gathering.join(again := member("7", since=9))
+    assert len(taken := gathering.take()) == MAX_WAITING
+    assert taken[-1] is again
+
+
+def test_an_address_is_read_as_it_is_written():
+    for address in (Address("127.0.0.1", 80, "t"), Address("::1", 80, "t")):
+        assert Address.parse(str(address)) == address
+
+
+def test_a_refusal_is_an_answer():
+    assert read_answer(line(Refused("no"))) == Refused("no")
