@@ -244,8 +244,8 @@ class WarmStartSection(Section):
 
 
 class WeightsSection(Section):
-    transport: Literal["shared_memory", "file"] = "shared_memory"
-    """How bytes reach the engines: shared_memory on one machine, file through a common folder."""
+    transport: Literal["shared_memory", "file", "collective"] = "shared_memory"
+    """How bytes reach the engines: shared_memory on one machine, file through a common folder, collective by broadcast."""
     stage_seconds: Seconds = 60.0
     """Deadline of staging on one engine; past it the engine is quarantined."""
     commit_seconds: Seconds = 30.0
@@ -255,7 +255,7 @@ class WeightsSection(Section):
     no two versions are ever served at once, and nothing is generated until the slowest is ready."""
     delta: bool = False
     """Send what has changed since the version before: fewer bytes where steps are small and the served precision is coarse."""
-    full_every: Positive = 16
+    full_every: Annotated[int, Field(ge=2, le=65)] = 16
     """With `delta`: versions from one that is sent whole to the next; larger sends less, and makes an engine that rejoins read more."""
 
 
