@@ -324,6 +324,17 @@ def test_two_threads_get_what_they_asked_for(shared: Publisher):
     assert all(equal(m, got[m.version], weights(m.version)) for m in manifests)
 
 
+def test_differences_go_by_broadcast_too():
+    with publisher("collective", name=NAME, folder=Path(), full_every=4) as sender:
+        engine, late = receiver(), receiver()
+        for version in (1, 2, 3):
+            manifest = sender.publish(version, weights(version))
+            assert equal(manifest, engine.fetch(manifest), weights(version))
+            sender.release(version - 1)
+        assert len(manifest.deltas) == 2
+        assert equal(manifest, late.fetch(manifest), weights(3))
+
+
 # --- When a version is whole -----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from midflight.errors import WeightsCorrupt
 from midflight.models.fingerprint import fingerprint_views
 from midflight.models.sizes import element_bytes
 from midflight.ports import WeightReceiver
-from midflight.types import Delta, TensorSpec, WeightManifest
+from midflight.types import Delta, TensorSpec, Version, WeightManifest
 from midflight.weights.delta.codec import Frames
 from midflight.weights.manifest import check_extents, extent, repacked, views
 
@@ -61,8 +61,9 @@ class DeltaReceiver:
     def _by_differences(self, manifest: WeightManifest) -> Bytes:
         specs = repacked(manifest.tensors)
         start, weights = self._nearest(manifest, specs)
-        for delta in manifest.deltas[start:]:
-            self._apply(delta, manifest, weights)
+        made = [*(d.base for d in manifest.deltas[1:]), manifest.version]
+        for version, delta in list(zip(made, manifest.deltas, strict=True))[start:]:
+            self._apply(version, delta, manifest, weights)
         found = fingerprint_views(specs, weights, threads=self._threads)
         if found != manifest.fingerprint:
             raise WeightsCorrupt(
@@ -82,9 +83,9 @@ class DeltaReceiver:
         first = manifest.deltas[0]
         return 0, self._inner.fetch(replace(manifest, version=first.base, fingerprint=first.base_fingerprint, deltas=()))
 
-    def _apply(self, delta: Delta, manifest: WeightManifest, weights: Bytes) -> None:
-        """The tensors change in the manifest's order, in which the payload was made."""
-        payload = WeightManifest(manifest.version, delta.payload_fingerprint, manifest.transport, delta.location, (delta.payload,))
+    def _apply(self, version: Version, delta: Delta, manifest: WeightManifest, weights: Bytes) -> None:
+        """Makes `version`. The tensors change in the manifest's order, in which the payload was made."""
+        payload = WeightManifest(version, delta.payload_fingerprint, manifest.transport, delta.location, (delta.payload,))
         frames = Frames(self._inner.fetch(payload)[delta.payload.name])
         try:
             for spec in manifest.tensors:
