@@ -15,6 +15,7 @@ from midflight.engines.app import build_app
 from midflight.engines.relay import relay
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
+from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
 from midflight.models.sizes import sizes_of
@@ -92,4 +93,6 @@ def _engine_maker(config: Config, model: Path, *, name: str, version: int, stagi
 
 
 def _wire(config: Config, *, vocab_size: int) -> Server:
-    return VllmServer(vocab_size=vocab_size, max_running=config.engine.max_running)
+    if config.engine.kind == "vllm":
+        return VllmServer(vocab_size=vocab_size, max_running=config.engine.max_running)
+    return SglangServer(vocab_size=vocab_size, max_running=config.engine.max_running, max_context=config.model.max_context)

@@ -111,7 +111,9 @@ async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published:
     folder = Path(config.run.folder)
     save = partial(save_checkpoint, folder / "checkpoints", trainer, cursor="", keep=config.trainer.keep_checkpoints)
     await asyncio.to_thread(remove_stale, spec.segment)  # of a trainer of this run that was killed
-    with make_publisher(config.weights.transport, name=spec.segment, folder=folder / "weights") as weights:
+    section = config.weights
+    full_every = section.full_every if section.delta else 1
+    with make_publisher(section.transport, name=spec.segment, folder=folder / "weights", full_every=full_every) as weights:
         async with RolloutClient(spec.rollout_url, token=spec.token) as service:
             loop = TrainingLoop(
                 trainer,

@@ -88,7 +88,6 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
         *("--chunked-prefill-size", str(engine.max_batch_tokens)),
         *("--sampling-defaults", "openai"),  # else they come from the model folder
         *("--weight-version", str(model.version)),
-        *("--custom-weight-loader", "midflight_sglang.load"),
         "--skip-server-warmup",  # it asks through a proxy, if the environment names one
         *("--log-level-http", "warning"),
     ]
