@@ -103,6 +103,6 @@ class Planner:
                 sampling=replace(sampling, seed=seed),
                 eager=call.stream,
             ),
-            policy_sampled=samples_the_policy(sampling, session.sampling),
+            policy_sampled=samples_the_policy(sampling, session.sampling, limits=self._limits),
             number=number,
         )

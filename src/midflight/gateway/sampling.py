@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.gateway.call import CompletionCall
 from midflight.gateway.node import packed
-from midflight.types import Feature, RolloutKey, SamplingParams
+from midflight.types import Capabilities, Feature, LogprobKind, RolloutKey, SamplingParams
 
 SEED_SPACE = 2**64
 
@@ -22,6 +23,22 @@ class Limits:
     vocab_size: int
     features: frozenset[Feature] = frozenset()
     """What every engine can do."""
+    honours_seed: bool = True
+    """Whether every engine does."""
+    logprob_kinds: frozenset[LogprobKind] = frozenset({LogprobKind.SAMPLED})
+    """Those of all engines."""
+
+    @classmethod
+    def of(cls, engines: Sequence[Capabilities]) -> Limits:
+        """What all of them can take."""
+        smallest = min(engines, key=lambda engine: engine.max_context)
+        return cls(
+            max_context=smallest.max_context,
+            vocab_size=smallest.vocab_size,
+            features=frozenset.intersection(*(engine.features for engine in engines)),
+            honours_seed=all(engine.honours_seed for engine in engines),
+            logprob_kinds=frozenset(engine.logprob_kind for engine in engines),
+        )
 
 
 def check_prompt(ids: tuple[int, ...], limits: Limits, *, param: str) -> None:
@@ -71,9 +88,13 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
     )
 
 
-def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None) -> bool:
-    """Whether the trainer's distribution is the one sampled: not truncated, and at the session's temperature (DECISIONS 11)."""
-    return params.samples_the_policy and (defaults is None or params.temperature == defaults.temperature)
+def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, *, limits: Limits) -> bool:
+    """Whether the trainer's distribution is the one sampled: not truncated, and at the session's temperature (DECISIONS 11).
+
+    An engine that leaves the temperature out of its log-probabilities tells those of another distribution, at any but 1.
+    """
+    told = params.temperature == 1 or LogprobKind.RAW not in limits.logprob_kinds
+    return told and params.samples_the_policy and (defaults is None or params.temperature == defaults.temperature)
 
 
 def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: int, prompt_ids: tuple[int, ...]) -> int:
@@ -106,6 +127,11 @@ def _check_features(call: CompletionCall, limits: Limits) -> None:
         if value and feature not in limits.features:
             param = call.name_of(name)
             raise RequestRejected(f"{param} is not supported by the engines behind this endpoint: leave it out.", param=param)
+    if asked.seed is not None and not limits.honours_seed:
+        param = call.name_of("seed")
+        raise RequestRejected(
+            f"{param} is not honoured by every engine behind this endpoint, which would sample anew each time: leave it out.", param=param
+        )
 
 
 def _logit_bias(call: CompletionCall, own: SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:

@@ -63,13 +63,18 @@ class Rejoin:
         self._fleet, self._handover = fleet, handover
 
     async def run(self) -> None:
-        """Waits for the interval to pass, for ever; ended by its task group."""
-        while True:
-            await asyncio.sleep(HEALTH_SECONDS)
-            for state in self._fleet.states():
-                if state.error is not None:
-                    with suppress(EngineError):
-                        await self._handover.rejoin(state.name)
+        """Waits for the interval to pass, for ever; ended by its task group. An engine that hangs keeps no other from rejoining."""
+        async with asyncio.TaskGroup() as rejoins:
+            while True:
+                await asyncio.sleep(HEALTH_SECONDS)
+                for state in self._fleet.states():
+                    if state.error is not None:
+                        rejoins.create_task(self._rejoin(state.name))
+
+    async def _rejoin(self, engine: str) -> None:
+        """Ends at once while the engine is rejoining already, so that there is one of each at most; else by the handover's deadlines."""
+        with suppress(EngineError):
+            await self._handover.rejoin(engine)
 
 
 class Serving:
@@ -86,6 +91,7 @@ class Serving:
         self.handover = Handover(
             self.fleet,
             pause_mode=config.rollout.pause_mode,
+            way=config.weights.commit,
             stage_seconds=config.weights.stage_seconds,
             commit_seconds=config.weights.commit_seconds,
             observer=observer,

@@ -43,6 +43,7 @@ _PREFIX = "sampling_params."
 _NAMES = {
     "max_tokens": f"{_PREFIX}max_new_tokens",
     "min_tokens": f"{_PREFIX}min_new_tokens",
+    "seed": f"{_PREFIX}sampling_seed",
     "top_logprobs": "top_logprobs_num",
 }
 
