@@ -49,10 +49,10 @@ class Side:
 
     def cpu_seconds(self) -> float:
         """Of the process and its children so far."""
-        return sum(_cpu_of(pid) for pid in _family(self.process.pid))
+        return sum(cpu_of(pid) for pid in family(self.process.pid))
 
     def peak_mb(self) -> float:
-        return sum(_status_mb(pid, "VmRSS") for pid in _family(self.process.pid))
+        return sum(_status_mb(pid, "VmRSS") for pid in family(self.process.pid))
 
 
 def main() -> None:
@@ -219,12 +219,12 @@ def wait_for(port: int, process: subprocess.Popen[bytes], *, seconds: float = 12
     raise SystemExit(f"{process.args} does not listen on {port}")
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(p for child in children for p in _family(int(child)))]
+    return [pid, *(p for child in children for p in family(int(child)))]
 
 
-def _cpu_of(pid: int) -> float:
+def cpu_of(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,85 +1,170 @@
-"""What a version costs on its way: publishing (the trainer waits), staging (in the background), committing (the swap).
+"""What new weights cost while requests are under way: the pause they see, the trainer's wait, and the way; by every transport and engine.
 
-Every row is measured in this run beside a plain memory copy of the same tensors; ratios are times of that copy. `hash` is the
-fingerprint alone, which publishing and staging each contain once.
+Each handover is the real one: a trainer in a process of its own publishes, `weights.Handover` stages and commits over the wire, and streams go
+on meanwhile. Beside it, in the same run, the server's own reload: the trainer saves a model folder to disk, the server is paused, reads
+it, and goes on. Ways alternate from round to round; the first round is not counted.
 
-    python benchmarks/handover.py [--megabytes 4 64 512] [--repeats 5]
+    python benchmarks/handover.py [--engines embedded vllm sglang] [--hidden-size 256] [--layers 4] [--rounds 5] [--json FILE]
+
+vLLM and SGLang run from `MIDFLIGHT_VLLM_PYTHON` and `MIDFLIGHT_SGLANG_PYTHON`, or from where `make engines` puts them.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import asyncio
+import json
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from torch import nn
+from handover_report import Sample, report
+from handover_sides import PYTHONS, Cost, RemoteTrainer, Side, Size, cpu_seconds, engine_side
+from handover_streams import streaming
 
-from midflight.models.fingerprint import fingerprint_views
-from midflight.models.names import as_tensors, assign, named_tensors
-from midflight.weights.transports.select import publisher, receiver
+from midflight.observe.observers import Silent
+from midflight.ports import Engine
+from midflight.types import Version
+from midflight.weights.handover import Handover
 
-TENSORS = 46
-"""As many as a decoder of four layers has."""
+ENGINES = ("embedded", "vllm", "sglang")
+TRANSPORTS = ("shared_memory", "file", "collective")
+RELOAD = "reload"
+SETTLED = 8
+"""Tokens of every stream before the weights are final, and after they are served."""
+DEADLINE_SECONDS = 120.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 64, 512])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--in-flight", type=int, default=16, help="streams")
+    parser.add_argument("--hidden-size", type=int, default=256, help="multiple of 128")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of the longest stream")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to save to; default: the temporary folder")
+    parser.add_argument("--json", type=Path, help="where to write every sample")
     options = parser.parse_args()
-    print(
-        f"{'MB':>5} {'transport':14} {'copy':>9} {'hash':>9} {'publish':>9} {'ratio':>6} {'GB/s':>6} {'stage':>9} {'ratio':>6} {'GB/s':>6} {'commit':>9}"
-    )
-    for megabytes in options.megabytes:
-        for kind in ("shared_memory", "file"):
-            print(row(kind, megabytes, options.repeats), flush=True)
+    samples: list[Sample] = []
+    for kind in options.engines:
+        if kind in PYTHONS and not PYTHONS[kind].exists():
+            print(f"{kind} is left out: no {PYTHONS[kind]}; run `make engines` or set MIDFLIGHT_{kind.upper()}_PYTHON", file=sys.stderr)
+            continue
+        with tempfile.TemporaryDirectory(prefix="midflight-", dir=options.folder) as folder:
+            samples += asyncio.run(measured(kind, options, Path(folder)))
+    report(samples)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1))
 
 
-def row(kind: str, megabytes: int, repeats: int) -> str:
-    model = made(megabytes)
-    tensors = {name: t.clone() for name, t in named_tensors(model).items()}
-    into = {name: torch.empty_like(t) for name, t in tensors.items()}
-    times: dict[str, list[float]] = {name: [] for name in ("copy", "hash", "publish", "stage", "commit")}
-    with tempfile.TemporaryDirectory() as folder, publisher(kind, name="midflight-benchmark", folder=Path(folder)) as sender:
-        for version in range(repeats + 1):
-            times["copy"].append(seconds(lambda: [into[n].copy_(t) for n, t in tensors.items()]))
-            published = time.perf_counter()
-            manifest = sender.publish(version, tensors)
-            times["publish"].append(time.perf_counter() - published)
-            fetched = time.perf_counter()
-            views = receiver().fetch(manifest)
-            times["stage"].append(time.perf_counter() - fetched)
-            times["hash"].append(seconds(lambda: fingerprint_views(manifest.tensors, views)))  # noqa: B023
-            new = as_tensors(manifest.tensors, views)
-            swapped = time.perf_counter()
-            replaced = assign(model, new)
-            times["commit"].append(time.perf_counter() - swapped)
-            del replaced  # Giving memory back is no part of the swap.
-            sender.release(version)
-    # The first round makes files and touches fresh memory: standing slots are what later ones meet.
-    copy, hashing, publish, stage, commit = (statistics.median(t[1:]) for t in times.values())
-    gigabytes = megabytes / 1000
-    return (
-        f"{megabytes:5} {kind:14} {copy * 1e3:7.2f}ms {hashing * 1e3:7.2f}ms {publish * 1e3:7.2f}ms {publish / copy:6.1f} {gigabytes / publish:6.2f} "
-        f"{stage * 1e3:7.2f}ms {stage / copy:6.1f} {gigabytes / stage:6.2f} {commit * 1e3:7.2f}ms"
-    )
+async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list[Sample]:
+    size = Size(options.hidden_size, options.layers, options.context)
+    trainer = RemoteTrainer(size, folder)
+    samples: list[Sample] = []
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(trainer.close)
+        side = await stack.enter_async_context(engine_side(kind, size, folder, max_running=options.in_flight))
+        round_of = Rounds(side, trainer, in_flight=options.in_flight, max_tokens=options.context)
+        for number in range(options.rounds + 1):
+            for way in (*options.transports, *([RELOAD] if side.server else [])):
+                sample = await round_of.sample(way)
+                samples += [sample] if number else []
+            print(f"{kind}: round {number} of {options.rounds} done", file=sys.stderr)
+    return samples
 
 
-def made(megabytes: int) -> nn.Module:
-    model = nn.Module()
-    for i in range(TENSORS):
-        model.register_parameter(f"w{i}", nn.Parameter(torch.rand(megabytes * 250_000 // TENSORS)))
-    return model
+class Rounds:
+    """The handovers of one engine, one after the other, each with streams of its own."""
+
+    def __init__(self, side: Side, trainer: RemoteTrainer, *, in_flight: int, max_tokens: int) -> None:
+        self._side, self._trainer, self._in_flight, self._max_tokens = side, trainer, in_flight, max_tokens
+        self._version: Version = 0
+        self._releasable: tuple[Version, ...] = ()
+        self._handover = Handover(
+            Alone(side.engine),
+            pause_mode="auto",
+            stage_seconds=DEADLINE_SECONDS,
+            commit_seconds=DEADLINE_SECONDS,
+            observer=Silent(),
+        )
+
+    async def sample(self, way: str) -> Sample:
+        """Waits for the streams to flow, for the handover, and for the streams again."""
+        self._version += 1
+        async with streaming(self._side.engine, self._in_flight, max_tokens=self._max_tokens) as streams:
+            await streams.each_has(SETTLED)
+            copy = await self._trainer.copy()
+            cpu, final = cpu_seconds(), time.perf_counter()
+            done = await (self._reload() if way == RELOAD else self._hand_over(way))
+            served, cpu = time.perf_counter(), cpu_seconds() - cpu
+            await streams.each_has(SETTLED)
+        await self._trainer.release(self._releasable)
+        change = served - done.change_seconds
+        return Sample(
+            engine=self._side.kind,
+            way=way,
+            num_bytes=done.num_bytes,
+            normal_gap=streams.normal_gap((final, served)),
+            gap_before=streams.largest_gap((final, change)),
+            gap=streams.largest_gap((change, served)),
+            copy_seconds=copy.seconds,
+            copy_cpu=copy.cpu,
+            wait_seconds=done.wait.seconds,
+            wait_cpu=done.wait.cpu,
+            stage_seconds=done.stage_seconds,
+            change_seconds=done.change_seconds,
+            total_seconds=served - final,
+            total_cpu=cpu,
+        )
+
+    async def _hand_over(self, way: str) -> Done:
+        manifest, wait = await self._trainer.publish(way, self._version)
+        report = await self._handover.publish(manifest)
+        if report.quarantined:
+            raise SystemExit(f"version {self._version} by {way}: {report.quarantined}")
+        self._releasable = report.releasable
+        return Done(wait, report.stage_seconds, report.commit_seconds, sum(spec.num_bytes for spec in manifest.tensors))
+
+    async def _reload(self) -> Done:
+        folder, wait = await self._trainer.save(self._version)
+        began = time.perf_counter()
+        await self._side.reload(folder)
+        return Done(wait, 0.0, time.perf_counter() - began, (Path(folder) / "model.safetensors").stat().st_size)
 
 
-def seconds(deed: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    deed()
-    return time.perf_counter() - started
+@dataclass(frozen=True)
+class Done:
+    wait: Cost
+    """The trainer's: until it may change its weights again."""
+    stage_seconds: float
+    change_seconds: float
+    """From the beginning of the pause, or of the swap, until the new version is served."""
+    num_bytes: int
+
+
+class Alone:
+    """A fleet of one engine, which stays in it whatever happens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._version = engine, 0
+
+    def engines(self) -> tuple[Engine, ...]:
+        return (self._engine,)
+
+    def hold(self, engine: str, owner: str) -> None: ...
+    def release(self, engine: str, owner: str) -> None: ...
+    def quarantine(self, engine: str, error: BaseException) -> None: ...
+
+    def served(self, engine: str, version: Version) -> None:
+        self._version = version
+
+    def served_version(self) -> Version:
+        return self._version
 
 
 if __name__ == "__main__":

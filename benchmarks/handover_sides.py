@@ -1,0 +1,219 @@
+"""The two ends of a handover, as `handover.py` runs them: a trainer in a process of its own, and an engine behind our wire.
+
+The trainer's functions run in a `ProcessPoolExecutor` of one worker, so that what it does takes nothing from the streams but cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from gateway import cpu_of, family, free_port, running, wait_for
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from midflight.config.load import load_config
+from midflight.engines.remote import RemoteEngine
+from midflight.engines.servers.http import ServerClient
+from midflight.models.load import make_model
+from midflight.models.names import named_tensors
+from midflight.observe.observers import Silent
+from midflight.run.server_process import started
+from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from midflight.types import Version, WeightManifest
+from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.select import publisher
+
+PYTHONS = {
+    kind: Path(os.environ.get(f"MIDFLIGHT_{kind.upper()}_PYTHON", f".venv-{kind}/bin/python")).absolute() for kind in ("vllm", "sglang")
+}
+HEAD_DIM = 64
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Size:
+    hidden: int
+    layers: int
+    context: int
+
+    def model(self, seed: int) -> PreTrainedModel:
+        heads = max(2, self.hidden // HEAD_DIM)
+        return make_model(
+            vocab_size=VOCAB_SIZE, hidden_size=self.hidden, intermediate_size=3 * self.hidden, num_layers=self.layers, num_heads=heads,
+            num_kv_heads=heads // 2, max_context=self.context, seed=seed, dtype="float32",
+        )  # fmt: skip
+
+
+# --- The trainer -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    cpu: float
+    """Seconds of the thread that waits."""
+
+
+class Trainer:
+    """Two sets of weights: even and odd versions. What an engine is given is always something else than what it serves."""
+
+    def __init__(self, size: Size, folder: Path) -> None:
+        torch.set_num_threads(1)
+        disable_progress_bar()
+        self._folder, self._open = folder, ExitStack()
+        self._models = [size.model(seed) for seed in (0, 1)]
+        self._weights = [named_tensors(model) for model in self._models]
+        self._into = {name: torch.empty_like(t) for name, t in self._weights[0].items()}
+        self._publishers: dict[str, Publisher] = {}
+
+    def copy(self) -> Cost:
+        """A plain copy of all tensors to memory that stands: the yardstick."""
+        return timed(lambda: [self._into[name].copy_(t.detach()) for name, t in self._weights[0].items()])[1]
+
+    def publish(self, kind: str, version: Version) -> tuple[WeightManifest, Cost]:
+        if kind not in self._publishers:
+            made = publisher(kind, name="midflight-benchmark", folder=self._folder / "published")
+            self._publishers[kind] = self._open.enter_context(made)
+        return timed(lambda: self._publishers[kind].publish(version, self._weights[version % 2]))
+
+    def release(self, versions: tuple[Version, ...]) -> None:
+        for sender in self._publishers.values():
+            for version in versions:
+                sender.release(version)
+
+    def save(self, version: Version) -> tuple[str, Cost]:
+        """As a user would: a model folder on disk. Two folders in turn; nothing is synced, and the page cache stays."""
+        folder = self._folder / f"saved-{version % 2}"
+        _, cost = timed(lambda: self._models[version % 2].save_pretrained(folder))
+        return str(folder), cost
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def timed(deed: Callable[[], T]) -> tuple[T, Cost]:
+    began, cpu = time.perf_counter(), time.thread_time()
+    result = deed()
+    return result, Cost(time.perf_counter() - began, time.thread_time() - cpu)
+
+
+_TRAINER: Trainer
+"""Of the worker process."""
+
+
+def begin(size: Size, folder: Path) -> None:
+    global _TRAINER
+    _TRAINER = Trainer(size, folder)
+
+
+class RemoteTrainer:
+    """Calls the one in its process. Each call waits until it is done there."""
+
+    def __init__(self, size: Size, folder: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=begin, initargs=(size, folder))
+
+    async def copy(self) -> Cost:
+        return await self._call("copy")
+
+    async def publish(self, kind: str, version: Version) -> tuple[WeightManifest, Cost]:
+        return await self._call("publish", kind, version)
+
+    async def release(self, versions: tuple[Version, ...]) -> None:
+        await self._call("release", versions)
+
+    async def save(self, version: Version) -> tuple[str, Cost]:
+        return await self._call("save", version)
+
+    async def close(self) -> None:
+        await self._call("close")
+        self._pool.shutdown()
+
+    async def _call(self, name: str, *given: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _call, name, *given)
+
+
+def _call(name: str, *given: object) -> object:
+    return getattr(_TRAINER, name)(*given)
+
+
+# --- The engine ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """An engine as the rollout process has it. `server`: its own HTTP interface, where it is other people's."""
+
+    kind: str
+    engine: RemoteEngine
+    server: ServerClient | None
+
+    async def reload(self, folder: str) -> None:
+        """The server's own way to new weights in its running requests: pause, read the folder, go on."""
+        assert self.server is not None
+        for path, body in RELOADS[self.kind]:
+            await self.server.post(path, body and json.loads(json.dumps(body).replace("FOLDER", folder)))
+
+
+RELOADS: Mapping[str, tuple[tuple[str, object], ...]] = {
+    "vllm": (
+        ("/pause?mode=keep&clear_cache=false", None),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "FOLDER"}}),
+        ("/resume", None),
+    ),
+    "sglang": (
+        ("/pause_generation", {"mode": "retract"}),
+        ("/update_weights_from_disk", {"model_path": "FOLDER"}),
+        ("/continue_generation", {}),
+    ),
+}
+"""In the mode that our own commit uses on that server: keys stay in vLLM, and are made anew in SGLang."""
+
+
+@asynccontextmanager
+async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int) -> AsyncGenerator[Side]:
+    """A server, where it is other people's, and `midflight engine`, each a process of its own; our connection to both."""
+    model = folder / "model"
+    disable_progress_bar()
+    size.model(seed=0).save_pretrained(model)
+    write_byte_tokenizer(model)
+    async with AsyncExitStack() as stack:
+        server, more = None, []
+        if kind != "embedded":
+            given = {"engine.kind": kind, "engine.python": PYTHONS[kind], "engine.max_running": max_running, "run.folder": folder}
+            given |= {"model.path": model, "model.max_context": size.context}
+            config = load_config(None, [f"{key}={value}" for key, value in given.items()])
+            process = await stack.enter_async_context(started(config, model, name=kind, version=0))
+            server = await stack.enter_async_context(ServerClient(kind, process.url))
+            more = ["--engine", kind, "--engine-url", process.url]
+        port = free_port()
+        command = [sys.executable, "-m", "midflight", "engine", "--model", model, "--port", port]
+        command += ["--max-running", max_running, "--max-context", size.context, *more]
+        log = stack.enter_context((folder / f"{kind}.log").open("wb"))
+        companion = stack.enter_context(running(command, stdout=log, stderr=log))
+        await asyncio.to_thread(wait_for, port, companion)
+        engine = RemoteEngine(kind, f"http://127.0.0.1:{port}", token=None, observer=Silent())
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        connection = tasks.create_task(engine.run())
+        await engine.connect(seconds=60)
+        try:
+            yield Side(kind, engine, server)
+        finally:
+            connection.cancel()
+
+
+def cpu_seconds() -> float:
+    """Of all processes of the benchmark so far."""
+    return sum(cpu_of(pid) for pid in family(os.getpid()))
