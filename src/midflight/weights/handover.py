@@ -1,21 +1,19 @@
-"""Bringing a version to the engines: stage in the background, commit engine by engine, and never half of it (I7)."""
+"""Bringing a version to the engines: stage in the background, commit in turn or together, and never half of it (I7)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from midflight.errors import EngineError, EngineUnavailable, PauseIgnored, WeightsCorrupt
+from midflight.errors import EngineError
 from midflight.ports import Engine, Fleet, Observer
-from midflight.types import Attestation, PauseMode, Version, WeightManifest
-from midflight.weights.modes import mode_for, swaps_between_steps
+from midflight.types import PauseMode, Version, WeightManifest
+from midflight.weights.barrier import Barrier
+from midflight.weights.commit import Committer
+from midflight.weights.guard import Guard
 from midflight.weights.turnstile import Turnstile
-
-OWNER = "handover"
-"""The name of its holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class HandoverReport:
 
     version: Version
     served_by: tuple[str, ...] = ()
-    """Engines that attested it."""
+    """Engines that attested it, in the order in which they did."""
     quarantined: Mapping[str, str] = field(default_factory=dict[str, str])
     """Engines that did not, and why. They rejoin at this version, or a later one."""
     superseded_by: Version | None = None
@@ -32,13 +30,25 @@ class HandoverReport:
     releasable: tuple[Version, ...] = ()
     """Versions no engine will fetch any more: the publisher's slots may be released."""
     stage_seconds: float = 0.0
-    """From the start until the last engine had staged or failed."""
-    commit_seconds: float = 0.0
-    """All commits, one engine after the other."""
+    """The slowest engine's, of those that staged."""
+
+
+class _Turn:
+    """What one handover, or one rejoin, has done so far."""
+
+    def __init__(self, manifest: WeightManifest, fleet: Fleet) -> None:
+        self.manifest = manifest
+        self.guard = Guard(fleet)
+        self.stage_seconds: dict[str, float] = {}
+        """Of engines that staged."""
+        self.served: list[str] = []
 
 
 class Handover:
-    """Owns the current version. One handover at a time; engines are committed one by one, so that the others keep generating.
+    """Owns the current version. One handover at a time.
+
+    `rolling`: each engine is committed when it has staged, one at a time, so that the others keep generating. `barrier`: when
+    all have staged, all pause, then all commit, then all resume, so that no two versions are served at the same time.
 
     Whatever fails, times out or is cancelled, at whatever point, each engine ends in one of two ways (I7, DECISIONS 18): it runs on
     weights that it attested whole, or it is in quarantine, where `rejoin` or the next `publish` fetches it. The fleet tells
@@ -46,12 +56,20 @@ class Handover:
     """
 
     def __init__(
-        self, fleet: Fleet, *, pause_mode: PauseMode | Literal["auto"], stage_seconds: float, commit_seconds: float, observer: Observer
+        self,
+        fleet: Fleet,
+        *,
+        pause_mode: PauseMode | Literal["auto"],
+        stage_seconds: float,
+        commit_seconds: float,
+        observer: Observer,
+        way: Literal["rolling", "barrier"] = "rolling",
     ) -> None:
         """`stage_seconds` and `commit_seconds` are deadlines for one engine; the commit's includes its pause."""
-        self._fleet, self._observer = fleet, observer
-        self._pause_mode: PauseMode | Literal["auto"] = pause_mode
+        self._fleet = fleet
+        self._way = way
         self._stage_seconds, self._commit_seconds = stage_seconds, commit_seconds
+        self._committer = Committer(fleet, pause_mode=pause_mode, seconds=commit_seconds, observer=observer)
         self._turnstile = Turnstile()
         self._current: WeightManifest | None = None
         self._fetchable: set[Version] = set()
@@ -65,12 +83,12 @@ class Handover:
     async def publish(self, manifest: WeightManifest) -> HandoverReport:
         """Brings the version to every attached engine, those in quarantine too.
 
-        Waits for the handover under way, which ends by its deadlines; of the versions that wait, only the newest goes on and
-        the others' reports say `superseded_by` at once. May be repeated with the same manifest. `NotSupported` when an engine
-        lacks the configured pause mode; then nothing was begun.
+        Waits for the handover or the rejoins under way, which end by their deadlines; of the versions that wait, only the newest
+        goes on and the others' reports say `superseded_by` at once. May be repeated with the same manifest. `NotSupported` when
+        an engine lacks the configured pause mode; then nothing was begun.
         """
         for engine in self._fleet.engines():
-            self._mode(engine)
+            self._committer.mode(engine)
         ticket = self._turnstile.for_version(manifest)
         self._fetchable.add(manifest.version)
         try:
@@ -85,7 +103,8 @@ class Handover:
     async def rejoin(self, engine: str) -> bool:
         """Brings an engine in quarantine to the current version; says whether it is routable now.
 
-        Waits for the handover under way. Before the first publication the engine must still serve what the fleet serves.
+        Waits for the handover under way, and for no other engine. `False` at once while the engine is rejoining already. Before
+        the first publication the engine must still serve what the fleet serves.
         """
         ticket = self._turnstile.for_rejoin(engine)
         if ticket is None:
@@ -100,20 +119,18 @@ class Handover:
     # --- A turn ------------------------------------------------------------------------------------------------------
 
     async def _hand_over(self, manifest: WeightManifest) -> HandoverReport:
-        clock = asyncio.get_running_loop().time
-        errors: dict[str, str] = {}
-        started = clock()
-        staged = await self._stage_all(manifest, errors)
-        committing = clock()
+        turn = _Turn(manifest, self._fleet)
+        if self._way == "barrier":
+            await self._together(turn)
+        else:
+            await self._in_turn(turn)
         self._current = manifest
-        served = [e.name for e, seconds in staged if await self._commit(e, manifest, seconds, errors)]
         return HandoverReport(
             version=manifest.version,
-            served_by=tuple(served),
-            quarantined=errors,
+            served_by=tuple(turn.served),
+            quarantined=turn.guard.errors,
             releasable=self._forget_older(manifest.version),
-            stage_seconds=committing - started,
-            commit_seconds=clock() - committing,
+            stage_seconds=max(turn.stage_seconds.values(), default=0.0),
         )
 
     def _forget_older(self, version: Version) -> tuple[Version, ...]:
@@ -122,118 +139,66 @@ class Handover:
         self._fetchable.difference_update(older)
         return older
 
-    async def _readmit(self, engine: Engine) -> bool:
-        errors: dict[str, str] = {}
-        if self._current is None:
-            return await self._readmit_unchanged(engine, errors)
-        seconds = await self._stage(engine, self._current, errors)
-        return seconds is not None and await self._commit(engine, self._current, seconds, errors)
+    async def _in_turn(self, turn: _Turn) -> None:
+        """All stage at once, while they generate, and are committed in the order in which they have: a slow one waits for itself."""
+        one_at_a_time = asyncio.Lock()
+        async with asyncio.TaskGroup() as group:
+            for engine in self._fleet.engines():
+                group.create_task(self._bring(turn, engine, one_at_a_time))
 
-    async def _readmit_unchanged(self, engine: Engine, errors: dict[str, str]) -> bool:
+    async def _bring(self, turn: _Turn, engine: Engine, one_at_a_time: asyncio.Lock) -> None:
+        if await self._stage(turn, engine):
+            async with one_at_a_time:
+                await self._commit(turn, engine, Barrier([engine.name]))
+
+    async def _together(self, turn: _Turn) -> None:
+        engines = self._fleet.engines()
+        async with asyncio.TaskGroup() as group:
+            staging = [group.create_task(self._stage(turn, engine)) for engine in engines]
+        staged = [engine for engine, task in zip(engines, staging, strict=True) if task.result()]
+        barrier = Barrier(engine.name for engine in staged)
+        async with asyncio.TaskGroup() as group:
+            for engine in staged:
+                group.create_task(self._commit(turn, engine, barrier))
+
+    async def _readmit(self, engine: Engine) -> bool:
+        if self._current is None:
+            return await self._readmit_unchanged(engine)
+        turn = _Turn(self._current, self._fleet)
+        if await self._stage(turn, engine):
+            await self._commit(turn, engine, Barrier([engine.name]))
+        return engine.name in turn.served
+
+    async def _readmit_unchanged(self, engine: Engine) -> bool:
         """Nothing was published yet: whole weights are those that the fleet started with."""
-        async with self._or_quarantine(engine, f"readmitting engine {engine.name!r}", self._commit_seconds, errors):
+        guard = Guard(self._fleet)
+        async with guard.over(engine.name, f"readmitting engine {engine.name!r}", seconds=self._commit_seconds):
             version = (await engine.health()).version
             if version != self._fleet.served_version():
                 raise EngineError(f"it serves version {version}, the fleet {self._fleet.served_version()}; publish a version.")
             await engine.resume()
             self._fleet.served(engine.name, version)
-        return not errors
+        return not guard.errors
 
-    # --- Staging -----------------------------------------------------------------------------------------------------
+    # --- One engine --------------------------------------------------------------------------------------------------
 
-    async def _stage_all(self, manifest: WeightManifest, errors: dict[str, str]) -> list[tuple[Engine, float]]:
-        """All engines at once, while they generate. Those that staged, in the fleet's order, with their seconds."""
-        engines = self._fleet.engines()
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._stage(e, manifest, errors)) for e in engines]
-        return [(e, seconds) for e, task in zip(engines, tasks, strict=True) if (seconds := task.result()) is not None]
-
-    async def _stage(self, engine: Engine, manifest: WeightManifest, errors: dict[str, str]) -> float | None:
-        """Seconds it took; `None` and quarantine if it failed. An engine that cannot stage gets the weights in its pause.
+    async def _stage(self, turn: _Turn, engine: Engine) -> bool:
+        """Whether the engine may commit; quarantine if staging failed. One that cannot stage gets the weights in its pause.
 
         A cancellation leaves the engine as it is: it serves its whole old weights.
         """
         if not engine.capabilities.stages_weights:
-            return 0.0
+            return True
         started = asyncio.get_running_loop().time()
-        deed = f"staging version {manifest.version} on engine {engine.name!r}"
-        async with self._or_quarantine(engine, deed, self._stage_seconds, errors, when_cancelled=False):
-            await engine.stage(manifest)
-        return None if engine.name in errors else asyncio.get_running_loop().time() - started
+        deed = f"staging version {turn.manifest.version} on engine {engine.name!r}"
+        async with turn.guard.over(engine.name, deed, seconds=self._stage_seconds, when_cancelled=False):
+            await engine.stage(turn.manifest)
+            turn.stage_seconds[engine.name] = asyncio.get_running_loop().time() - started
+        return engine.name not in turn.guard.errors
 
-    # --- Committing --------------------------------------------------------------------------------------------------
-
-    async def _commit(self, engine: Engine, manifest: WeightManifest, stage_seconds: float, errors: dict[str, str]) -> bool:
-        """Makes the version live on one engine and the engine routable; or quarantine. No new request goes to a paused engine."""
-        started = asyncio.get_running_loop().time()
-        deed = f"committing version {manifest.version} on engine {engine.name!r}"
-        try:
-            async with self._or_quarantine(engine, deed, self._commit_seconds, errors):
-                mode = self._mode(engine)
-                if swaps_between_steps(engine.capabilities, mode):
-                    await self._swap(engine, manifest)
-                else:
-                    self._fleet.hold(engine.name, OWNER)
-                    await self._swap_paused(engine, manifest, mode)
-                # Also where nothing was paused: an earlier attempt may have ended in quarantine with the engine paused.
-                await engine.resume()
-                self._fleet.served(engine.name, manifest.version)
-        finally:
-            self._fleet.release(engine.name, OWNER)
-        if engine.name in errors:
-            return False
-        seconds = asyncio.get_running_loop().time() - started
-        self._observer.weights_committed(engine=engine.name, version=manifest.version, stage_seconds=stage_seconds, pause_seconds=seconds)
-        return True
-
-    async def _swap(self, engine: Engine, manifest: WeightManifest) -> None:
-        """What is attested is what is served: anything but the manifest's version and fingerprint must not run."""
-        said = await engine.commit(manifest.version)
-        if said != Attestation(manifest.version, manifest.fingerprint):
-            raise WeightsCorrupt(
-                f"committing version {manifest.version} ({manifest.fingerprint[:12]}) on engine {engine.name!r}: it serves version "
-                f"{said.version} ({said.fingerprint[:12]}); it rejoins when it has the published weights."
-            )
-
-    async def _swap_paused(self, engine: Engine, manifest: WeightManifest, mode: PauseMode) -> None:
-        await engine.pause(mode)
-        before = (await engine.health()).num_tokens
-        if not engine.capabilities.stages_weights:
-            await engine.stage(manifest)
-        await self._swap(engine, manifest)
-        made = (await engine.health()).num_tokens - before
-        if made > 0:
-            raise PauseIgnored(
-                f"pausing engine {engine.name!r}: it made {made} tokens while paused, of unknown weights; restart the engine."
-            )
-
-    # --- Failing -----------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _or_quarantine(
-        self, engine: Engine, deed: str, seconds: float, errors: dict[str, str], *, when_cancelled: bool = True
-    ) -> AsyncGenerator[None, None]:
-        """The guard of I7: the block runs to its end within `seconds`, or the engine is in quarantine and `errors` says why.
-
-        The engine's error ends here. A cancellation goes on, with the engine, whose state is now unknown, behind quarantine.
-        """
-        deadline = asyncio.timeout(seconds)
-        try:
-            async with deadline:
-                yield
-        except Exception as error:
-            late = isinstance(error, TimeoutError) and deadline.expired()
-            self._give_up(
-                engine, EngineUnavailable(f"{deed}: not done within {seconds:g} s; restart the engine.") if late else error, errors
-            )
-        except BaseException:
-            if when_cancelled:
-                self._give_up(engine, EngineError(f"{deed}: cancelled on the way; it rejoins at the current version."), errors)
-            raise
-
-    def _give_up(self, engine: Engine, error: BaseException, errors: dict[str, str]) -> None:
-        errors[engine.name] = f"{type(error).__name__}: {error}"
-        self._fleet.quarantine(engine.name, error)
-
-    def _mode(self, engine: Engine) -> PauseMode:
-        return mode_for(engine.name, engine.capabilities, self._pause_mode)
+    async def _commit(self, turn: _Turn, engine: Engine, barrier: Barrier) -> None:
+        """From the first commit on the version is the current one: an engine that falls out now rejoins at it."""
+        self._current = turn.manifest
+        seconds = turn.stage_seconds.get(engine.name, 0.0)
+        if await self._committer.commit(engine, turn.manifest, stage_seconds=seconds, guard=turn.guard, barrier=barrier):
+            turn.served.append(engine.name)

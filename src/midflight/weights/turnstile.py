@@ -1,4 +1,4 @@
-"""Who may hand over: one at a time, and of the versions that wait only the newest."""
+"""Who may hand over: one version alone, or the rejoins of any engines; and of the versions that wait only the newest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Turnstile:
     """
 
     def __init__(self) -> None:
-        self._inside: Ticket | None = None
+        self._inside: dict[Ticket, str | None] = {}
+        """A version (`None`), or the engines that rejoin: one that hangs must not keep another out."""
         self._version: Ticket | None = None
         self._rejoins: dict[str, Ticket] = {}
         self._newest: WeightManifest | None = None
@@ -38,24 +39,25 @@ class Turnstile:
         self._newest = manifest
         if self._version is not None:
             self._version.settle(manifest.version)
-        self._version = Ticket()
-        return self._admitted_if_free(self._version)
+        ticket = self._version = Ticket()
+        self._admit()
+        return ticket
 
     def for_rejoin(self, engine: str) -> Ticket | None:
-        """`None` when the engine waits here already."""
-        if engine in self._rejoins:
+        """`None` when the engine waits here or rejoins already."""
+        if engine in self._rejoins or engine in self._inside.values():
             return None
-        self._rejoins[engine] = Ticket()
-        return self._admitted_if_free(self._rejoins[engine])
+        ticket = self._rejoins[engine] = Ticket()
+        self._admit()
+        return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """The turn is over, or the wait given up. Lets the next one in: versions before rejoins."""
+        """The turn is over, or the wait given up. Lets the next in: a version before rejoins."""
         if self._version is ticket:
             self._version = None
         self._rejoins = {engine: t for engine, t in self._rejoins.items() if t is not ticket}
-        if self._inside is ticket:
-            self._inside = None
-            self._admit()
+        self._inside.pop(ticket, None)
+        self._admit()
 
     def _check(self, manifest: WeightManifest) -> None:
         newest = self._newest
@@ -71,16 +73,20 @@ class Turnstile:
                 param="version",
             )
 
-    def _admitted_if_free(self, ticket: Ticket) -> Ticket:
-        if self._inside is None:
-            self._admit()
-        return ticket
-
     def _admit(self) -> None:
-        """The one let in no longer waits, so a newer version cannot take its place any more."""
+        """A version, when nobody is inside; rejoins, unless a version waits or is inside.
+
+        The version let in no longer waits, so a newer one cannot take its place any more.
+        """
         if self._version is not None:
-            self._inside, self._version = self._version, None
-        elif self._rejoins:
-            self._inside = self._rejoins.pop(next(iter(self._rejoins)))
-        if self._inside is not None:
-            self._inside.settle(None)
+            if not self._inside:
+                self._enter(self._version, None)
+                self._version = None
+        elif None not in self._inside.values():
+            for engine, ticket in self._rejoins.items():
+                self._enter(ticket, engine)
+            self._rejoins.clear()
+
+    def _enter(self, ticket: Ticket, engine: str | None) -> None:
+        self._inside[ticket] = engine
+        ticket.settle(None)
