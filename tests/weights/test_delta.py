@@ -416,6 +416,7 @@ def test_the_way_to_a_version_stays_until_its_release(shared: DeltaPublisher):
     assert fifth.deltas == ()
     assert Path(first.location).exists(), "version 4, which is live, is reached from it"
     shared.release(4)
+    shared.publish(6, weights(6))
     assert not Path(first.location).exists()
     assert equal(fifth, receiver().fetch(fifth), weights(5))
 

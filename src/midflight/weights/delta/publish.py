@@ -34,9 +34,10 @@ class DeltaPublisher:
     period is whole without trying.
 
     A payload stays published while any version that is not released is reached through it, and so does the way to the newest
-    version, which the next difference goes on from. With at most `MAX_HELD` versions out, that is memory of four times the weights
-    at worst (a chain that has grown to twice its beginning, and two whole ones); where differences are small, of two during a refresh
-    and one at other times. On top the last version's bytes are kept here: once the size of the weights.
+    version, which the next difference goes on from; what is needed no more is given back at the next publication. With versions
+    released in order and at most `MAX_HELD` out, that is memory of four times the weights at worst (a way that has grown to twice its
+    beginning, and two whole versions); where differences are small, of two after a refresh, of one at other times. On top the newest
+    version's bytes are kept here: once the size of the weights.
     """
 
     def __init__(self, inner: Publisher, *, full_every: int, threads: int = 1) -> None:
@@ -57,15 +58,15 @@ class DeltaPublisher:
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """Blocks for the comparison, the compression of what changed and one hash of the whole. `SlotBusy` until a release."""
         self._check(version)
+        self._release_unneeded()
         base, self._newest = self._newest, None
         manifest = self._as_difference(base, version, tensors) if base and self._is_due(base, tensors) else None
         self._newest = self._held[version] = manifest or self._whole(version, tensors)
-        self._release_unneeded()
         return self._newest
 
     def release(self, version: Version) -> None:
+        """Only remembered, so that it may be called while another thread publishes, and never waits for that."""
         self._held.pop(version, None)
-        self._release_unneeded()
 
     def close(self) -> None:
         self._inner.close()
