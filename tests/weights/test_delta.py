@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -499,6 +500,14 @@ def refused(manifest: WeightManifest, match: str) -> None:
         decode_manifest(encode_manifest(manifest))
     with pytest.raises(RequestRejected, match=match):
         receiver().fetch(manifest)
+
+
+def test_the_way_arrives_over_the_trainers_route(shared: Publisher):
+    from midflight.run.routes import WeightsBody
+
+    shared.publish(1, weights(1))
+    manifest = shared.publish(2, weights(2))
+    assert msgspec.json.decode(encode_manifest(manifest), type=WeightsBody).deltas == manifest.deltas
 
 
 def test_a_manifest_whose_payload_cannot_be_read_is_refused_at_the_door(shared: Publisher, tmp_path: Path):
