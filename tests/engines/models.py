@@ -34,7 +34,10 @@ class MemoryReceiver:
         """The memory of one tensor of each version fetched, to see when it is given back."""
 
     def publish(self, version: Version, model: PreTrainedModel) -> WeightManifest:
-        tensors = {n: t.clone() for n, t in named_tensors(model).items()}
+        return self.publish_tensors(version, named_tensors(model))
+
+    def publish_tensors(self, version: Version, given: Mapping[str, torch.Tensor]) -> WeightManifest:
+        tensors = {n: t.detach().clone() for n, t in given.items()}
         self.published[version] = {n: memoryview(t.reshape(-1).view(torch.uint8).numpy()) for n, t in tensors.items()}
         specs = tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape), 0, t.numel() * t.element_size()) for n, t in tensors.items())
         self.specs[version] = specs

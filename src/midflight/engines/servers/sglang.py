@@ -75,7 +75,7 @@ class SglangReader:
         if said.error is not None or said.meta_info is None:
             raise EngineUnavailable(f"SGLang ended an answer with {event[:300]!r}. Look at its log.")
         meta = said.meta_info
-        num_new = min(max(0, meta.completion_tokens - self._num_tokens), len(said.output_ids), len(meta.output_token_logprobs))
+        num_new = self._num_new(meta, num_ids=len(said.output_ids))
         self._num_tokens += num_new
         return Piece(
             token_ids=_last(said.output_ids, num_new),
@@ -83,6 +83,18 @@ class SglangReader:
             top_logprobs=tuple(self._likeliest(t) for t in _last(meta.output_top_logprobs, num_new)) if self._num_tops else (),
             finish=None if meta.finish_reason is None else _finish(meta.finish_reason),
             spans=tuple((s.version, s.start, s.end) for s in meta.weight_versions),
+        )
+
+    def _num_new(self, meta: _Meta, *, num_ids: int) -> int:
+        """Of an abort that does not bring them, none: they are lost, and made again where the request is resumed."""
+        num_new = max(0, meta.completion_tokens - self._num_tokens)
+        if num_new <= min(num_ids, len(meta.output_token_logprobs)):
+            return num_new
+        if meta.finish_reason is not None and meta.finish_reason.type == "abort":
+            return 0
+        raise EngineUnavailable(
+            f"reading SGLang's answer: of {num_new} new tokens it brought {num_ids} ids and {len(meta.output_token_logprobs)} "
+            "log-probabilities. Use SGLang 0.5.20 or newer."
         )
 
     def _likeliest(self, entries: tuple[_Entry, ...] | None) -> tuple[tuple[int, float], ...]:

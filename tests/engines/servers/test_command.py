@@ -1,0 +1,105 @@
+"""The command lines and environments that servers are started with, written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from midflight.config.sections import EngineSection
+from midflight.engines.servers.command import INSIDE, Command, Served, server_command
+
+PYTHON = Path("/venv/bin/python")
+MODEL = Served(Path("/models/small"), "policy", "float32", max_context=2048, kv_bytes_per_token=65536, version=3)
+ALWAYS = {"PYTHONPATH": str(INSIDE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def command(kind: str, inherited: Mapping[str, str] | None = None, **options: object) -> Command:
+    section = EngineSection.model_validate({"kind": kind, "max_running": 16, **options})
+    return server_command(section, MODEL, python=PYTHON, port=30001, inherited=inherited or {})
+
+
+VLLM = (
+    "/venv/bin/python -m vllm.entrypoints.openai.api_server --model /models/small --served-model-name policy --host 127.0.0.1 --port 30001 "
+    "--dtype float32 --max-model-len 2048 --max-num-seqs 16 --max-num-batched-tokens 2048 --enable-scale-out --generation-config vllm "
+    "--max-logprobs 21 --logprobs-mode processed_logprobs --worker-extension-cls midflight_vllm.Loader --disable-uvicorn-access-log"
+)
+SGLANG = (
+    "/venv/bin/python -m sglang.launch_server --model-path /models/small --served-model-name policy --host 127.0.0.1 --port 30001 "
+    "--dtype float32 --context-length 2048 --max-running-requests 16 --chunked-prefill-size 2048 --sampling-defaults openai "
+    "--weight-version 3 --skip-server-warmup --log-level-http warning"
+)
+
+
+def test_vllm_on_a_cpu() -> None:
+    made = command("vllm")
+    assert " ".join(made.argv) == f"{VLLM} --enforce-eager"
+    # 16 x 2048 tokens of 64 KiB are 2 GiB
+    own = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    assert made.environ == {"PATH": "/venv/bin", **ALWAYS, **own}
+
+
+def test_vllm_on_a_gpu_compiles_and_takes_its_share_of_the_memory_by_itself() -> None:
+    made = command("vllm", device="cuda")
+    assert " ".join(made.argv) == VLLM
+    assert made.environ == {"PATH": "/venv/bin", **ALWAYS, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def test_sglang_on_a_cpu() -> None:
+    made = command("sglang", threads=2)
+    assert " ".join(made.argv) == f"{SGLANG} --device cpu --attention-backend torch_native --max-total-tokens 32768"
+    own = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_FORCE_STREAM_INTERVAL": "1"}
+    assert made.environ == {"PATH": "/venv/bin", **ALWAYS, **own, "OMP_NUM_THREADS": "2"}
+
+
+def test_sglang_on_a_gpu() -> None:
+    made = command("sglang", device="cuda")
+    assert " ".join(made.argv) == SGLANG
+    own = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_FORCE_STREAM_INTERVAL": "1"}
+    assert made.environ == {"PATH": "/venv/bin", **ALWAYS, **own}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_further_words_come_last_so_that_they_win(kind: str) -> None:
+    assert command(kind, arguments=("--dtype", "bfloat16")).argv[-2:] == ("--dtype", "bfloat16")
+
+
+def test_a_small_cache_is_one_whole_gibibyte_and_a_step_has_room_for_every_request() -> None:
+    made = command("vllm", max_running=1, max_batch_tokens=1)
+    assert made.environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    wide = command("vllm", max_running=64, max_batch_tokens=8)
+    assert wide.argv[wide.argv.index("--max-num-batched-tokens") + 1] == "64"
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [("cuda", "4,5", "4,5"), ("cuda:1", "4,5", "5"), ("cuda:1", None, "1"), ("cuda", None, None)],
+)
+def test_a_numbered_device_is_the_only_one_the_server_sees(device: str, visible: str | None, expected: str | None) -> None:
+    inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert command("vllm", inherited, device=device).environ.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_our_environment_does_not_leak_and_the_rest_does() -> None:
+    inherited = {
+        "PATH": "/ours/bin:/usr/bin",
+        "VIRTUAL_ENV": "/ours",
+        "PYTHONPATH": "/ours/src",
+        "PYTHONHOME": "/ours",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MIDFLIGHT_CONTROL_TOKEN": "secret",
+        "HOME": "/home/me",
+        "OMP_NUM_THREADS": "64",
+    }
+    environ = dict(command("sglang", inherited).environ)
+    assert environ["PATH"] == "/venv/bin:/usr/bin" and environ["HOME"] == "/home/me"
+    assert environ["PYTHONPATH"] == str(INSIDE) and environ["OMP_NUM_THREADS"] == "1"
+    assert not {"VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "MIDFLIGHT_CONTROL_TOKEN"} & environ.keys()
+
+
+def test_what_runs_inside_a_server_imports_nothing_of_ours() -> None:
+    files = list(INSIDE.glob("*.py"))
+    assert files
+    for file in files:
+        assert "import midflight" not in file.read_text() and "from midflight" not in file.read_text()

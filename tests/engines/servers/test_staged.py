@@ -1,0 +1,97 @@
+"""The folders from which servers load weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.engines.models import MemoryReceiver
+from tests.models.tiny import tiny_model
+
+from midflight.engines.servers.staged import StagingArea, tensor_shapes
+from midflight.errors import EngineUnavailable, WeightsCorrupt
+from midflight.models.load import load_model, save_model
+from midflight.models.names import named_tensors
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_model(tiny_model(), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    return tmp_path / "model"
+
+
+def area(tmp_path: Path, model: Path, receiver: MemoryReceiver) -> StagingArea:
+    return StagingArea(tmp_path / "staging", model=model, receiver=receiver)
+
+
+def test_a_staged_version_is_a_model_folder_that_others_can_load(tmp_path: Path, model: Path) -> None:
+    receiver = MemoryReceiver()
+    manifest = receiver.publish(4, tiny_model(seed=4))
+    staged = area(tmp_path, model, receiver).write(manifest, beside=None)
+    assert (staged.version, staged.fingerprint) == (4, manifest.fingerprint)
+    loaded = named_tensors(load_model(staged.folder, dtype="float32"))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in named_tensors(tiny_model(seed=4)).items())
+    assert (staged.folder / "tokenizer.json").exists() and not (staged.folder / "model.safetensors.index.json").exists()
+
+
+def test_the_version_that_is_served_is_never_written_over(tmp_path: Path, model: Path) -> None:
+    receiver = MemoryReceiver()
+    place = area(tmp_path, model, receiver)
+    live = place.write(receiver.publish(1, tiny_model(seed=1)), beside=None)
+    for version in (2, 3, 4):
+        staged = place.write(receiver.publish(version, tiny_model(seed=version)), beside=live.folder)
+        assert staged.folder != live.folder
+        expected = named_tensors(tiny_model(seed=1))["model.norm.weight"]
+        assert torch.equal(load_file(live.folder / "model.safetensors")["model.norm.weight"], expected)
+
+
+def test_tensors_in_another_precision_are_written_as_they_came(tmp_path: Path, model: Path) -> None:
+    receiver = MemoryReceiver()
+    staged = area(tmp_path, model, receiver).write(receiver.publish(1, tiny_model(seed=1, dtype="bfloat16")), beside=None)
+    assert {t.dtype for t in load_file(staged.folder / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_shapes_are_read_from_every_file_of_a_model(tmp_path: Path, model: Path) -> None:
+    shutil.copy(model / "model.safetensors", model / "model-2.safetensors")
+    assert tensor_shapes(model)["model.norm.weight"] == (32,)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "'model.norm.weight' is missing"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}), r"\(31,\), the server's model needs \(32,\)"),
+        (
+            lambda tensors: tensors.update({"model.norm.weigth": torch.ones(32)}),
+            "no tensor 'model.norm.weigth'. Did you mean 'model.norm.weight'",
+        ),
+    ],
+)
+def test_a_version_that_does_not_fit_the_model_is_refused_before_anything_is_written(tmp_path: Path, model: Path, spoil, says: str) -> None:
+    receiver = MemoryReceiver()
+    tensors = dict(named_tensors(tiny_model(seed=1)))
+    spoil(tensors)
+    with pytest.raises(WeightsCorrupt, match=says):
+        area(tmp_path, model, receiver).write(receiver.publish_tensors(1, tensors), beside=None)
+    assert not (tmp_path / "staging").exists()
+
+
+def test_a_place_without_room_is_named_with_the_remedy(tmp_path: Path, model: Path) -> None:
+    receiver = MemoryReceiver()
+    (tmp_path / "staging").write_text("a file, where a folder should be made")
+    with pytest.raises(EngineUnavailable, match="staging version 1 in .*make room there"):
+        area(tmp_path, model, receiver).write(receiver.publish(1, tiny_model(seed=1)), beside=None)
+
+
+def test_nothing_is_left_when_it_is_removed(tmp_path: Path, model: Path) -> None:
+    receiver = MemoryReceiver()
+    place = area(tmp_path, model, receiver)
+    place.write(receiver.publish(1, tiny_model(seed=1)), beside=None)
+    place.remove()
+    place.remove()
+    assert not (tmp_path / "staging").exists()
