@@ -100,6 +100,30 @@ def test_engine_gets_its_address(launch: Launch, model: Path) -> None:
     assert launch.calls[0][2] == {"host": "127.0.0.1", "port": 9001, "token": None}
 
 
+def test_servers_of_other_people_are_chosen_or_attached_by_options(launch: Launch, model: Path) -> None:
+    words = ["--model", str(model), "--engine", "vllm", "--engine-url", "http://a:1"]
+    assert main(["serve", *words, "--engine-url", "http://b:1"]) == 0
+    assert (launch.config.engine.kind, launch.config.engine.urls) == ("vllm", ("http://a:1", "http://b:1"))
+    assert main(["engine", *words]) == 0
+    assert (launch.config.engine.kind, launch.config.engine.urls) == ("vllm", ("http://a:1",))
+
+
+def test_a_server_without_its_interpreter_is_said_before_anything_starts(
+    launch: Launch, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--set", "engine.kind=sglang", "--set", "engine.python=/absent/python"]
+    for words in (
+        ["serve", "--model", str(model)],
+        ["engine", "--model", str(model)],
+        ["train", DEMO],
+        ["evaluate", str(model), "--config", DEMO],
+    ):
+        assert main([*words, *chosen]) == 2
+        assert "/absent/python; run `make engines`" in capsys.readouterr().err
+    assert not launch.calls
+    assert main(["train", DEMO, "--dry-run", *chosen]) == 0
+
+
 def test_a_control_token_reaches_whoever_guards_with_it(launch: Launch, model: Path) -> None:
     for words in (["serve", "--model", str(model)], ["engine", "--model", str(model)], ["rollouts", DEMO]):
         assert main([*words, "--control-token", "chosen-by-the-user"]) == 0

@@ -25,6 +25,15 @@ from midflight.errors import ConfigError
         (["engine.device=gpu"], "engine.device must be 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
         (["environment.entry=answer"], "environment.entry must be 'module:function', got 'answer'"),
         (["environment.sources=[]"], "environment.sources is empty"),
+        (['engine.urls=["http://a:1"]'], 'engine.kind is "embedded", which is started here'),
+        (["engine.python=/x"], "engine.python (/x) is for a server that is started here"),
+        (['engine.arguments=["--x"]'], "engine.arguments (--x) are for a server that is started here"),
+        (["engine.kind=vllm", 'engine.urls=["http://a:1"]', 'engine.arguments=["--x"]'], "engine.arguments (--x) are for a server"),
+        (["engine.kind=sglang", "model.dtype=float64"], 'engine.kind = "sglang" cannot serve float64'),
+        (["engine.kind=vllm", 'engine.urls=["a:1"]'], "engine.urls must be addresses such as http://127.0.0.1:30000, got 'a:1'"),
+        (["engine.kind=vllm", 'engine.urls=["http://a:1/v1"]'], "got 'http://a:1/v1'"),
+        (["engine.kind=vllm", 'engine.urls=["http://a:1", "http://a:1"]'], "engine.urls names a server twice"),
+        (["engine.kind=vllm", 'engine.urls=["http://a:1"]', "engine.count=2"], "engine.count (2) is not the number of engine.urls (1)"),
         (["gateway.port=70000"], "gateway.port must be <= 65535, got 70000"),
     ],
 )
@@ -36,6 +45,26 @@ def test_a_contradiction_is_refused_with_both_values(overrides: list[str], expec
 
 def test_the_values_at_the_edge_are_allowed() -> None:
     load_config(None, ["rollout.buffer_groups=16", "rollout.max_in_flight=8", "rollout.min_group_size=8", "environment.max_tokens=255"])
+
+
+def test_servers_are_configured_by_kind_and_place() -> None:
+    started = load_config(None, ["engine.kind=vllm", "engine.python=/x/python", 'engine.arguments=["--a", "b"]', "engine.count=2"]).engine
+    assert started.arguments == ("--a", "b")
+    attached = load_config(None, ["engine.kind=sglang", 'engine.urls=["http://a:1", "https://b"]']).engine
+    assert attached.urls == ("http://a:1", "https://b")
+    load_config(None, ["model.dtype=float64", "engine.kind=vllm", "engine.dtype=float32"])
+
+
+def test_a_list_of_texts_is_asked_for_where_something_else_is_given() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.arguments must be a list of texts, got '--x'"):
+        load_config(None, ["engine.kind=vllm", "engine.arguments=--x"])
+    with pytest.raises(ConfigError, match=r"engine\.urls must be a list of texts, got \[1\]"):
+        load_config(None, ["engine.kind=vllm", "engine.urls=[1]"])
+
+
+def test_serving_in_another_precision_than_training_is_announced() -> None:
+    assert any("serve in bfloat16 what is trained in float32" in note for note in notes(load_config(None, ["engine.dtype=bfloat16"])))
+    assert not any("serve in" in note for note in notes(load_config(None)))
 
 
 def test_bypass_without_a_cap_of_ones_own_has_none() -> None:

@@ -86,7 +86,7 @@ def test_memory_of_a_made_model_is_what_its_sizes_say() -> None:
     # 64 slots of 256 tokens, keys and values of one head of 4 numbers of 4 bytes
     assert items["engines", "keys and values"] == 64 * 256 * 2 * 4 * 4
     # one version that is live, one whose handover is under way, one that waits for it
-    assert items["weights", "published versions in shared memory"] == 3 * 4 * sizes.num_parameters
+    assert items["weights", "published versions in memory"] == 3 * 4 * sizes.num_parameters
 
 
 def test_memory_grows_with_slots_and_engines() -> None:
@@ -95,6 +95,44 @@ def test_memory_grows_with_slots_and_engines() -> None:
         return total_bytes(memory_estimate(config, model_sizes(config.model)))
 
     assert total() < total("engine.max_running=128") < total("engine.max_running=128", "engine.count=2")
+
+
+def test_weights_in_engines_and_on_their_way_take_what_the_served_precision_takes() -> None:
+    def items(*overrides: str) -> dict[str, int]:
+        config = load_config(None, overrides)
+        return {f"{item.where} {item.what[:9]}": item.num_bytes for item in memory_estimate(config, model_sizes(config.model))}
+
+    exact, coarse = items(), items("engine.dtype=bfloat16")
+    for name in ("engines weights, ", "engines keys and ", "weights published"):
+        assert coarse[name] * 2 == exact[name]
+    assert coarse["trainer weights, "] == exact["trainer weights, "]
+    assert derived.served_dtype(load_config(None, ["model.dtype=bfloat16"])) == "bfloat16"
+
+
+def test_memory_counts_a_server_that_is_started_and_not_one_that_runs_already() -> None:
+    def of(where: str, *overrides: str) -> int:
+        config = load_config(None, overrides)
+        return sum(item.num_bytes for item in memory_estimate(config, model_sizes(config.model)) if item.where == where)
+
+    urls = ["engine.kind=vllm", 'engine.urls=["http://a:1", "http://b:1"]']
+    assert of("engines", *urls) == 0 < of("engines", "engine.kind=vllm") == of("engines")
+    assert of("processes", *urls) < of("processes") < of("processes", "engine.kind=vllm")
+
+
+def test_every_url_is_an_engine() -> None:
+    config = load_config(
+        None, ["engine.kind=sglang", 'engine.urls=["http://a:1", "http://b:1"]', "engine.max_running=8", "trainer.threads=2"]
+    )
+    assert derived.num_engines(config.engine) == 2 and derived.engine_slots(config.engine) == 16
+    (engine,) = [place for place in placement(config) if place.process == "engine"]
+    assert (engine.count, engine.device) == (2, "theirs") and "running sglang server" in engine.task
+    assert computing_threads(config) == 2, "their threads are not of our cores"
+
+
+def test_the_interpreter_of_a_server_is_where_it_is_installed_unless_it_is_named() -> None:
+    assert derived.engine_python(load_config(None, ["engine.kind=vllm"]).engine) == Path(".venv-vllm/bin/python")
+    assert derived.engine_python(load_config(None, ["engine.kind=sglang"]).engine) == Path(".venv-sglang/bin/python")
+    assert derived.engine_python(load_config(None, ["engine.kind=sglang", "engine.python=/x/python"]).engine) == Path("/x/python")
 
 
 def test_a_missing_model_folder_is_named(tmp_path: Path) -> None:
