@@ -26,7 +26,7 @@ class Capabilities:
     """Requests decoded together; more wait inside the engine."""
     features: frozenset[Feature] = frozenset()
     commit_mode: PauseMode | None = None
-    """In which mode it changes weights best, where that is not the one that its other capabilities suggest."""
+    """What a commit is to requests in flight where nobody paused the engine, if that is not `keep`. It is how it changes weights best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class WeightManifest:
     fingerprint: str
     """Of names, dtypes, shapes and bytes: `models.fingerprint`. What an engine serves is compared with it (I7)."""
     transport: str
-    """`shared_memory` (location: path of a mapped file) or `file` (location: path of a safetensors file)."""
+    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file) or `collective` (tcp://host:port/secret)."""
     location: str
     tensors: tuple[TensorSpec, ...]
     deltas: tuple[Delta, ...] = ()

@@ -22,7 +22,7 @@ def mode_for(engine: str, capabilities: Capabilities, wanted: PauseMode | Litera
                 f"pausing engine {engine!r} by {wanted.value}: it can {_listed(has)}; set rollout.pause_mode to one of these or auto."
             )
         return wanted
-    if capabilities.commit_mode in has:
+    if capabilities.commit_mode is not None and capabilities.commit_mode in has:
         return capabilities.commit_mode
     if PauseMode.KEEP in has and capabilities.versions_per_token:
         return PauseMode.KEEP
@@ -33,8 +33,8 @@ def mode_for(engine: str, capabilities: Capabilities, wanted: PauseMode | Litera
 
 
 def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
-    """Whether a commit needs no pause: staged weights go live between two steps, and requests keep their keys."""
-    return capabilities.stages_weights and mode is PauseMode.KEEP
+    """Whether a commit needs no pause of ours: staged weights go live between two steps, if need be in a pause that the engine makes."""
+    return capabilities.stages_weights and mode is (capabilities.commit_mode or PauseMode.KEEP)
 
 
 def _listed(modes: frozenset[PauseMode]) -> str:

@@ -295,7 +295,7 @@ class ServerEngine:
             self._next = await asyncio.to_thread(self._area.write, manifest, beside=self._live.folder)
 
     async def commit(self, version: Version) -> Attestation:
-        """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own, in `keep`."""
+        """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own."""
         async with self._control, self._staging:
             staged = self._next
             if staged is None and self._whole and self._live.version == version and self._live.fingerprint:
@@ -305,7 +305,7 @@ class ServerEngine:
                 raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
             own_pause = self._paused is None
             if own_pause:
-                await self._pause_server(PauseMode.KEEP)
+                await self._pause_server(self.capabilities.commit_mode or PauseMode.KEEP)
             await self._load(staged)
             self._next = None
             if own_pause:
