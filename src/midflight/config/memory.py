@@ -62,7 +62,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size) + LOGIT_COPIES * sizes.vocab_size
     )
     rollouts = buffer_groups(r) * r.group_size + in_flight(r)
-    shared = 3 if config.weights.transport == "shared_memory" else 0  # slots: live, under way, waiting
+    held = 0 if config.weights.transport == "file" else 3  # slots: live, under way, waiting
     return (
         MemoryItem("trainer", "weights, gradients and AdamW's two moments", 4 * weights),
         MemoryItem(
@@ -70,7 +70,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         ),
         MemoryItem("engines", "weights, live and staged", 2 * served * engines),
         MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
-        MemoryItem("weights", "published versions in shared memory", shared * served),
+        MemoryItem("weights", "published versions in memory", held * served),
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
         MemoryItem("processes", "interpreters and libraries", _processes(e)),
     )
