@@ -29,7 +29,8 @@ class Group:
     """One member's end. Every wait ends by the deadline in `terms`, or at once when a peer's connection closes.
 
     A peer that is killed closes its connections, so gloo fails within milliseconds; one that is stopped or cut off is found by
-    the deadline. gloo waits without the interpreter lock. To drop a group on which nothing is in progress takes milliseconds.
+    the deadline, and one that dies while the group is made within gloo's own five seconds, if those are longer. gloo waits
+    without the interpreter lock. To drop a group on which nothing is in progress takes milliseconds.
     """
 
     def __init__(self, terms: Join, store: TCPStore, *, interface: str) -> None:
