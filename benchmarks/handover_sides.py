@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from gateway import cpu_of, family, free_port, running, wait_for
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from gateway import cpu_of, family, free_port, running, wait_for
 from midflight.config.load import load_config
 from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.http import ServerClient
