@@ -27,6 +27,7 @@ from midflight.run.ring import listen
 from midflight.run.server_process import Attached, StartedServer, attached, started
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.select import receiver
+from midflight.weights.transports.stale import SHARED
 
 
 async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
@@ -45,7 +46,8 @@ async def serve_server(config: Config, model: Path, *, host: str, port: int, tok
     """One server and its companion on their own, for `midflight engine`; `ready` gets our URL. Ended by cancellation, or its death."""
     name, urls = "engine", config.engine.urls
     server = attached(config.engine, urls[0], name=name) if urls else started(config, model, name=name, version=0)
-    with listen(host, port) as listener, tempfile.TemporaryDirectory(prefix="midflight-") as staging:
+    memory = SHARED if SHARED.is_dir() else None
+    with listen(host, port) as listener, tempfile.TemporaryDirectory(prefix="midflight-", dir=memory) as staging:
         url = f"http://{host}:{listener.getsockname()[1]}"
         engine_of = _engine_maker(config, model, name=name, version=0, staging=Path(staging))
         await _speak_for(server, engine_of, listener, token=token, ready=lambda: ready(url))
