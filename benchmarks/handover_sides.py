@@ -192,7 +192,13 @@ async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int) 
     async with AsyncExitStack() as stack:
         server, more = None, []
         if kind != "embedded":
-            given = {"engine.kind": kind, "engine.python": PYTHONS[kind], "engine.max_running": max_running, "run.folder": folder}
+            given = {
+                "engine.kind": kind,
+                "engine.python": PYTHONS[kind],
+                "engine.max_running": max_running,
+                "engine.start_seconds": 600,
+                "run.folder": folder,
+            }
             given |= {"model.path": model, "model.max_context": size.context}
             config = load_config(None, [f"{key}={value}" for key, value in given.items()])
             process = await stack.enter_async_context(started(config, model, name=kind, version=0))
