@@ -22,6 +22,7 @@ from midflight.errors import ConfigError, EngineUnavailable, RequestRejected, Ru
 from midflight.models.names import as_tensors
 from midflight.types import WeightManifest
 from midflight.weights.manifest import ALIGNMENT, decode_manifest, encode_manifest, extent
+from midflight.weights.transports import collective
 from midflight.weights.transports.collective import CollectivePublisher
 from midflight.weights.transports.collective_receive import CollectiveReceiver
 from midflight.weights.transports.gathering import MAX_WAITING, Gathering, Member
@@ -124,6 +125,13 @@ def answered(connection: socket.socket) -> Answer:
     return read_answer(connection.makefile("rb").readline())
 
 
+def joined(connection: socket.socket) -> Group:
+    """The group that its question leads to; it waits for the others."""
+    terms = answered(connection)
+    assert isinstance(terms, Join)
+    return Group(terms, join_store("127.0.0.1", terms), interface="127.0.0.1")
+
+
 def within(seconds: float, done: Callable[[], bool]) -> bool:
     end = time.monotonic() + seconds
     while not done() and time.monotonic() < end:
@@ -134,7 +142,7 @@ def within(seconds: float, done: Callable[[], bool]) -> bool:
 # --- What arrives ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
+@pytest.mark.parametrize("bucket_bytes", [7, 64, 10**6])
 def test_what_is_published_is_fetched_byte_for_byte_whatever_the_bucket(bucket_bytes: int):
     with CollectivePublisher(bucket_bytes=bucket_bytes) as sender:
         manifest = decode_manifest(encode_manifest(sender.publish(1, tensors(1))))
@@ -279,16 +287,14 @@ def test_w7_one_that_never_comes_to_the_group_costs_the_others_a_deadline(sender
 
 
 @pytest.mark.parametrize("num_received", [0, 1])
-def test_w7_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(sender: CollectivePublisher, num_received: int):
+def test_w7_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(num_received: int):
     weights = {"w": torch.zeros(30_000_000, dtype=torch.uint8)}  # more than sockets hold
     with CollectivePublisher(bucket_bytes=15_000_000, deadline_seconds=DEADLINE) as sender:
         manifest = sender.publish(1, weights)
         with ThreadPoolExecutor(1) as pool, asking(manifest) as stopped:
             other = pool.submit(CollectiveReceiver().fetch, manifest)
-            terms = answered(stopped)
-            assert isinstance(terms, Join)
-            group = Group(terms, join_store("127.0.0.1", terms), interface="127.0.0.1")
-            for part in list(buckets(30_000_000, terms.bucket_bytes))[:num_received]:
+            group = joined(stopped)
+            for part in list(buckets(30_000_000, group.terms.bucket_bytes))[:num_received]:
                 group.broadcast(torch.empty(part.stop - part.start, dtype=torch.uint8))
             started = time.monotonic()
             sender.publish(2, {"w": torch.zeros(3)})
@@ -381,6 +387,21 @@ def test_closing_ends_those_who_wait_and_leaves_no_thread():
     assert set(threading.enumerate()) == before
     with pytest.raises(RunFailed, match="publishing version 2"):
         sender.publish(2, tensors(2))
+
+
+def test_w7_closing_waits_for_a_receiver_that_stopped_no_longer_than_it_says(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(collective, "CLOSE_SECONDS", 0.1)
+    sender = CollectivePublisher(deadline_seconds=30)
+    with asking(sender.publish(1, {"w": torch.zeros(30_000_000, dtype=torch.uint8)})) as stopped:
+        group = joined(stopped)
+        assert within(5, lambda: sender.service.num_bytes_broadcast > 0)
+        started = time.monotonic()
+        sender.close()
+        assert time.monotonic() - started < 5
+        assert sender._thread.is_alive(), "until its deadline, or"
+        group.close()
+        sender._thread.join(5)
+        assert not sender._thread.is_alive(), "its peer's end"
 
 
 def test_an_address_that_is_not_this_machines_is_named():
