@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from midflight.config.sections import WeightsSection
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
 from midflight.observe.events import RolloutFinished
 from midflight.testing.simulated_trainer import SimulatedTrainer
@@ -121,6 +122,22 @@ def test_i1_to_i6_hold_whatever_engines_and_operators_do(tmp_path: Path, stalene
         site.check()
         spanning += site.num_spanning
     assert staleness == 0 or spanning > 0, "commits fell into no rollout"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_w5_at_a_barrier_no_answer_goes_on_under_a_version_before_that_of_its_tokens(tmp_path: Path, seed: int) -> None:
+    """Every other invariant besides, whatever engines and operators do; `check_turn` tells the two ways apart."""
+
+    async def main() -> Site:
+        engines = fast_engines(3, by_version=True, step_seconds=0.05, chunk_tokens=4, stage_seconds=0.3, commit_seconds=0.1)
+        made = config(staleness=4, groups=2, steps=6).model_copy(update={"weights": WeightsSection(commit="barrier")})
+        site = Site(made, tmp_path, engines=engines, agents=Agents(seed), sdk=False)
+        await site.run(Storm(site, seed).run(), step_seconds=0.3)
+        return site
+
+    site = run_virtual(main, seed=seed, max_seconds=20_000)
+    site.check()
+    assert site.num_spanning > 0
 
 
 def test_p1_a_pause_of_the_operator_during_training_fails_nothing_however_long(tmp_path: Path) -> None:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import get_args
 
 from midflight.ports import Engine
-from midflight.testing.scripted import CAPABLE, ScriptedEngine
-from midflight.types import Attestation, PauseMode, Version, WeightManifest
+from midflight.testing.scripted import CAPABLE, Call, ScriptedEngine
+from midflight.types import Attestation, Chunk, GenerateRequest, PauseMode, SamplingParams, Version, WeightManifest
+
+LONG = GenerateRequest("long", (1, 2), 2, SamplingParams(max_tokens=100, ignore_eos=True))
+
+
+async def drained(chunks: AsyncIterator[Chunk]) -> None:
+    """Waits for the end of an answer."""
+    async for _ in chunks:
+        pass
+
+
+def freeze(engine: ScriptedEngine) -> None:
+    """As SIGSTOP does: it answers nothing any more, and no connection to it breaks."""
+    engine.stall()
+    for call in get_args(Call):
+        for _ in range(1000):
+            engine.hang_next(call)
 
 
 def manifest(version: Version) -> WeightManifest:
@@ -87,6 +106,18 @@ class PausedLoadingEngine(ScriptedEngine):
     async def stage(self, manifest: WeightManifest) -> None:
         assert self.paused is not None, "weights were loaded while requests ran"
         self._staged = manifest
+
+
+class LateTokensEngine(ScriptedEngine):
+    """Its last tokens come while its pause is under way, which waits for them."""
+
+    num_late = 0
+
+    async def pause(self, mode: PauseMode) -> None:
+        before = (await self.health()).num_tokens
+        await asyncio.sleep(0.1)
+        await super().pause(mode)
+        self.num_late = (await self.health()).num_tokens - before
 
 
 def only(*modes: PauseMode, **changes: object) -> ScriptedEngine:

@@ -14,7 +14,7 @@ from midflight.types import Attestation, GenerateRequest, PauseMode, SamplingPar
 from midflight.weights.handover import Handover
 from midflight.weights.modes import mode_for
 
-from .fleets import Commits, PausedLoadingEngine, RecordingFleet, WrongVersionEngine, manifest, only
+from .fleets import LONG, Commits, LateTokensEngine, PausedLoadingEngine, RecordingFleet, WrongVersionEngine, drained, manifest, only
 
 PAUSING = PauseMode.RECOMPUTE
 Way: TypeAlias = Literal["rolling", "barrier"]
@@ -69,11 +69,12 @@ def test_generation_goes_on_while_staging_and_its_tokens_carry_both_versions():
     assert run_virtual(main) == {0, 1}
 
 
-def test_an_engine_that_cannot_stage_gets_its_weights_inside_the_pause():
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_cannot_stage_gets_its_weights_inside_the_pause(way: Way):
     engine = PausedLoadingEngine("a")
-    fleet = RecordingFleet(engine)
-    report = run_virtual(handover(fleet, mode=PauseMode.KEEP).publish(manifest(1)))
-    assert report.served_by == ("a",)
+    fleet = RecordingFleet(engine, ScriptedEngine("b"))
+    report = run_virtual(handover(fleet, mode=PauseMode.KEEP, way=way).publish(manifest(1)))
+    assert report.served_by == ("a", "b")
     assert "pause" in engine.calls
     fleet.check_whole()
 
@@ -129,13 +130,20 @@ PHASES: list[tuple[Call, PauseMode | Literal["auto"]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("phase", "mode"), PHASES)
+IN_BOTH_WAYS: list[tuple[Way, Call, PauseMode | Literal["auto"]]] = [
+    *((way, phase, mode) for way in WAYS for phase, mode in PHASES),
+    ("barrier", "pause", "auto"), ("barrier", "health", "auto"),
+]  # fmt: skip
+"""At a barrier, engines that swap between two steps are paused too."""
+
+
+@pytest.mark.parametrize(("way", "phase", "mode"), IN_BOTH_WAYS)
 @pytest.mark.parametrize("how", ["fail", "hang"])
-def test_i7_a_fault_in_any_phase_puts_that_engine_in_quarantine_and_the_other_goes_on(phase: Call, mode: PauseMode, how: str):
+def test_i7_p10_a_fault_in_any_phase_puts_that_engine_in_quarantine_and_the_other_goes_on(way: Way, phase: Call, mode: PauseMode, how: str):
     async def main() -> None:
         fleet, a, b = two()
         a.fail_next(phase, EngineUnavailable("gone")) if how == "fail" else a.hang_next(phase)
-        h = handover(fleet, mode=mode)
+        h = handover(fleet, mode=mode, way=way)
         report = await h.publish(manifest(1))
         assert report.served_by == ("b",)
         assert list(report.quarantined) == ["a"]
@@ -151,12 +159,12 @@ def test_i7_a_fault_in_any_phase_puts_that_engine_in_quarantine_and_the_other_go
     run_virtual(main)
 
 
-@pytest.mark.parametrize(("phase", "mode"), PHASES)
-def test_i7_a_cancellation_in_any_phase_leaves_no_engine_paused_outside_quarantine(phase: Call, mode: PauseMode):
+@pytest.mark.parametrize(("way", "phase", "mode"), IN_BOTH_WAYS)
+def test_i7_a_cancellation_in_any_phase_leaves_no_engine_paused_outside_quarantine(way: Way, phase: Call, mode: PauseMode):
     async def main() -> None:
         fleet, a, b = two()
         a.hang_next(phase)
-        h = handover(fleet, mode=mode)
+        h = handover(fleet, mode=mode, way=way)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await h.publish(manifest(1))
@@ -171,13 +179,14 @@ def test_i7_a_cancellation_in_any_phase_leaves_no_engine_paused_outside_quaranti
     run_virtual(main)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["auto", PAUSING])
-def test_i7_a_wrong_fingerprint_or_version_is_never_served(mode: PauseMode):
+def test_i7_a_wrong_fingerprint_or_version_is_never_served(mode: PauseMode, way: Way):
     async def main() -> None:
         a, b, c = ScriptedEngine("a"), WrongVersionEngine("b"), ScriptedEngine("c")
         fleet = RecordingFleet(a, b, c)
         a.corrupt_next_commit()
-        report = await handover(fleet, mode=mode).publish(manifest(1))
+        report = await handover(fleet, mode=mode, way=way).publish(manifest(1))
         assert report.served_by == ("c",)
         assert {type(e) for e in fleet.in_quarantine.values()} == {WeightsCorrupt}
         if mode == PAUSING:
@@ -187,24 +196,41 @@ def test_i7_a_wrong_fingerprint_or_version_is_never_served(mode: PauseMode):
     run_virtual(main)
 
 
-def test_i7_an_engine_that_goes_on_during_its_pause_is_put_in_quarantine():
+@pytest.mark.parametrize("way", WAYS)
+def test_i7_p9_an_engine_that_goes_on_during_its_pause_is_named_and_put_in_quarantine(way: Way):
     async def main() -> None:
-        engine = ScriptedEngine("a", commit_seconds=0.5)
+        engine, other = ScriptedEngine("a", commit_seconds=0.5), ScriptedEngine("b", commit_seconds=0.5)
         engine.ignores_pause = True
-        fleet = RecordingFleet(engine)
-        request = GenerateRequest("r", (1, 2), 2, SamplingParams(max_tokens=100, ignore_eos=True))
-
-        async def generate() -> None:
-            async for _ in engine.generate(request):
-                pass
-
+        fleet = RecordingFleet(engine, other)
         async with asyncio.TaskGroup() as group:
-            group.create_task(generate())
+            for each in (engine, other):
+                group.create_task(drained(each.generate(LONG)))
             await asyncio.sleep(0.1)
-            await handover(fleet, mode=PAUSING).publish(manifest(1))
+            report = await handover(fleet, mode=PAUSING, way=way).publish(manifest(1))
+            assert report.served_by == ("b",)
+            assert other.paused is None
         assert isinstance(fleet.in_quarantine["a"], PauseIgnored)
+        assert "pausing engine 'a': it made 50 tokens while paused" in report.quarantined["a"]
 
-    run_virtual(main)
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_p9_tokens_that_come_before_the_pause_has_returned_are_no_progress(way: Way):
+    """A real server's tokens are counted as they arrive: its adapter's pause returns when the last has."""
+
+    async def main() -> None:
+        engine = LateTokensEngine("a")
+        fleet = RecordingFleet(engine, ScriptedEngine("b"))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(drained(engine.generate(LONG)))
+            await asyncio.sleep(0.1)
+            report = await handover(fleet, mode=PAUSING, way=way).publish(manifest(1))
+        assert engine.num_late > 0
+        assert set(report.served_by) == {"a", "b"}
+        fleet.check_whole()
+
+    run_virtual(main())
 
 
 def test_i7_an_engine_that_dies_and_comes_back_with_old_weights_is_brought_up_before_it_is_routable():
@@ -325,7 +351,7 @@ def test_i7_holds_under_random_faults_cancellations_and_interleavings(seed: int)
     async def main() -> None:
         engines = [ScriptedEngine(n, stage_seconds=rng.random(), commit_seconds=rng.random() / 10, capabilities=CAPABLE) for n in "abc"]
         fleet = RecordingFleet(*engines)
-        h = handover(fleet, mode=rng.choice(["auto", *PauseMode]))
+        h = handover(fleet, mode=rng.choice(["auto", *PauseMode]), way=rng.choice(WAYS))
 
         async def publish(version: int) -> None:
             try:

@@ -116,8 +116,12 @@ class RemoteEngine:
         return await self._request("POST", path, msgspec.json.encode(body))
 
     async def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Waits for the answer; a lost connection raises `EngineUnavailable`, an error answer the error it names."""
-        if self._session is None:
+        """Waits for the answer; a lost connection raises `EngineUnavailable`, an error answer the error it names.
+
+        Without a connection nothing is asked: a frozen process still lets itself be connected to, and would never answer. While
+        there is one, its heartbeat ends it; the answer's deadline is the caller's.
+        """
+        if self._session is None or not self._attached.is_set():
             raise self._unavailable("is not attached")
         try:
             async with self._session.request(method, path, data=body) as answer:
