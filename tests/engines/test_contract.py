@@ -3,19 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from tests.engines.contract import EngineContract
 from tests.engines.models import MemoryReceiver, StepLog, make_engine
+from tests.engines.sites import ModelSite, ScriptedSite, Site, tiny_version
 
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.stream import serve_stream
 from midflight.engines.relay import relay
 from midflight.engines.remote import RemoteEngine
-from midflight.ports import Engine
 from midflight.run.http_server import serve_app
 from midflight.run.ring import listen
+from midflight.testing.script import Script
+from midflight.testing.scripted import CAPABLE, ScriptedEngine
 
 
 @asynccontextmanager
@@ -63,26 +66,36 @@ async def attached(url: str, observer: StepLog | None = None) -> AsyncIterator[R
 
 class TestInProcess(EngineContract):
     @asynccontextmanager
-    async def attached(self) -> AsyncIterator[tuple[Engine, MemoryReceiver]]:
+    async def attached(self) -> AsyncIterator[Site]:
         receiver = MemoryReceiver()
         async with running(make_engine(receiver=receiver)) as engine:
-            yield engine, receiver
+            yield ModelSite(engine, receiver, tiny_version)
 
 
 class TestRemote(EngineContract):
     @asynccontextmanager
-    async def attached(self) -> AsyncIterator[tuple[Engine, MemoryReceiver]]:
+    async def attached(self) -> AsyncIterator[Site]:
         receiver = MemoryReceiver()
         async with served(make_engine(receiver=receiver)) as url, attached(url) as engine:
-            yield engine, receiver
+            yield ModelSite(engine, receiver, tiny_version)
 
 
 class TestRelayed(EngineContract):
     """The embedded engine as any other: only its port is used."""
 
     @asynccontextmanager
-    async def attached(self) -> AsyncIterator[tuple[Engine, MemoryReceiver]]:
+    async def attached(self) -> AsyncIterator[Site]:
         receiver = MemoryReceiver()
         engine = make_engine(receiver=receiver)
         async with running(engine), listening(build_app(engine, relay, token="secret")) as url, attached(url) as remote:
-            yield remote, receiver
+            yield ModelSite(remote, receiver, tiny_version)
+
+
+class TestScripted(EngineContract):
+    """The fake that ships: what is tested on it holds for engines because it obeys what they obey."""
+
+    @asynccontextmanager
+    async def attached(self) -> AsyncIterator[Site]:
+        script = Script(mean_length=None, by_version=True)
+        can = replace(CAPABLE, max_running=16, features=frozenset(), max_context=64)
+        yield ScriptedSite(ScriptedEngine(script=script, capabilities=can, step_seconds=0.002))

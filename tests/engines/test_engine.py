@@ -4,8 +4,8 @@ import asyncio
 import logging
 
 import pytest
-from tests.engines.contract import collect, ids, until_tokens
 from tests.engines.models import StepLog, ask, make_engine
+from tests.engines.reading import collect, ids, until_tokens
 from tests.engines.test_contract import attached, running, served
 
 from midflight.errors import EngineUnavailable

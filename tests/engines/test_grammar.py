@@ -7,8 +7,8 @@ import re
 
 import pytest
 import tokenizers
-from tests.engines.contract import collect, ids
 from tests.engines.models import TOKENIZER, ask, make_engine
+from tests.engines.reading import collect, ids
 from tests.engines.test_contract import attached, running, served
 from tokenizers import decoders, models, pre_tokenizers, trainers
 

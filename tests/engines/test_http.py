@@ -7,8 +7,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.engines.contract import collect, ids, until_tokens
 from tests.engines.models import StepLog, ask, make_engine
+from tests.engines.reading import collect, ids, until_tokens
 from tests.engines.test_contract import attached, served
 
 from midflight.engines.embedded.engine import EmbeddedEngine

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 from starlette.websockets import WebSocketDisconnect
-from tests.engines.contract import collect, ids
 from tests.engines.models import ask
+from tests.engines.reading import collect, ids
 from tests.engines.test_contract import attached, listening
 
 from midflight.engines import outbox

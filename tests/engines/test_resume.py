@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engines.contract import ids
 from tests.engines.models import TOKENIZER, ask, make_engine
+from tests.engines.reading import ids
 from tests.models.tiny import tiny_model
 
 from midflight.engines.embedded.grammar import Grammars

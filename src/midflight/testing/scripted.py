@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+from midflight.engines.validation import check_request
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
 from midflight.testing.script import Answer, Policy, Script, ScriptedRun, likeliest, play, scripted_tokenizer
 from midflight.text import Tokenizer
@@ -182,6 +183,9 @@ class ScriptedEngine:
         """Waits for a slot, for the end of a pause and for the tokens' time; ended by finish, abort, death or its caller."""
         await self._enter("generate")
         self._check(request)
+        if request.remaining <= 0:
+            yield Chunk((), (), self._served.version, self._served.version, Finish(FinishReason.LENGTH))
+            return
         self.requests.append(request)
         running = _Running(request, self._begin(request), self._served.version)
         self._waiting.append(running)
@@ -211,7 +215,7 @@ class ScriptedEngine:
             raise NotSupported(f"pausing {self.name} by {mode}: it can {', '.join(sorted(self.capabilities.pause_modes))}.")
         if self._paused is None:
             self._paused = mode
-        if self._paused is PauseMode.ABORT and not self.ignores_pause:
+        if mode is PauseMode.ABORT and not self.ignores_pause:
             for running in (*self._waiting, *self._running):
                 running.end(FinishReason.ABORT)
         self._poke()
@@ -280,14 +284,10 @@ class ScriptedEngine:
             raise self._gone()
 
     def _check(self, request: GenerateRequest) -> None:
-        most, vocab_size = self.capabilities.max_context, self.capabilities.vocab_size
+        most = self.capabilities.max_context
+        check_request(request, vocab_size=self.capabilities.vocab_size, max_context=most)
         if request.num_prompt_tokens + request.sampling.max_tokens > most:
             raise ContextExceeded(f"generating on {self.name}: prompt and max_tokens exceed its context of {most}. Shorten either.")
-        if request.remaining <= 0:
-            raise RequestRejected("generating: no output token is left of max_tokens. Raise it.", param="max_tokens")
-        if strange := [i for i in request.input_ids if not 0 <= i < vocab_size]:
-            raise RequestRejected(f"generating: token id {strange[0]} is outside the vocabulary of {vocab_size}.", param="input_ids")
-
         if lacking := sorted(_wanted(request.sampling) - self.capabilities.features):
             raise RequestRejected(f"generating on {self.name}: it has no {lacking[0]}. Leave that out.", param=lacking[0])
 

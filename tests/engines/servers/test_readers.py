@@ -11,7 +11,7 @@ from midflight.engines.servers.server import Piece, Reader, cut
 from midflight.engines.servers.sglang import SglangReader, numbers
 from midflight.engines.servers.vllm import VllmReader
 from midflight.errors import EngineUnavailable, RequestRejected
-from midflight.types import Finish, FinishReason
+from midflight.types import Finish, FinishReason, LogprobKind
 
 ABORT = Finish(FinishReason.ABORT)
 
@@ -83,6 +83,13 @@ def test_sglang_alternatives_come_with_their_tokens() -> None:
     assert piece.top_logprobs == (((3, -0.1), (7, -0.5)),)
 
 
+def test_what_sglang_refuses_when_the_stream_has_begun_is_the_requests_fault_too() -> None:
+    with pytest.raises(RequestRejected, match="too long"):
+        SglangReader(ask()).read(event(error={"message": "too long", "type": "BadRequest", "code": 400}))
+    with pytest.raises(EngineUnavailable, match="on fire"):
+        SglangReader(ask()).read(event(error={"message": "on fire", "code": 500}))
+
+
 @pytest.mark.parametrize("status", [400, 422])
 def test_what_sglang_refuses_is_the_requests_fault(status: int) -> None:
     finish = {"type": "abort", "message": "too long", "status_code": status}
@@ -113,9 +120,13 @@ def test_vllm_puts_the_sampled_token_first_and_the_likeliest_are_those_by_rank()
     assert VllmReader(ask(top_logprobs=2)).read(vllm([7], tops=tops)).top_logprobs == (((3, -0.1), (7, -0.5)),)
 
 
-def test_a_greedy_token_of_vllm_has_no_alternative() -> None:
-    tops = [[(7, 0.0), (3, -9999.0), (9, -9999.0)]]
-    assert VllmReader(ask(top_logprobs=2, temperature=0.0)).read(vllm([7], tops=tops)).top_logprobs == (((7, 0.0),),)
+def test_a_greedy_token_of_vllm_has_no_alternative_where_log_probabilities_are_of_what_was_sampled() -> None:
+    """vLLM gives those of temperature 1."""
+    said, request = vllm([7], tops=[[(7, -0.5), (3, -1.0), (9, -2.0)]]), ask(top_logprobs=2, temperature=0.0)
+    certain = VllmReader(request, LogprobKind.SAMPLED).read(said)
+    assert (certain.logprobs, certain.top_logprobs) == ((0.0,), (((7, 0.0),),))
+    raw = VllmReader(request, LogprobKind.RAW).read(said)
+    assert (raw.logprobs, raw.top_logprobs) == ((-0.5,), (((7, -0.5), (3, -1.0)),))
 
 
 @pytest.mark.parametrize("reader", [SglangReader(ask()), VllmReader(ask())])

@@ -84,7 +84,7 @@ def test_a_version_that_does_not_fit_the_model_is_refused_before_anything_is_wri
 def test_a_place_without_room_is_named_with_the_remedy(tmp_path: Path, model: Path) -> None:
     receiver = MemoryReceiver()
     (tmp_path / "staging").write_text("a file, where a folder should be made")
-    with pytest.raises(EngineUnavailable, match="staging version 1 in .*make room there"):
+    with pytest.raises(EngineUnavailable, match=r"staging version 1 in .*make room there"):
         area(tmp_path, model, receiver).write(receiver.publish(1, tiny_model(seed=1)), beside=None)
 
 
