@@ -49,10 +49,15 @@ class _Meta(msgspec.Struct, frozen=True):
     weight_versions: tuple[_Span, ...] = ()
 
 
+class _Error(msgspec.Struct, frozen=True):
+    message: str = ""
+    code: int | str | None = None
+
+
 class _Event(msgspec.Struct, frozen=True):
     output_ids: tuple[int, ...] = ()
     meta_info: _Meta | None = None
-    error: msgspec.Raw | None = None
+    error: _Error | None = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -72,6 +77,8 @@ class SglangReader:
             said = _decode(event)
         except msgspec.DecodeError as error:
             raise EngineUnavailable(f"reading SGLang's answer {event[:200]!r}: {error}. Use SGLang 0.5.20 or newer.") from error
+        if said.error is not None and said.error.code == _REFUSED:
+            raise RequestRejected(f"SGLang refused the request: {said.error.message}.")
         if said.error is not None or said.meta_info is None:
             raise EngineUnavailable(f"SGLang ended an answer with {event[:300]!r}. Look at its log.")
         meta = said.meta_info
@@ -128,6 +135,7 @@ class SglangServer:
 
     def __init__(self, *, vocab_size: int, max_running: int, max_context: int) -> None:
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
+        self._room = max_context
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -142,6 +150,7 @@ class SglangServer:
         await self.resume(client)
         model = await client.get("/model_info")
         context, running = _part(info, "context_length"), _part(info, "max_running_requests")
+        self._room = min(int(str(context)), self._max_context) if context is not None else self._max_context
         return Found(
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
@@ -151,7 +160,7 @@ class SglangServer:
                 stops_on_strings=True,
                 aborts_single_requests=True,
                 stages_weights=True,
-                max_context=min(int(str(context)), self._max_context) if context is not None else self._max_context,
+                max_context=self._room,
                 vocab_size=self._vocab_size,
                 max_running=min(int(str(running)), self._max_running) if running is not None else self._max_running,
                 features=_FEATURES,
@@ -177,7 +186,7 @@ class SglangServer:
             "return_logprob": True,
             "top_logprobs_num": request.sampling.top_logprobs,
             "extra_key": salt,
-            "sampling_params": _sampling(request, ends),
+            "sampling_params": _sampling(request, ends, room=self._room - len(request.input_ids)),
         }
 
     def reader(self, request: GenerateRequest) -> SglangReader:
@@ -198,11 +207,13 @@ class SglangServer:
         await client.post("/update_weights_from_disk", body)
 
 
-def _sampling(request: GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:
+def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int) -> dict[str, object]:
+    """It refuses a request that could become longer than its context."""
     s = request.sampling
+    most = min(request.remaining, room)
     given: dict[str, object] = {
-        "max_new_tokens": request.remaining,
-        "min_new_tokens": max(0, s.min_tokens - request.num_output_tokens),
+        "max_new_tokens": most,
+        "min_new_tokens": min(most, max(0, s.min_tokens - request.num_output_tokens)),
         "temperature": s.temperature,
         "top_p": s.top_p,
         "top_k": s.top_k or -1,

@@ -70,7 +70,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 class _Event(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] = ()
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 _part = partial(part, of="vLLM 0.32 or newer")
@@ -80,9 +80,10 @@ _decode = msgspec.json.Decoder(_Event).decode
 class VllmReader:
     """Each event has the tokens since the one before; the last one also says which weights made which token."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, kind: LogprobKind = LogprobKind.SAMPLED) -> None:
         self._num_tops = request.sampling.top_logprobs
-        self._greedy = request.sampling.temperature == 0
+        self._certain = request.sampling.temperature == 0 and kind is LogprobKind.SAMPLED
+        """A greedy token had no alternative, though vLLM gives it the log-probability of temperature 1 whatever its mode."""
 
     def read(self, event: bytes) -> Piece:
         try:
@@ -95,16 +96,18 @@ class VllmReader:
         content = (choice.logprobs.content if choice.logprobs else None) or ()
         return Piece(
             token_ids=choice.token_ids or (),
-            logprobs=tuple(c.logprob for c in content),
+            logprobs=tuple(0.0 if self._certain else c.logprob for c in content),
             top_logprobs=tuple(self._likeliest(c) for c in content) if self._num_tops else (),
             finish=None if choice.finish_reason is None else _finish(choice),
             spans=tuple((s.version, s.start, s.end) for s in choice.weight_versions or ()),
         )
 
     def _likeliest(self, content: _Content) -> tuple[tuple[int, float], ...]:
-        """vLLM puts the sampled token first, and the rest of one more than was asked for after it. Greedy ones have no alternative."""
+        """vLLM puts the sampled token first, and the rest of one more than was asked for after it."""
+        if self._certain:
+            return ((content.token_id, 0.0),)
         ranked = sorted({top.token_id: top.logprob for top in content.top_logprobs}.items(), key=lambda pair: -pair[1])
-        return tuple((token_id, logprob) for token_id, logprob in ranked[: self._num_tops] if not self._greedy or logprob == 0.0)
+        return tuple(ranked[: self._num_tops])
 
 
 def _finish(choice: _Choice) -> Finish:
@@ -121,6 +124,7 @@ class VllmServer:
 
     def __init__(self, *, vocab_size: int, max_running: int) -> None:
         self._vocab_size, self._max_running = vocab_size, max_running
+        self._kind = LogprobKind.SAMPLED
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -132,11 +136,11 @@ class VllmServer:
         paused = _part(await client.get("/is_paused"), "is_paused") is True
         if paused:
             await self.resume(client)
-        kind = await self._logprob_kind(client)
+        self._kind = await self._logprob_kind(client)
         return Found(
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
-                logprob_kind=kind,
+                logprob_kind=self._kind,
                 honours_seed=False,
                 versions_per_token=True,
                 stops_on_strings=True,
@@ -176,7 +180,7 @@ class VllmServer:
         }
 
     def reader(self, request: GenerateRequest) -> VllmReader:
-        return VllmReader(request)
+        return VllmReader(request, self._kind)
 
     async def abort(self, client: ServerClient, request_id: str) -> None:
         await client.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
