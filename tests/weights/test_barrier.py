@@ -105,7 +105,7 @@ def _sampled(way: Way, seed: int) -> Sampled:
     return sampled
 
 
-@pytest.mark.parametrize("seeds", [range(0, 4), range(4, 8)], ids=str)
+@pytest.mark.parametrize("seeds", [range(4), range(4, 8)], ids=str)
 def test_w5_at_a_barrier_no_token_of_a_version_comes_after_one_of_the_next_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         sampled = _sampled("barrier", seed)

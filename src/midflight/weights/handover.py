@@ -140,7 +140,7 @@ class Handover:
         return older
 
     async def _in_turn(self, turn: _Turn) -> None:
-        """All stage at once, while they generate, and are committed in the order in which they have: a slow one waits for itself."""
+        """All stage at once, while they generate, and are committed in the order in which they have."""
         one_at_a_time = asyncio.Lock()
         async with asyncio.TaskGroup() as group:
             for engine in self._fleet.engines():
