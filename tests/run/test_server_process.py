@@ -74,7 +74,7 @@ def test_a_server_answers_when_it_has_started_and_is_gone_with_its_children_afte
                 assert json.load(answer) == {"version": "0.32.0"}
 
     asyncio.run(main())
-    assert gone([*told(tmp_path, "process"), *told(tmp_path, "child")], seconds=0)
+    assert gone([*told(tmp_path, "process"), *told(tmp_path, "child")], seconds=2)
 
 
 def test_a_server_that_ignores_the_request_to_end_is_killed(
@@ -87,7 +87,7 @@ def test_a_server_that_ignores_the_request_to_end_is_killed(
             pass
 
     asyncio.run(main())
-    assert gone(told(tmp_path, "process"), seconds=0)
+    assert gone(told(tmp_path, "process"), seconds=2)
 
 
 def test_nothing_of_ours_is_in_the_servers_environment(
@@ -135,7 +135,7 @@ def test_a_server_that_never_answers_is_an_error_at_the_deadline_and_is_ended(
     with pytest.raises(RunFailed, match=r"no answer from http://127\.0\.0\.1:\d+/health within 1 s; raise engine\.start_seconds"):
         asyncio.run(main())
     assert time.monotonic() - began < 4
-    assert gone(told(tmp_path, "process"), seconds=0)
+    assert gone(told(tmp_path, "process"), seconds=2)
 
 
 def test_the_death_of_a_server_that_has_served_is_told_with_the_log_of_this_start_only(config: Callable[..., Config], model: Path) -> None:
@@ -218,7 +218,25 @@ def test_serve_starts_a_server_again_that_died_and_leaves_nothing_behind(python:
         assert "engine0's server ended with signal 9" in command.said
         assert "engine0 is started again; 1 restarts are left." in command.said
         command.process.send_signal(signal.SIGTERM)
-        assert command.wait(6) == 143
+        assert command.wait(20) == 143
         assert gone(told(tmp_path, "process"), seconds=2)
     finally:
         command.end()
+
+
+def test_a_server_that_runs_already_is_spoken_for_and_left_running(python: Path, model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with subprocess.Popen([python, "--port", str(port), "--model", model], stdout=subprocess.DEVNULL) as theirs:
+        words = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{port}", "--port", 0]
+        command = Command("engine", "--model", model, *words, folder=tmp_path)
+        try:
+            command.until(lambda: "ready: " in command.said, "announcement of the address")
+            (url,) = re.findall(r"ready: (\S+)", command.said)
+            with urllib.request.urlopen(f"{url}/model_info") as answer:
+                assert json.load(answer)["capabilities"]["max_context"] == 256
+            command.process.send_signal(signal.SIGTERM)
+            assert command.wait(20) == 143
+            assert theirs.poll() is None
+        finally:
+            command.end()
+            theirs.terminate()

@@ -1,0 +1,35 @@
+"""What leaves the trainer: numbered before it can be fetched, in the precision that engines serve in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from midflight.models.load import make_model
+from midflight.models.names import in_dtype, named_tensors
+from midflight.run.lineage import PublishedVersions
+from midflight.run.trainer_process import ModelWeights
+from midflight.weights.transports.shared_memory import SharedMemoryPublisher
+
+SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 32}
+
+
+@pytest.mark.parametrize(("served", "name", "size"), [(None, "F32", 4), ("float32", "F32", 4), ("bfloat16", "BF16", 2)])
+def test_weights_leave_in_the_served_precision(tmp_path: Path, served: str | None, name: str, size: int) -> None:
+    model = make_model(vocab_size=262, seed=0, dtype="float32", **SIZES)
+    with SharedMemoryPublisher("midflight-test-dtype", folder=tmp_path) as publisher:
+        manifest = ModelWeights(model, publisher, PublishedVersions(tmp_path / "published"), dtype=served).publish(1)
+    tensors = named_tensors(model)
+    assert {spec.dtype for spec in manifest.tensors} == {name}
+    assert sum(spec.num_bytes for spec in manifest.tensors) == size * sum(tensor.numel() for tensor in tensors.values())
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values()), "the trainer's own stay as they are"
+
+
+def test_only_what_is_in_another_precision_is_copied_and_whole_numbers_stay() -> None:
+    given: Mapping[str, Tensor] = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.ones(2, dtype=torch.int64)}
+    made = in_dtype(given, torch.bfloat16)
+    assert made["a"].dtype == torch.bfloat16 and made["b"] is given["b"] and made["n"] is given["n"]
