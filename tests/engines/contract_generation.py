@@ -73,13 +73,17 @@ class GenerationContract(Contract):
         self.on(test)
 
     def test_penalties_weigh_what_was_said_already(self) -> None:
-        """Where a bias makes four tokens likely, a large presence penalty lets each come once, and none beyond."""
+        """Where a bias makes four tokens likely, large penalties let each come once, and none beyond."""
         four = tuple((i, 60.0) for i in (70, 71, 72, 73))
 
         async def test(site: Site) -> None:
             needs(site.engine, Feature.PENALTIES)
             needs(site.engine, Feature.LOGIT_BIAS)
-            said = ids(await collect(site.engine, ask("H", temperature=0.01, max_tokens=4, logit_bias=four, presence_penalty=2.0)))
+            said = ids(
+                await collect(
+                    site.engine, ask("H", temperature=0.01, max_tokens=4, logit_bias=four, presence_penalty=2.0, frequency_penalty=2.0)
+                )
+            )
             assert sorted(said) == [70, 71, 72, 73]
             again = ids(await collect(site.engine, ask("H", temperature=0.01, max_tokens=4, logit_bias=four, presence_penalty=-2.0)))
             assert len(set(again)) == 1
@@ -205,6 +209,10 @@ class GenerationContract(Contract):
             except ContextExceeded as refused:
                 assert f"{most}" in str(refused)
             else:
-                assert 4 <= len(ids(chunks)) <= 6 and chunks[-1].finish == LENGTH
+                assert (len(ids(chunks)), chunks[-1].finish) == (5, LENGTH)
+                request = ask("x" * (most - 5), max_tokens=50)
+                for num in (4, 5):  # an interruption may come when it is full, and before that was said
+                    end = await collect(site.engine, resumed(request, ids(chunks)[:num]))
+                    assert (len(ids(end)), end[-1].finish) == (5 - num, LENGTH)
 
         self.on(test)

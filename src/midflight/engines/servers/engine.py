@@ -139,7 +139,7 @@ class ServerEngine:
         if self._tasks is None:
             raise self._client.unavailable("is not attached")
         running = _Running(request, ChunkStream(eager=request.eager))
-        if request.remaining <= 0:
+        if request.remaining <= 0 or len(request.input_ids) == self.capabilities.max_context:
             yield Chunk((), (), self._live.version, self._live.version, Finish(FinishReason.LENGTH))
             return
         self._running[running] = None

@@ -23,6 +23,8 @@ _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _FEATURES = frozenset({Feature.PENALTIES, Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
 _REFUSED = 400
+_UNUSED_CONTEXT = 6
+"""Tokens of its context that it keeps from requests: a longer prompt, and so a longer answer to resume, is refused."""
 
 _Entry = tuple[float | None, int, str | None]
 """Log-probability, id, text."""
@@ -150,7 +152,8 @@ class SglangServer:
         await self.resume(client)
         model = await client.get("/model_info")
         context, running = _part(info, "context_length"), _part(info, "max_running_requests")
-        self._room = min(int(str(context)), self._max_context) if context is not None else self._max_context
+        if context is not None:
+            self._room = min(int(str(context)) - _UNUSED_CONTEXT, self._max_context)
         return Found(
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
