@@ -21,10 +21,9 @@ OLDEST = (0, 5, 20)
 _NEEDED = ("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
 _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.ABORT: "abort"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-_FEATURES = frozenset({Feature.PENALTIES, Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
+_FEATURES = frozenset({Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
+"""And penalties without the overlap scheduler, which weighs each token a step late, and one of the prompt for it."""
 _REFUSED = 400
-_UNUSED_CONTEXT = 6
-"""Tokens of its context that it keeps from requests: a longer prompt, and so a longer answer to resume, is refused."""
 
 _Entry = tuple[float | None, int, str | None]
 """Log-probability, id, text."""
@@ -133,11 +132,15 @@ def _finish(said: _FinishReason) -> Finish:
 class SglangServer:
     """Implements `Server`."""
 
-    late_labels = 1  # its overlap scheduler has a step under way when the weights change
-
     def __init__(self, *, vocab_size: int, max_running: int, max_context: int) -> None:
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
         self._room = max_context
+        self._overlaps = True
+
+    @property
+    def late_labels(self) -> int:
+        """Its overlap scheduler has a step under way when the weights change."""
+        return 1 if self._overlaps else 0
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -151,9 +154,10 @@ class SglangServer:
             raise EngineError(f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use 0.5.20 or newer.")
         await self.resume(client)
         model = await client.get("/model_info")
-        context, running = _part(info, "context_length"), _part(info, "max_running_requests")
-        if context is not None:
-            self._room = min(int(str(context)) - _UNUSED_CONTEXT, self._max_context)
+        running = _part(info, "max_running_requests")
+        self._overlaps = _part(info, "disable_overlap_schedule") is not True
+        # Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one.
+        self._room = min(int(str(_part(info, "max_req_input_len"))), self._max_context)
         return Found(
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
@@ -166,7 +170,7 @@ class SglangServer:
                 max_context=self._room,
                 vocab_size=self._vocab_size,
                 max_running=min(int(str(running)), self._max_running) if running is not None else self._max_running,
-                features=_FEATURES,
+                features=_FEATURES if self._overlaps else _FEATURES | {Feature.PENALTIES},
                 commit_mode=PauseMode.RECOMPUTE,
             ),
             label=str(_part(model, "weight_version")),
