@@ -174,7 +174,7 @@ def compared(made: list[Tensors], answers: list[Answer]) -> Table:
     before = under.gather(0, (version - 1).clamp(min=0)[None])[0]
     after = version > 0
     return Table(
-        *(column[after] for column in ((version - kv_version), distances(version), own - sampled, before - own)),
+        *(column[after] for column in ((version - kv_version), distances(version), (own - sampled).double(), (before - own).double())),
     )
 
 
