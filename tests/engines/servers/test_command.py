@@ -28,7 +28,7 @@ VLLM = (
 SGLANG = (
     "/venv/bin/python -m sglang.launch_server --model-path /models/small --served-model-name policy --host 127.0.0.1 --port 30001 "
     "--dtype float32 --context-length 2048 --max-running-requests 16 --chunked-prefill-size 2048 --sampling-defaults openai "
-    "--weight-version 3 --skip-server-warmup --log-level-http warning"
+    "--weight-version 3 --incremental-streaming-output --skip-server-warmup --log-level-http warning"
 )
 
 
@@ -48,7 +48,7 @@ def test_vllm_on_a_gpu_compiles_and_takes_its_share_of_the_memory_by_itself() ->
 
 def test_sglang_on_a_cpu() -> None:
     made = command("sglang", threads=2)
-    assert " ".join(made.argv) == f"{SGLANG} --device cpu --attention-backend torch_native --max-total-tokens 32768"
+    assert " ".join(made.argv) == f"{SGLANG} --device cpu --attention-backend torch_native --sleep-on-idle --max-total-tokens 32768"
     own = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_FORCE_STREAM_INTERVAL": "1"}
     assert made.environ == {"PATH": "/venv/bin", **ALWAYS, **own, "OMP_NUM_THREADS": "2"}
 

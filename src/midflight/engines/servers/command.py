@@ -88,6 +88,7 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
         *("--chunked-prefill-size", str(engine.max_batch_tokens)),
         *("--sampling-defaults", "openai"),  # else they come from the model folder
         *("--weight-version", str(model.version)),
+        "--incremental-streaming-output",  # else each event repeats all tokens before it
         "--skip-server-warmup",  # it asks through a proxy, if the environment names one
         *("--log-level-http", "warning"),
     ]
@@ -97,6 +98,7 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
     }
     if engine.device == "cpu":
         words += ["--device", "cpu", "--attention-backend", "torch_native"]
+        words.append("--sleep-on-idle")  # else it waits by spinning, on a core that others could use
         words += ["--max-total-tokens", str(model.max_context * engine.max_running)]  # else a share of all memory
         settings["SGLANG_USE_CPU_ENGINE"] = "1"
     return words, settings
