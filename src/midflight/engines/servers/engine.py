@@ -100,6 +100,8 @@ class ServerEngine:
         self._gate.set()
         self._idle.set()
         self._paused: PauseMode | None = None
+        self._held = False
+        """Whether the server has said that it is paused, in that mode."""
         self._whole = True
         self._num_tokens = 0
 
@@ -239,11 +241,11 @@ class ServerEngine:
             self._gate.clear()
             await self._idle.wait()
         async with self._control:
-            if mode is PauseMode.ABORT and self._paused is not None:
+            if mode is PauseMode.ABORT and self._held:
                 for running in list(self._running):
                     if running.attempt is not None:
                         self._end_here(running)
-            elif self._paused is not mode:
+            elif self._paused is not mode or not self._held:
                 await self._pause_server(mode)
         if mode is PauseMode.ABORT:
             await self._all_said()
@@ -256,15 +258,18 @@ class ServerEngine:
     async def _pause_server(self, mode: PauseMode) -> None:
         """From here on it counts as paused, whatever becomes of the call: only `resume` says otherwise."""
         self._gate.clear()
-        if self._paused is not None:  # some servers take no second pause
+        was_paused, self._held = self._paused is not None, False
+        if was_paused:  # some servers take no second pause
             await self._server.resume(self._client)
         self._paused = mode
         await self._server.pause(self._client, PauseMode.KEEP if mode is PauseMode.DRAIN else mode)
+        self._held = True
 
     async def _resume_server(self) -> None:
         if not self._whole:
             raise EngineError(f"resuming engine {self._name!r}: its weights are not whole; stage and commit a version first.")
         if self._paused is not None:
+            self._held = False
             await self._server.resume(self._client)
             self._paused = None
         self._gate.set()
@@ -309,7 +314,12 @@ class ServerEngine:
             own_pause = self._paused is None
             if own_pause:
                 await self._pause_server(self.capabilities.commit_mode or PauseMode.KEEP)
-            await self._load(staged)
+            try:
+                await self._load(staged)
+            except EngineError:
+                if own_pause and self._whole:
+                    await self._resume_server()
+                raise
             self._next = None
             if own_pause:
                 await self._resume_server()

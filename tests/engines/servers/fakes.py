@@ -1,0 +1,164 @@
+"""A server that speaks SGLang's or vLLM's wire over loopback and can misbehave: what a real one does only on a bad day."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tests.engines.models import TOKENIZER, MemoryReceiver
+from tests.engines.test_contract import listening
+from tests.models.tiny import tiny_model
+
+from midflight.engines.servers.engine import ServerEngine
+from midflight.engines.servers.server import Server
+from midflight.engines.servers.sglang import SglangServer
+from midflight.engines.servers.vllm import VllmServer
+from midflight.models.load import save_model
+
+STEP_SECONDS = 0.005
+
+
+class Fake:
+    """Says the letter `a` until it has said enough. `calls` are (path, body), in order."""
+
+    paths: tuple[str, ...]
+    generate: str
+    pause: tuple[str, ...]
+    load: str
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, object]]] = []
+        self.missing: set[str] = set()
+        self.version = "99.0"
+        self.label = "default"
+        self.model = ""
+        self.num_failing_loads = 0
+        self.ignores_pause = False
+        self.breaks_off_after: int | None = None
+        self.says_instead: bytes | None = None
+        self.ends_without_finish = False
+        self._going = asyncio.Event()
+        self._going.set()
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST"])])
+
+    async def _answer(self, request: Request) -> Response:
+        path, raw = request.url.path, await request.body()
+        body = json.loads(raw) if raw else {}
+        self.calls.append((path, body))
+        if path in self.missing:
+            return Response("no such path", status_code=404)
+        if path == self.generate and body.get("stream"):
+            return StreamingResponse(self._say(body), media_type="text/event-stream")
+        if path in self.pause and not self.ignores_pause:
+            self._going.clear()
+        if path in ("/resume", "/continue_generation"):
+            self._going.set()
+        if path == self.load and self.num_failing_loads:
+            self.num_failing_loads -= 1
+            return Response("the weights are of another model", status_code=400)
+        return JSONResponse(self.answer(path, body))
+
+    async def _say(self, body: dict[str, object]) -> AsyncIterator[bytes]:
+        num = self.wanted(body)
+        for i in range(1, num + 1):
+            await self._going.wait()
+            await asyncio.sleep(STEP_SECONDS)
+            if i == self.breaks_off_after:
+                raise ConnectionError("broken off by the test")
+            if self.ends_without_finish and i == num:
+                return
+            said = self.says_instead or json.dumps(self.event(i, last=i == num)).encode()
+            yield b"data: " + said + b"\n\n"
+
+    def answer(self, path: str, body: dict[str, object]) -> object:
+        raise NotImplementedError
+
+    def event(self, i: int, *, last: bool) -> object:
+        raise NotImplementedError
+
+    def wanted(self, body: dict[str, object]) -> int:
+        raise NotImplementedError
+
+    def adapter(self) -> Server:
+        raise NotImplementedError
+
+
+class FakeSglang(Fake):
+    paths = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
+    generate, pause, load = "/generate", ("/pause_generation",), "/update_weights_from_disk"
+
+    def answer(self, path: str, body: dict[str, object]) -> object:
+        if path in ("/update_weights_from_disk", "/update_weight_version"):
+            self.label = str(body.get("weight_version", body.get("new_version")))
+            self.model = str(body.get("model_path", self.model))
+        return {
+            "/openapi.json": {"paths": {p: {} for p in self.paths if p not in self.missing}},
+            "/server_info": {"version": self.version, "max_req_input_len": 64, "max_running_requests": 8, "disable_overlap_schedule": True},
+            "/model_info": {"weight_version": self.label, "model_path": self.model},
+        }.get(path, {})
+
+    def event(self, i: int, *, last: bool) -> object:
+        meta = {"completion_tokens": i, "output_token_logprobs": [[-0.5, 97, None]], "finish_reason": {"type": "length"} if last else None}
+        return {"output_ids": [97], "meta_info": meta}
+
+    def wanted(self, body: dict[str, object]) -> int:
+        return body["sampling_params"]["max_new_tokens"]  # type: ignore[index]
+
+    def adapter(self) -> Server:
+        return SglangServer(vocab_size=262, max_running=8, max_context=64)
+
+
+class FakeVllm(Fake):
+    paths = ("/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/update_weight_version")
+    generate, pause, load = "/inference/v1/generate", ("/pause",), "/collective_rpc"
+
+    def answer(self, path: str, body: dict[str, object]) -> object:
+        if path == "/update_weight_version":
+            self.label = str(body["new_version"])
+        return {
+            "/openapi.json": {"paths": {p: {} for p in self.paths if p not in self.missing}},
+            "/version": {"version": self.version},
+            "/v1/models": {"data": [{"max_model_len": 64, "root": self.model}]},
+            "/is_paused": {"is_paused": not self._going.is_set()},
+            "/weight_info": {"weight_version": self.label},
+            "/inference/v1/generate": self.event(1, last=True),
+        }.get(path, {})
+
+    def event(self, i: int, *, last: bool) -> object:
+        content = [{"token_id": 97, "logprob": 0.0}]
+        return {"choices": [{"token_ids": [97], "logprobs": {"content": content}, "finish_reason": "length" if last else None}]}
+
+    def wanted(self, body: dict[str, object]) -> int:
+        return body["sampling_params"]["max_tokens"]  # type: ignore[index]
+
+    def adapter(self) -> Server:
+        return VllmServer(vocab_size=262, max_running=8)
+
+
+@asynccontextmanager
+async def attached(fake: Fake, folder: Path) -> AsyncIterator[tuple[ServerEngine, MemoryReceiver]]:
+    """The adapter before the fake. Its failure to attach is raised."""
+    if not (folder / "model").exists():
+        save_model(tiny_model(), folder / "model")
+    fake.model = fake.model or str(folder / "model")
+    receiver = MemoryReceiver()
+    async with listening(fake.app()) as url:
+        engine = ServerEngine(
+            "fake", url, fake.adapter(), tokenizer=TOKENIZER, model=folder / "model", receiver=receiver, staging=folder / "staging"
+        )
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(engine.run())
+            try:
+                await engine.attached()
+                yield engine, receiver
+            finally:
+                task.cancel()
