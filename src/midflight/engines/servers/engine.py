@@ -262,7 +262,7 @@ class ServerEngine:
         if was_paused:  # some servers take no second pause
             await self._server.resume(self._client)
         self._paused = mode
-        await self._server.pause(self._client, PauseMode.KEEP if mode is PauseMode.DRAIN else mode)
+        await self._server.pause(self._client, _at_server(mode))
         self._held = True
 
     async def _resume_server(self) -> None:
@@ -367,15 +367,23 @@ class ServerEngine:
     async def _synchronise(self, found: Found) -> None:
         """Whatever a server did before, and whoever left it paused: from here on it serves the weights that we say it serves."""
         self._found = found
-        if found.paused:
-            await self._server.resume(self._client)
-        if found.label == str(self._live.version) and self._live.fingerprint:
-            return
-        if found.untouched and found.model == self._served_model:
-            self._live = self._first
+        if found.label != str(self._live.version) or not self._live.fingerprint:
+            await self._give_live_weights(found)
+        self._whole = True
+        if self._paused is not None:
+            await self._server.pause(self._client, _at_server(self._paused))
+
+    async def _give_live_weights(self, found: Found) -> None:
+        """One that has just started from our model's folder has them, when they are still those it started with."""
+        if found.untouched and found.model == self._served_model and self._live is self._first:
             await self._server.relabel(self._client, self._live.version)
             return
         _log.info("engine %s serves weights %r of %s: giving it version %d", self._name, found.label, found.model, self._live.version)
         await self._server.pause(self._client, PauseMode.RECOMPUTE)
         await self._server.load(self._client, self._live.folder, self._live.version, recompute=True)
         await self._server.resume(self._client)
+
+
+def _at_server(mode: PauseMode) -> PauseMode:
+    """What is drained has nothing left to lose."""
+    return PauseMode.KEEP if mode is PauseMode.DRAIN else mode

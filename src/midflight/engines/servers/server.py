@@ -38,7 +38,6 @@ class Found:
     capabilities: Capabilities
     label: str
     """Of the weights it serves; a version of ours where it is a number."""
-    paused: bool
     model: str
     """The folder that it says its weights are from."""
 
@@ -61,7 +60,7 @@ class Server(Protocol):
         ...
 
     async def attach(self, client: ServerClient) -> Found:
-        """Asks what it is and can. `EngineError` names what is wrong with it: another kind, too old, started without what we need."""
+        """Ends a pause that somebody left, and asks what it is and can. `EngineError` names what is wrong with it: another kind, too old, started without what we need."""
         ...
 
     async def label(self, client: ServerClient) -> str:

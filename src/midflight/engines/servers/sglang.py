@@ -174,7 +174,6 @@ class SglangServer:
                 commit_mode=PauseMode.RECOMPUTE,
             ),
             label=str(_part(model, "weight_version")),
-            paused=False,
             model=str(_part(model, "model_path")),
         )
 

@@ -94,12 +94,13 @@ class VllmReader:
             raise EngineUnavailable(f"vLLM ended an answer with {event[:300]!r}. Look at its log.")
         choice = said.choices[0]
         content = (choice.logprobs.content if choice.logprobs else None) or ()
+        spans: tuple[_Span, ...] = choice.weight_versions or ()
         return Piece(
             token_ids=choice.token_ids or (),
             logprobs=tuple(0.0 if self._certain else c.logprob for c in content),
             top_logprobs=tuple(self._likeliest(c) for c in content) if self._num_tops else (),
             finish=None if choice.finish_reason is None else _finish(choice),
-            spans=tuple((s.version, s.start, s.end) for s in choice.weight_versions or ()),
+            spans=tuple((s.version, s.start, s.end) for s in spans),
         )
 
     def _likeliest(self, content: _Content) -> tuple[tuple[int, float], ...]:
@@ -133,8 +134,7 @@ class VllmServer:
             if path not in paths:
                 raise EngineError(f"attaching to {client.url}: vLLM {version} has no {path}; {remedy}.")
         model = _part(await client.get("/v1/models"), "data", 0)
-        paused = _part(await client.get("/is_paused"), "is_paused") is True
-        if paused:
+        if _part(await client.get("/is_paused"), "is_paused") is True:
             await self.resume(client)
         self._kind = await self._logprob_kind(client)
         return Found(
@@ -152,7 +152,6 @@ class VllmServer:
                 features=_FEATURES,
             ),
             label=await self.label(client),
-            paused=False,
             model=str(_part(model, "root")),
         )
 
