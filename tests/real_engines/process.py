@@ -1,0 +1,102 @@
+"""A real server as a child of the tests: started by the command line that runs use, stopped, frozen, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from midflight.config.sections import EngineSection
+from midflight.engines.servers.command import HOST, READY, Served, server_command
+from midflight.run import leash
+
+Kind = Literal["vllm", "sglang"]
+MAX_RUNNING = 8
+MAX_CONTEXT = 256
+_START_SECONDS = 180.0
+"""Of a server on a machine that does other things too; 30 to 50 are usual."""
+_STOP_SECONDS = 3.0
+
+
+def interpreter(kind: Kind) -> Path:
+    path = Path(os.environ.get(f"MIDFLIGHT_{kind.upper()}_PYTHON", f".venv-{kind}/bin/python")).absolute()
+    if not path.exists():
+        pytest.fail(f"there is no {path}; run `make engines`, or set MIDFLIGHT_{kind.upper()}_PYTHON")
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind((HOST, 0))
+        return made.getsockname()[1]
+
+
+class ServerProcess:
+    """Ends with its context. `arguments` are further words for its command line."""
+
+    def __init__(self, kind: Kind, model: Path, *, log: Path, arguments: tuple[str, ...] = ()) -> None:
+        self.kind: Kind = kind
+        self.model, self.log, self.port = model, log, free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        engine = EngineSection(kind=kind, max_running=MAX_RUNNING, arguments=arguments)
+        served = Served(folder=model, name="policy", dtype="float32", max_context=MAX_CONTEXT, kv_bytes_per_token=4096, version=0)
+        self._command = server_command(engine, served, python=interpreter(kind), port=self.port, inherited=os.environ)
+        self._leash: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.thaw()
+        if self._leash is not None and self._leash.stdin is not None:
+            self._leash.stdin.close()
+            self._leash.wait()
+
+    def start(self) -> None:
+        words = (sys.executable, "-I", "-S", leash.__file__, f"{_STOP_SECONDS}", *self._command.argv)
+        with self.log.open("ab") as log:
+            self._leash = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(self._command.environ))
+
+    def wait(self) -> None:
+        """Until it takes requests."""
+        ends = time.monotonic() + _START_SECONDS
+        while not self._answers():
+            assert self._leash is not None
+            if self._leash.poll() is not None or time.monotonic() > ends:
+                pytest.fail(f"{self.kind} did not come up:\n{self.log.read_text(errors='replace')[-6000:]}")
+            time.sleep(0.25)
+
+    def kill(self) -> None:
+        """All its processes at once, and returns when they have gone."""
+        self._signal(signal.SIGKILL)
+        if self._leash is not None:
+            self._leash.wait()
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._leash is None or self._leash.poll() is not None:
+            return
+        children = Path(f"/proc/{self._leash.pid}/task/{self._leash.pid}/children").read_text().split()
+        for child in children:
+            os.killpg(int(child), number)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + READY[self.kind], timeout=2) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
