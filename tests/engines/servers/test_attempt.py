@@ -30,6 +30,17 @@ def test_the_piece_after_a_change_keeps_the_label_before_because_it_may_have_bee
     assert fed(attempt, 3) == [(3, 3), (4, 4), (4, 4)]
 
 
+def test_where_the_server_labels_a_token_too_early_one_more_piece_keeps_the_label_before() -> None:
+    """A token that was on its way, then the one under way when the weights changed: the account gives both to the old ones."""
+    attempt = Attempt(0)
+    told = fed(attempt, 1)
+    attempt.changed(1, recomputed=False, late=1)
+    told += fed(attempt, 3)
+    account = attempt.account(said(("0", 0, 2), ("1", 2, 4)))
+    assert told == [(0, 0), (0, 0), (0, 0), (1, 0)]
+    assert account == (Segment(0, 0, 0, 3), Segment(1, 0, 3, 4))
+
+
 def test_in_keep_old_keys_stay_until_they_are_recomputed() -> None:
     attempt = Attempt(0)
     fed(attempt, 2)

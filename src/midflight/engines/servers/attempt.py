@@ -30,19 +30,23 @@ class Attempt:
     def __init__(self, version: Version) -> None:
         self._changes = [_Change(version, version, 0)]
         self._label = version
+        self._num_behind = 0
+        """Pieces to come that may be of the weights before: one that was on its way, and what the server labels too early."""
         self.num_tokens = 0
 
     def changed(self, version: Version, *, recomputed: bool, late: int) -> None:
         """New weights went live; `late`: tokens after it that the server's account may give to them wrongly."""
         kv_version = version if recomputed else self._changes[-1].kv_version
         self._changes.append(_Change(version, kv_version, late))
+        self._num_behind = 1 + late
 
     def labels(self, *, any_tokens: bool) -> tuple[Version, Version]:
         """Version and kv_version of the piece that has come."""
-        label = self._label
-        if any_tokens:
+        if not self._num_behind:
             self._label = self._changes[-1].version
-        return label, self._kv(label)
+        elif any_tokens:
+            self._num_behind -= 1
+        return self._label, self._kv(self._label)
 
     def account(self, piece: Piece) -> tuple[Segment, ...]:
         """The server's own account of all tokens; empty where it gives none, or one that does not fit what was received."""
