@@ -22,7 +22,8 @@ from midflight.config.sections import Config
 from midflight.errors import ConfigError, RunFailed
 from midflight.run import server_process
 from midflight.run.endpoint import TOKEN_VARIABLE
-from midflight.run.server_process import ServerDied, attached, check_interpreter, reserve_port, started
+from midflight.run.parts import ServerLost
+from midflight.run.server_process import attached, check_interpreter, reserve_port, started
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 pytestmark = pytest.mark.timeout(60)
@@ -132,7 +133,7 @@ def test_a_server_that_never_answers_is_an_error_at_the_deadline_and_is_ended(
             raise AssertionError("it came up")
 
     began = time.monotonic()
-    with pytest.raises(RunFailed, match=r"no answer from http://127\.0\.0\.1:\d+/health within 1 s; raise engine\.start_seconds"):
+    with pytest.raises(ServerLost, match=r"no answer from http://127\.0\.0\.1:\d+/health within 1 s; raise engine\.start_seconds"):
         asyncio.run(main())
     assert time.monotonic() - began < 4
     assert gone(told(tmp_path, "process"), seconds=2)
@@ -146,7 +147,7 @@ def test_the_death_of_a_server_that_has_served_is_told_with_the_log_of_this_star
             await server.died()
 
     for _ in range(2):
-        with pytest.raises(ServerDied, match=r"exit status 3; the end of (?s:.*)the fake was told to die") as caught:
+        with pytest.raises(ServerLost, match=r"exit status 3; the end of (?s:.*)the fake was told to die") as caught:
             asyncio.run(main())
         assert str(caught.value).count("told to die") == 1
 

@@ -21,7 +21,7 @@ import uvloop
 
 from midflight.errors import ConfigError, RunFailed, StoreFailed
 from midflight.run.messages import EngineSpec, Failed, Message, Part, RolloutSpec, Spec, TrainerSpec, Verdict, decode_spec, encode
-from midflight.run.parts import PartLost, first_error
+from midflight.run.parts import PartLost, ServerLost, first_error
 
 STOP_SECONDS = 2.5
 """A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""
@@ -107,6 +107,8 @@ def failure_of(error: BaseException) -> Failed:
             return Failed(str(first), trace, Verdict.FINAL)
         case PartLost():
             return Failed(str(first), trace, Verdict.LOST)
+        case ServerLost():
+            return Failed(str(first), "", Verdict.CRASH)
         case _:
             return Failed(f"{type(first).__name__}: {first}", trace, Verdict.CRASH)
 

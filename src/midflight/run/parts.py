@@ -15,6 +15,10 @@ class PartLost(MidflightError):
     """Another process of the run did not answer. Why it ended is its own to say; the ring may start again."""
 
 
+class ServerLost(MidflightError):
+    """A server beside us ended, or did not come up in time: started again, it may serve. Its message has the end of its log."""
+
+
 async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, Any, None]) -> T:
     """Runs `services` for as long as `main` runs. A service that ends early is no error; one that raises ends `main`."""
     async with asyncio.TaskGroup() as tasks:

@@ -260,4 +260,4 @@ def error_of(name: str, said: Failed) -> MidflightError:
         case Verdict.LOST:
             return PartLost(f"{name}: {said.error}")
         case Verdict.CRASH:
-            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}")
+            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip())

@@ -22,10 +22,10 @@ import aiohttp
 from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
-from midflight.errors import ConfigError, MidflightError, RunFailed
+from midflight.errors import ConfigError, RunFailed
 from midflight.models.sizes import sizes_of
 from midflight.run import leash
-from midflight.run.parts import first_error, serve_while
+from midflight.run.parts import ServerLost, first_error, serve_while
 
 POLL_SECONDS = 0.25
 """Between two looks at whether a server answers: it tells nobody else, and takes half a minute or more."""
@@ -33,12 +33,8 @@ ANSWER_SECONDS = 2.0
 """For the answer to one look."""
 STOP_SECONDS = 1.5
 """Between asking a server to end and killing it: less than the companion has for its own end. A server keeps nothing worth a wait."""
-LAST_LINES = 40
+LAST_LINES = 25
 """Of the log, in an error: a server's traceback is long, and its cause is not at the end."""
-
-
-class ServerDied(MidflightError):
-    """The server ended after it had served: started again, it may serve again."""
 
 
 def interpreter(engine: EngineSection) -> Path:
@@ -143,12 +139,12 @@ class StartedServer:
             )
 
     async def come_up(self, path: str, *, seconds: float) -> None:
-        """Waits until it answers 200 at `path`; ended by that, by its death, or after `seconds`, the last two as `RunFailed`."""
+        """Waits until it answers 200 at `path`. Its death is `RunFailed`: it would die again; more than `seconds` is `ServerLost`."""
         try:
             async with asyncio.timeout(seconds):
                 await serve_while(answering(self.url + path), self.died())
         except TimeoutError as error:
-            raise RunFailed(
+            raise ServerLost(
                 f"starting {self.name}'s server: no answer from {self.url}{path} within {seconds:g} s; raise engine.start_seconds, "
                 f"or look at {self._last_lines()}"
             ) from error
@@ -156,11 +152,11 @@ class StartedServer:
             raise RunFailed(f"starting {self.name}'s server: {first_error(errors)}") from errors
 
     async def died(self) -> NoReturn:
-        """Waits for its end, which nobody asked for: `ServerDied`."""
+        """Waits for its end, which nobody asked for: `ServerLost`."""
         assert self._process is not None
         status = await self._process.wait()
         how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
-        raise ServerDied(f"{self.name}'s server ended with {how}; {self._last_lines()}")
+        raise ServerLost(f"{self.name}'s server ended with {how}; {self._last_lines()}")
 
     async def stop(self) -> None:
         """Waits for the end of its processes, which the leash sees to; ended by that, at the latest by a kill."""
