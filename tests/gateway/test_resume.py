@@ -142,7 +142,7 @@ def test_i5_no_schedule_of_interruptions_changes_the_answer(
             engines[which % num_engines].interrupt(at)
         generator = gateway(*engines)
         control = Control(generator.fleet, generator, verify_seconds=0.03)
-        asked = [request(max_tokens, request_id=str(i), seed=i, stop=stop, min_tokens=min_tokens) for i in range(4)]
+        asked = [request(max_tokens, request_id=str(i), seed=i, stop=stop, min_tokens=min(min_tokens, max_tokens)) for i in range(4)]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(collect(generator.generate(r, affinity=r.request_id))) for r in asked]
             for seconds, deed, which in schedule:

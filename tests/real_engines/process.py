@@ -64,7 +64,10 @@ class ServerProcess:
     def start(self) -> None:
         words = (sys.executable, "-I", "-S", leash.__file__, f"{_STOP_SECONDS}", *self._command.argv)
         with self.log.open("ab") as log:
-            self._leash = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(self._command.environ))
+            # In a session of its own: what interrupts the tests must not end the leash before the server.
+            self._leash = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(self._command.environ), start_new_session=True
+            )
 
     def wait(self) -> None:
         """Until it takes requests."""
