@@ -347,3 +347,23 @@ def test_i2_tokens_older_than_what_their_engine_attested_are_refused_and_made_el
         assert out(fleet) == {"a": True}
 
     run_virtual(main())
+
+
+def test_a_pause_is_renewed_for_as_long_as_somebody_holds_it_and_no_longer() -> None:
+    """An engine that hears no more of its pause resumes by itself after a while, lest a dead controller freeze it."""
+
+    async def main() -> None:
+        engine = ScriptedEngine("a")
+        fleet = fleet_of(engine)
+        (ours,) = fleet.engines_of("operator")
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(HealthWatch(fleet, interval_seconds=1, stall_seconds=5).run())
+            await ours.pause(PauseMode.RECOMPUTE)
+            await asyncio.sleep(10.5)
+            assert engine.calls.count("pause") == 11 and engine.paused is PauseMode.RECOMPUTE
+            await ours.resume()
+            await asyncio.sleep(10)
+            assert engine.calls.count("pause") == 11 and engine.paused is None
+            watch.cancel()
+
+    run_virtual(main)

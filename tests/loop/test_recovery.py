@@ -102,7 +102,7 @@ def lives(folder: Path, seed: int, staleness: int) -> list[Life]:
     made: list[Life] = []
     version, checkpoint = 0, None
     for number, seconds in enumerate([*deaths, None]):
-        life = Life(folder, seed + number, staleness=staleness, version=version, checkpoint=checkpoint, steps=9)
+        life = Life(folder, seed + number, staleness=staleness, version=version, checkpoint=checkpoint, steps=12)
         grave = folder.with_name(f"{folder.name}-{number}")
         made.append(life)
         if run_virtual(life.run(seconds, grave), seed=seed, max_seconds=20_000):

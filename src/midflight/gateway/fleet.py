@@ -107,7 +107,7 @@ class Fleet:
         """All attached engines as the handover sees them: its pauses and the operator's do not end each other."""
         return self.engines_of("handover")
 
-    def engines_of(self, owner: str) -> tuple[Engine, ...]:
+    def engines_of(self, owner: str) -> tuple[OwnedEngine, ...]:
         """All attached engines, those in quarantine too, with pauses counted for `owner`."""
         return tuple(OwnedEngine(member.shared, owner) for member in self._members.values())
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.gateway.fleet import EngineState, Fleet
+from midflight.gateway.pauses import OwnedEngine
 from midflight.ports import Engine
 from midflight.types import EngineHealth
 
@@ -77,10 +78,11 @@ class HealthWatch:
             for engine in self._fleet.engines_of("health"):
                 group.create_task(self._check_one(engine, states[engine.name]), name=f"health of {engine.name}")
 
-    async def _check_one(self, engine: Engine, state: EngineState) -> None:
+    async def _check_one(self, engine: OwnedEngine, state: EngineState) -> None:
         try:
             async with asyncio.timeout(self._interval_seconds):
                 health = await engine.health()
+                await engine.renew()
         except EngineUnavailable as error:
             self._condemn(engine.name, error)
         except (EngineError, OSError):  # a timeout is an OSError

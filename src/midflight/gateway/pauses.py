@@ -19,7 +19,7 @@ class SharedPause:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._owners: set[str] = set()
-        self._paused = False
+        self._mode: PauseMode | None = None
         self._turn = asyncio.Lock()
 
     @property
@@ -30,22 +30,28 @@ class SharedPause:
         """Returns when the engine is paused for `owner` too. Waits for a pause or resume under way and for the engine."""
         async with self._turn:
             self._owners.add(owner)
-            if not self._paused:
+            if self._mode is None:
                 await self.engine.pause(mode)
-                self._paused = True
+                self._mode = mode
+
+    async def renew(self) -> None:
+        """Says again that it is paused, where it is: an engine that hears no more of a pause may end it by itself."""
+        if self._mode is not None and not self._turn.locked():
+            async with self._turn:
+                await self.engine.pause(self._mode)
 
     async def resume(self, owner: str) -> None:
         """Lets go; the engine resumes if nobody else holds on. Idempotent. Waits as `pause` does."""
         async with self._turn:
             self._owners.discard(owner)
             if not self._owners:
-                self._paused = False
+                self._mode = None
                 await self.engine.resume()
 
     def abandon(self) -> None:
         """The engine is in quarantine: every pause of it ends here (DECISIONS 18). Who readmits it sees to it that it runs."""
         self._owners.clear()
-        self._paused = False
+        self._mode = None
 
 
 class OwnedEngine:
@@ -84,3 +90,7 @@ class OwnedEngine:
 
     async def health(self) -> EngineHealth:
         return await self._engine.health()
+
+    async def renew(self) -> None:
+        """Beyond the port: whoever has paused it still wants it."""
+        await self._shared.renew()
