@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from midflight.errors import ContextExceeded, RequestRejected
-from midflight.types import GenerateRequest, SamplingParams
+from midflight.types import Feature, GenerateRequest, SamplingParams
 
 MAX_BIASED = 300
 """Ids with a bias: each is written anew at every step, and OpenAI's endpoint takes no more either."""
@@ -31,6 +31,18 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
             f"generating: {length} input tokens leave no room in a context of {max_context}. Send at most {max_context - 1} tokens.",
             param="input_ids",
         )
+
+
+def check_features(sampling: SamplingParams, features: frozenset[Feature], *, engine: str) -> None:
+    """`RequestRejected` names a way of sampling that the engine has not: to ignore it would sample from another distribution."""
+    asked = {
+        Feature.PENALTIES: sampling.is_penalised,
+        Feature.LOGIT_BIAS: sampling.logit_bias,
+        Feature.TOP_LOGPROBS: sampling.top_logprobs,
+        Feature.GRAMMARS: sampling.grammar,
+    }
+    if lacking := sorted(feature for feature, value in asked.items() if value and feature not in features):
+        raise RequestRejected(f"generating on {engine}: it has no {lacking[0]}. Leave that out.", param=lacking[0])
 
 
 def check_sampling(sampling: SamplingParams) -> None:

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from midflight.engines.validation import check_request
-from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
+from midflight.engines.validation import check_features, check_request
+from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported
 from midflight.testing.script import Answer, Policy, Script, ScriptedRun, likeliest, play, scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.types import (
@@ -27,7 +27,6 @@ from midflight.types import (
     GenerateRequest,
     LogprobKind,
     PauseMode,
-    SamplingParams,
     Version,
     WeightManifest,
 )
@@ -288,8 +287,7 @@ class ScriptedEngine:
         check_request(request, vocab_size=self.capabilities.vocab_size, max_context=most)
         if request.num_prompt_tokens + request.sampling.max_tokens > most:
             raise ContextExceeded(f"generating on {self.name}: prompt and max_tokens exceed its context of {most}. Shorten either.")
-        if lacking := sorted(_wanted(request.sampling) - self.capabilities.features):
-            raise RequestRejected(f"generating on {self.name}: it has no {lacking[0]}. Leave that out.", param=lacking[0])
+        check_features(request.sampling, self.capabilities.features, engine=self.name)
 
     def _begin(self, request: GenerateRequest) -> ScriptedRun[Any]:
         if not self.capabilities.honours_seed:
@@ -384,13 +382,3 @@ class ScriptedEngine:
         num_top = running.request.sampling.top_logprobs
         top = tuple(likeliest(t, p, num_top) for t, p in tokens) if num_top else ()
         return Chunk(ids, logprobs, version, min(version, running.kv_version), finish, top)
-
-
-def _wanted(sampling: SamplingParams) -> frozenset[Feature]:
-    asked = {
-        Feature.PENALTIES: sampling.is_penalised,
-        Feature.LOGIT_BIAS: sampling.logit_bias,
-        Feature.TOP_LOGPROBS: sampling.top_logprobs,
-        Feature.GRAMMARS: sampling.grammar,
-    }
-    return frozenset(feature for feature, value in asked.items() if value)

@@ -41,6 +41,7 @@ class Fake:
         self.model = ""
         self.num_failing_loads = 0
         self.ignores_pause = False
+        self.overlaps = False
         self.breaks_off_after: int | None = None
         self.says_instead: bytes | None = None
         self.ends_without_finish = False
@@ -102,7 +103,12 @@ class FakeSglang(Fake):
             self.model = str(body.get("model_path", self.model))
         return {
             "/openapi.json": {"paths": {p: {} for p in self.paths if p not in self.missing}},
-            "/server_info": {"version": self.version, "max_req_input_len": 64, "max_running_requests": 8, "disable_overlap_schedule": True},
+            "/server_info": {
+                "version": self.version,
+                "max_req_input_len": 64,
+                "max_running_requests": 8,
+                "disable_overlap_schedule": not self.overlaps,
+            },
             "/model_info": {"weight_version": self.label, "model_path": self.model},
         }.get(path, {})
 

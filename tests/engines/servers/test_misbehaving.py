@@ -11,7 +11,7 @@ from tests.engines.reading import collect, ids, labels, rest, until_tokens
 from tests.engines.servers.fakes import Fake, FakeSglang, FakeVllm, attached
 from tests.models.tiny import tiny_model
 
-from midflight.errors import EngineError, EngineUnavailable, PauseIgnored
+from midflight.errors import EngineError, EngineUnavailable, PauseIgnored, RequestRejected
 from midflight.types import PauseMode
 
 KINDS: list[type[Fake]] = [FakeSglang, FakeVllm]
@@ -240,5 +240,20 @@ def test_requests_under_other_weights_share_no_cached_prefix(kind: type[Fake], t
             await collect(engine, ask())
             asked = [body for path, body in fake.calls if path == fake.generate and body.get("stream")]
             assert [body.get("extra_key", body.get("cache_salt")) for body in asked] == ["v0", "v1"]
+
+    asyncio.run(main())
+
+
+def test_sglang_weighs_penalties_only_without_its_overlap_scheduler(tmp_path: Path) -> None:
+    """With it the last token counts a step late. So they are refused, and not weighed wrongly."""
+
+    async def main() -> None:
+        fake = FakeSglang()
+        async with attached(fake, tmp_path) as (engine, _):
+            assert len(ids(await collect(engine, ask(presence_penalty=1.0)))) == 8
+        fake.overlaps = True
+        async with attached(fake, tmp_path) as (engine, _):
+            with pytest.raises(RequestRejected, match="no penalties"):
+                await collect(engine, ask(presence_penalty=1.0))
 
     asyncio.run(main())

@@ -21,8 +21,8 @@ from midflight.engines.servers.http import ServerClient
 from midflight.engines.servers.server import Found, Piece, Server, cut
 from midflight.engines.servers.staged import Staged, StagingArea
 from midflight.engines.streams import ChunkStream
-from midflight.engines.validation import check_request
-from midflight.errors import EngineError, MidflightError, PauseIgnored, RequestRejected
+from midflight.engines.validation import check_features, check_request
+from midflight.errors import EngineError, MidflightError, PauseIgnored
 from midflight.ports import WeightReceiver
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import (
@@ -30,7 +30,6 @@ from midflight.types import (
     Capabilities,
     Chunk,
     EngineHealth,
-    Feature,
     Finish,
     FinishReason,
     GenerateRequest,
@@ -136,8 +135,7 @@ class ServerEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Yields until a chunk with `finish`. Each wait is for the server, or for the end of a pause."""
         check_request(request, vocab_size=self.capabilities.vocab_size, max_context=self.capabilities.max_context)
-        if request.sampling.grammar is not None and Feature.GRAMMARS not in self.capabilities.features:
-            raise RequestRejected(f"generating on {self._name}: it follows no grammar of ours. Leave it out.", param="grammar")
+        check_features(request.sampling, self.capabilities.features, engine=self._name)
         if self._tasks is None:
             raise self._client.unavailable("is not attached")
         running = _Running(request, ChunkStream(eager=request.eager))
