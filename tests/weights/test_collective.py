@@ -34,44 +34,25 @@ from midflight.weights.transports.select import publisher, receiver
 DEADLINE = 0.6
 """Seconds: what a peer that stopped costs the others."""
 
-DIES = """if True:
-    import os
-    from midflight.weights.transports.process_group import Group
-    def dies_at_third_bucket(deed, given=Group.broadcast):
-        left = [2]
-        def broadcast(self, part):
-            if not left[0]:
-                os.kill(os.getpid(), deed)
-            left[0] -= 1
-            given(self, part)
-        Group.broadcast = broadcast
-"""
-
-RECEIVER = """if True:
-    import sys
-    from midflight.weights.manifest import decode_manifest
-    from midflight.weights.transports.select import receiver
-    mine = receiver()
-    for words in sys.stdin.buffer:
-        if words.startswith(b"die"):
-            dies_at_third_bucket(int(words.split()[1]))
-        else:
-            print(bytes(mine.fetch(decode_manifest(words))["counts"]).hex(), flush=True)
-"""
-
 PUBLISHER = """if True:
-    import signal, sys, time, torch
+    import os, sys, torch
     from midflight.weights.manifest import encode_manifest
     from midflight.weights.transports.collective import CollectivePublisher
+    from midflight.weights.transports.process_group import Group
+    def broadcast(self, part, given=Group.broadcast):
+        global left
+        if not left:
+            os.kill(os.getpid(), deed)
+        left -= 1
+        given(self, part)
     sender = CollectivePublisher(bucket_bytes=64, deadline_seconds=0.6)
-    manifest = sender.publish(1, {"w": torch.arange(100)})
-    for deed in (signal.SIGSTOP, signal.SIGKILL):
-        dies_at_third_bucket(deed)
-        sys.stdout.buffer.write(encode_manifest(manifest) + b"\\n")
-        sys.stdout.flush()
-        sys.stdin.buffer.readline()
-    time.sleep(60)
+    print(encode_manifest(sender.publish(1, {"w": torch.arange(100)})).decode(), flush=True)
+    for words in sys.stdin:
+        deed, left = int(words), 2
+        Group.broadcast = broadcast
+        print("ready", flush=True)
 """
+"""Sends a version to whoever asks, and does to itself at the third bucket what it is told."""
 
 
 @pytest.fixture
@@ -89,7 +70,7 @@ def all_fetch(receivers: list[CollectiveReceiver], manifest: WeightManifest) -> 
 
 @contextmanager
 def child(program: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", DIES + program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield process
     finally:
@@ -317,38 +298,34 @@ def test_w7_a_group_that_breaks_again_is_an_error_that_says_so():
         assert all_fetch([mine, other], manifest)
 
 
-def test_w7_processes_share_one_broadcast_and_one_that_is_killed_in_it_does_not_take_the_other_along():
-    with CollectivePublisher(bucket_bytes=100, deadline_seconds=20) as sender, child(RECEIVER) as one, child(RECEIVER) as two:
-        first = sender.publish(1, tensors(1))
-        sender.service._gathering._expected = 2
-        sender.service._gathering._quiet_seconds = 60  # children take long to start
-        for process in (one, two):
-            tell(process, encode_manifest(first))
-        assert [heard(p) for p in (one, two)] == [tensors(1)["counts"].numpy().tobytes().hex().encode()] * 2
-        assert (sender.service.num_groups, sender.service.num_bytes_broadcast) == (1, extent(first.tensors))
-        sender.service._gathering._quiet_seconds = 0.05
-        second = sender.publish(2, tensors(2))
-        tell(two, b"die %d" % signal.SIGKILL)
-        started = time.monotonic()
-        for process in (one, two):
-            tell(process, encode_manifest(second))
-        assert heard(one) == tensors(2)["counts"].numpy().tobytes().hex().encode()
-        assert two.wait(10) == -signal.SIGKILL
-        assert time.monotonic() - started < 15, "a death is seen at once, not at the deadline"
+def test_w7_one_that_dies_in_mid_transfer_is_seen_at_once_and_does_not_take_the_others_along():
+    with CollectivePublisher(bucket_bytes=100, expected=2, quiet_seconds=1, deadline_seconds=20) as sender:
+        manifest = sender.publish(1, tensors(1))
+        with ThreadPoolExecutor(1) as pool, asking(manifest) as dying:
+            other = pool.submit(all_fetch, [CollectiveReceiver()], manifest)
+            group = joined(dying)
+            for part in list(buckets(extent(manifest.tensors), 100))[:2]:
+                group.broadcast(torch.empty(part.stop - part.start, dtype=torch.uint8))
+            started = time.monotonic()
+            group.close()  # as the kernel does for a process that was killed
+            dying.close()
+            assert other.result(15)
+            assert time.monotonic() - started < 15, "at once, not at the deadline"
         assert sender.service.num_groups == 2
 
 
-def test_w7_a_publisher_that_stops_or_is_killed_in_mid_transfer_is_an_error_and_not_a_hang():
+def test_w7_another_process_sends_a_version_and_one_that_stops_or_is_killed_in_mid_transfer_is_an_error_and_not_a_hang():
     with child(PUBLISHER) as process:
+        manifest = decode_manifest(heard(process))
+        assert bytes(CollectiveReceiver().fetch(manifest)["w"]) == torch.arange(100).numpy().tobytes()
         for deed in (signal.SIGSTOP, signal.SIGKILL):
-            manifest = decode_manifest(heard(process))
+            tell(process, b"%d" % deed)
+            assert heard(process) == b"ready"
             started = time.monotonic()
             with pytest.raises(EngineUnavailable, match="fetching version 1"):
                 CollectiveReceiver(answer_seconds=DEADLINE).fetch(manifest)
             assert time.monotonic() - started < 10 * DEADLINE
-            if deed is signal.SIGSTOP:
-                process.send_signal(signal.SIGCONT)
-                tell(process, b"go on")
+            process.send_signal(signal.SIGCONT)
         assert process.wait(5) == -signal.SIGKILL
 
 
