@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from midflight.models.load import make_model
 from midflight.models.names import in_dtype, named_tensors
 from midflight.run.lineage import PublishedVersions
 from midflight.run.trainer_process import ModelWeights
+from midflight.types import Version, WeightManifest
 from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 32}
@@ -33,3 +36,35 @@ def test_only_what_is_in_another_precision_is_copied_and_whole_numbers_stay() ->
     given: Mapping[str, Tensor] = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.ones(2, dtype=torch.int64)}
     made = in_dtype(given, torch.bfloat16)
     assert made["a"].dtype == torch.bfloat16 and made["b"] is given["b"] and made["n"] is given["n"]
+
+
+class Slow:
+    """A publisher that is busy until it is told to go on; it notes what it is asked, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.busy, self.go_on = threading.Event(), threading.Event()
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        self.asked.append(f"publish {version}")
+        self.busy.set()
+        assert self.go_on.wait(10)
+        self.asked.append(f"published {version}")
+        return WeightManifest(version, "", "file", "", ())
+
+    def release(self, version: Version) -> None:
+        self.asked.append(f"release {version}")
+
+
+def test_a_version_released_during_a_publication_is_given_back_before_the_next(tmp_path: Path) -> None:
+    model = make_model(vocab_size=262, seed=0, dtype="float32", **SIZES)
+    outbox = ModelWeights(model, publisher := Slow(), PublishedVersions(tmp_path / "published"))
+    with ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(outbox.publish, 2)
+        assert publisher.busy.wait(10)
+        outbox.release(0)
+        outbox.release(1)
+        publisher.go_on.set()
+        publishing.result(10)
+    outbox.publish(3)
+    assert publisher.asked == ["publish 2", "published 2", "release 0", "release 1", "publish 3", "published 3"]

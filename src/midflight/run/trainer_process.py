@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -93,18 +94,22 @@ class ModelWeights:
     """The outbox of a model: every version is noted before its bytes can reach an engine (DECISIONS 1).
 
     Weights leave in `dtype`, that which engines serve in, so that a fingerprint is of what is served; none is the model's own.
+    `release` is called while another thread publishes, so versions are given back at the next publication: a publisher has one caller.
     """
 
     def __init__(self, model: PreTrainedModel, publisher: Publisher, published: PublishedVersions, *, dtype: str | None = None) -> None:
         self._model, self._publisher, self._published = model, publisher, published
         self._dtype = model.dtype if dtype is None else torch_dtype(dtype)
+        self._released: deque[Version] = deque()
 
     def publish(self, version: Version) -> WeightManifest:
+        while self._released:
+            self._publisher.release(self._released.popleft())
         self._published.note(version)
         return self._publisher.publish(version, in_dtype(named_tensors(self._model), self._dtype))
 
     def release(self, version: Version) -> None:
-        self._publisher.release(version)
+        self._released.append(version)
 
 
 async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published: PublishedVersions) -> None:
