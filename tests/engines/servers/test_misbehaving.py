@@ -11,6 +11,7 @@ from tests.engines.reading import collect, ids, labels, rest, until_tokens
 from tests.engines.servers.fakes import Fake, FakeSglang, FakeVllm, attached
 from tests.models.tiny import tiny_model
 
+from midflight.engines.servers.command import INSIDE
 from midflight.errors import EngineError, EngineUnavailable, PauseIgnored, RequestRejected
 from midflight.types import PauseMode
 
@@ -38,7 +39,8 @@ def test_a_server_in_order_is_attached_and_answers(kind: type[Fake], tmp_path: P
             answer = await collect(engine, ask(max_tokens=5))
             assert ids(answer) == (97,) * 5 and set(labels(answer)) == {(0, 0)}
             assert (await engine.health()).version == 0 and fake.label == "0"
-            assert fake.load not in [path for path, _ in fake.calls], "it serves what it started with"
+            loads = [body for path, body in fake.calls if path == fake.load and body.get("method") != "midflight_ready"]
+            assert loads == [], "it serves what it started with"
 
     asyncio.run(main())
 
@@ -50,6 +52,17 @@ def test_a_server_without_a_route_that_is_needed_is_refused_with_the_remedy(kind
             fake = kind()
             fake.missing.add(path)
             assert f"has no {path}; " in await failure_to_attach(fake, tmp_path)
+
+    asyncio.run(main())
+
+
+def test_a_vllm_without_our_loader_is_refused_when_it_is_attached_and_not_at_its_first_version(tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = FakeVllm()
+        fake.num_failing_loads = 1
+        remedy = f"start it with --worker-extension-cls midflight_vllm.Loader and PYTHONPATH={INSIDE}."
+        assert remedy in await failure_to_attach(fake, tmp_path)
+        assert (INSIDE / "midflight_vllm.py").is_file()
 
     asyncio.run(main())
 

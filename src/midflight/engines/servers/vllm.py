@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from midflight.engines.servers.answers import part
+from midflight.engines.servers.command import INSIDE
 from midflight.engines.servers.http import ServerClient
 from midflight.engines.servers.server import Found, Piece
 from midflight.errors import EngineError, EngineUnavailable
@@ -35,7 +36,7 @@ _NEEDED = {
 }
 """Routes that we cannot do without, and how to get them."""
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-_LOADER = "midflight_load"
+_LOADER, _LOADER_READY = "midflight_load", "midflight_ready"
 _FEATURES = frozenset({Feature.PENALTIES, Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
 
 
@@ -136,6 +137,7 @@ class VllmServer:
         model = _part(await client.get("/v1/models"), "data", 0)
         if _part(await client.get("/is_paused"), "is_paused") is True:
             await self.resume(client)
+        await _check_loader(client)
         self._kind = await self._logprob_kind(client)
         return Found(
             capabilities=Capabilities(
@@ -195,6 +197,19 @@ class VllmServer:
         """Caches were cleared by the pause, where they had to be."""
         await client.post("/collective_rpc", {"method": _LOADER, "args": [str(folder)]})
         await self.relabel(client, version)
+
+
+async def _check_loader(client: ServerClient) -> None:
+    """Before anything is generated: without the loader a run would get as far as its first new version."""
+    try:
+        await client.post("/collective_rpc", {"method": _LOADER_READY})
+    except EngineUnavailable:
+        raise
+    except EngineError as error:
+        raise EngineError(
+            f"attaching to {client.url}: vLLM has not loaded what makes new weights live; start it with "
+            f"--worker-extension-cls midflight_vllm.Loader and PYTHONPATH={INSIDE}. {error}"
+        ) from error
 
 
 def _sampling(request: GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:

@@ -20,6 +20,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 class Loader:
     """Mixed into the worker class."""
 
+    def midflight_ready(self) -> bool:
+        """Asked when the server is attached: one that was started without us cannot answer."""
+        return True
+
     def midflight_load(self, folder: str) -> int:
         """Makes the tensors of the folder, by checkpoint name, the model's weights; says how many it read. vLLM fuses and casts them.
 
