@@ -59,11 +59,9 @@ class SharedMemoryPublisher:
         self._versions = [None if v == version else v for v in self._versions]
 
     def close(self) -> None:
-        """Removes the file; engines that are reading it finish, for its memory lives until they do."""
+        """Removes the file; its memory lives until engines that are reading it, and a publication in another thread, have finished."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        if self._map is not None:
-            self._map.close()
         if self._file is not None:
             os.close(self._file)
         self._path = self._map = self._file = None
