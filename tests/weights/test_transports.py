@@ -174,6 +174,23 @@ def test_files_of_killed_publishers_are_removed_and_those_of_living_ones_stay():
     assert list(SHARED.glob(f"{NAME}*")) == []
 
 
+@pytest.mark.parametrize("full_every", [1, 3])
+def test_closing_during_a_publication_hides_no_other_error_and_leaves_no_file(full_every: int, monkeypatch: pytest.MonkeyPatch):
+    """A run that fails closes the publisher while a thread still publishes."""
+    from midflight.weights.transports import segments, shared_memory
+
+    sender = publisher("shared_memory", name=NAME, folder=Path(), full_every=full_every)
+
+    def closing(specs: tuple[TensorSpec, ...], view: memoryview, *, threads: int) -> str:
+        sender.close()
+        return ""
+
+    for module in (segments, shared_memory):
+        monkeypatch.setattr(module, "fingerprint", closing)
+    sender.publish(1, tensors(1))
+    assert list(SHARED.glob(f"{NAME}*")) == []
+
+
 def test_without_room_the_next_folder_is_tried_and_then_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from midflight.weights.transports import shared_memory
 
@@ -188,14 +205,31 @@ def test_without_room_the_next_folder_is_tried_and_then_the_remedy_is_named(tmp_
 # --- Files -----------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_newest_two_files_are_kept_and_other_files_are_left_alone(tmp_path: Path):
+def test_the_files_of_three_versions_are_kept_and_other_files_are_left_alone(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"mine")
     sender = FilePublisher(tmp_path)
-    for version in (1, 2, 10):
+    for version in (1, 2, 3, 10):
         sender.publish(version, tensors(version))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["00000002.safetensors", "00000010.safetensors", "model.safetensors"]
+    kept = ["00000002.safetensors", "00000003.safetensors", "00000010.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*kept, "model.safetensors"]
     sender.close()
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_the_version_that_is_live_can_be_fetched_while_one_is_handed_over_and_one_waits(sender: Publisher):
+    live = sender.publish(1, tensors(1))
+    for version in (2, 3):
+        sender.publish(version, tensors(version))
+    assert equal(as_tensors(live.tensors, receiver().fetch(live)), tensors(1))
+
+
+def test_a_file_is_named_so_that_it_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with FilePublisher(Path("weights")) as sender:
+        manifest = sender.publish(1, tensors(1))
+        monkeypatch.chdir("/")
+        assert equal(as_tensors(manifest.tensors, receiver().fetch(manifest)), tensors(1))
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):

@@ -16,10 +16,7 @@ from midflight.models.sizes import element_bytes
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
 from midflight.weights.delta.codec import encode
 from midflight.weights.manifest import MAX_DELTAS, extent, repacked, views
-from midflight.weights.transports.publish import Publisher, named_shapes
-
-MAX_HELD = 3
-"""Versions that may be fetched at once: the one that is live, the one whose handover is under way, and the one that waits for it."""
+from midflight.weights.transports.publish import MAX_HELD, Publisher, named_shapes
 
 WORTH = 0.8
 """Share of the whole size above which a difference is not worth two more passes over the weights on each side."""

@@ -21,7 +21,7 @@ from midflight.weights.manifest import extent, layout
 from midflight.weights.transports.collective_serve import CollectiveService, Published
 from midflight.weights.transports.gathering import Gathering
 from midflight.weights.transports.process_group import listen
-from midflight.weights.transports.publish import named_shapes
+from midflight.weights.transports.publish import MAX_HELD, named_shapes
 from midflight.weights.transports.rendezvous import TRANSPORT, Address, Backend
 from midflight.weights.transports.shared_memory import copy_into
 
@@ -46,7 +46,7 @@ class CollectivePublisher:
         *,
         backend: Backend = "gloo",
         expected: int | None = None,
-        num_slots: int = 3,
+        num_slots: int = MAX_HELD,
         bucket_bytes: int = BUCKET_BYTES,
         quiet_seconds: float = 0.05,
         deadline_seconds: float = 10.0,

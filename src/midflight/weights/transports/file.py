@@ -13,10 +13,8 @@ from torch import Tensor
 
 from midflight.errors import ConfigError
 from midflight.types import Version, WeightManifest
+from midflight.weights.transports.publish import MAX_HELD
 from midflight.weights.transports.published_file import digest, read_specs
-
-KEEP = 2
-"""Files kept: the version being served and the one being staged."""
 
 
 class FilePublisher:
@@ -26,8 +24,8 @@ class FilePublisher:
     each publish; an engine that still had one open reads on, one that comes later is told and rejoins at the current version.
     """
 
-    def __init__(self, folder: Path, *, keep: int = KEEP, threads: int = 1) -> None:
-        self._folder, self._keep, self._threads = folder, keep, threads
+    def __init__(self, folder: Path, *, keep: int = MAX_HELD, threads: int = 1) -> None:
+        self._folder, self._keep, self._threads = folder.absolute(), keep, threads
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         path = self._folder / f"{version:08d}.safetensors"

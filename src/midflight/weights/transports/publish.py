@@ -10,6 +10,9 @@ from torch import Tensor
 from midflight.models.dtypes import dtype_name
 from midflight.types import Version, WeightManifest
 
+MAX_HELD = 3
+"""Versions that may be fetched at once: the one that is live, the one whose handover is under way, and the one that waits for it."""
+
 
 class Publisher(Protocol):
     """Puts versions where engines can fetch them. Blocking and not thread-safe: one caller, the trainer's."""

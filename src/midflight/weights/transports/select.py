@@ -44,20 +44,21 @@ def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, thread
 
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
     """
-    from midflight.weights.delta.publish import MAX_HELD, DeltaPublisher
+    from midflight.weights.delta.publish import DeltaPublisher
     from midflight.weights.transports.collective import CollectivePublisher
-    from midflight.weights.transports.file import KEEP, FilePublisher
+    from midflight.weights.transports.file import FilePublisher
+    from midflight.weights.transports.publish import MAX_HELD
     from midflight.weights.transports.segments import SegmentPublisher
     from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 
     differences = full_every != 1
+    kept = MAX_HELD + full_every - 1  # the oldest version that is held may have a whole period behind it
     if kind == "shared_memory":
         made = SegmentPublisher(name, threads=threads) if differences else SharedMemoryPublisher(name, threads=threads)
     elif kind == "file":
-        # The oldest version that is held may have a whole period behind it.
-        made = FilePublisher(folder, keep=full_every + MAX_HELD - 1 if differences else KEEP, threads=threads)
+        made = FilePublisher(folder, keep=kept, threads=threads)
     elif kind == COLLECTIVE:
-        made = CollectivePublisher(num_slots=full_every + MAX_HELD - 1, threads=threads)
+        made = CollectivePublisher(num_slots=kept, threads=threads)
     else:
         raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
     return DeltaPublisher(made, full_every=full_every, threads=threads) if differences else made

@@ -20,19 +20,19 @@ from midflight.errors import ConfigError, SlotBusy
 from midflight.models.fingerprint import fingerprint
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import aligned, extent, layout
-from midflight.weights.transports.publish import named_shapes
+from midflight.weights.transports.publish import MAX_HELD, named_shapes
 from midflight.weights.transports.stale import SHARED, SUFFIX
 
 
 class SharedMemoryPublisher:
-    """Three standing slots: the version being served, kept for engines that rejoin, the one being staged, and the one that waits.
+    """A standing slot for each version that may be fetched; the one that is live is, by engines that rejoin.
 
     A slot is overwritten only after `release` of its version: until then `publish` raises `SlotBusy`. The end of the handover of
     v + 1 is what releases v, so a trainer that meets `SlotBusy` waits for that.
     The file is reserved in full at the first publish, and locked while its publisher lives (see `stale.remove_stale`).
     """
 
-    def __init__(self, name: str, *, folder: Path | None = None, num_slots: int = 3, threads: int = 1) -> None:
+    def __init__(self, name: str, *, folder: Path | None = None, num_slots: int = MAX_HELD, threads: int = 1) -> None:
         """`name` begins the file's name. `folder` defaults to /dev/shm, or the temporary folder where that is missing or too small."""
         if not name or "/" in name:
             raise ConfigError(f"publishing weights: {name!r} cannot begin a file name; use letters, digits and dashes.")
