@@ -109,14 +109,38 @@ def test_weights_in_engines_and_on_their_way_take_what_the_served_precision_take
     assert derived.served_dtype(load_config(None, ["model.dtype=bfloat16"])) == "bfloat16"
 
 
-def test_memory_counts_a_server_that_is_started_and_not_one_that_runs_already() -> None:
-    def of(where: str, *overrides: str) -> int:
-        config = load_config(None, overrides)
-        return sum(item.num_bytes for item in memory_estimate(config, model_sizes(config.model)) if item.where == where)
+def copies_of_weights(where: str, *overrides: str) -> float:
+    config = load_config(None, overrides)
+    sizes = model_sizes(config.model)
+    items = [i for i in memory_estimate(config, sizes) if i.where == where and ("weights" in i.what or "version" in i.what)]
+    return sum(item.num_bytes for item in items) / sizes.weight_bytes(config.model.dtype)
 
+
+def test_memory_counts_a_server_that_is_started_and_of_one_that_runs_already_only_what_is_staged_for_it() -> None:
     urls = ["engine.kind=vllm", 'engine.urls=["http://a:1", "http://b:1"]']
-    assert of("engines", *urls) == 0 < of("engines", "engine.kind=vllm") == of("engines")
-    assert of("processes", *urls) < of("processes") < of("processes", "engine.kind=vllm")
+    assert copies_of_weights("engines") == 2, "live and staged"
+    assert copies_of_weights("engines", "engine.kind=vllm") == 4, "its own, two folders, and what is being fetched"
+    assert copies_of_weights("engines", *urls) == 2 * 3
+    config = load_config(None, urls)
+    assert [i.num_bytes for i in memory_estimate(config, model_sizes(config.model)) if "keys and values" in i.what] == [0]
+
+
+def test_memory_counts_what_differences_and_a_served_precision_take() -> None:
+    assert copies_of_weights("weights", "weights.delta=true") == 4
+    assert copies_of_weights("weights", "weights.delta=true", "weights.transport=file") == 0
+    assert copies_of_weights("engines", "weights.delta=true", "engine.count=2") == 2 * 3
+    assert copies_of_weights("trainer") == 4
+    assert copies_of_weights("trainer", "weights.delta=true") == 5
+    assert copies_of_weights("trainer", "weights.delta=true", "engine.dtype=bfloat16") == 4 + 2 / 2
+
+
+def test_memory_counts_the_processes_of_servers() -> None:
+    def processes(*overrides: str) -> int:
+        config = load_config(None, overrides)
+        return sum(item.num_bytes for item in memory_estimate(config, model_sizes(config.model)) if item.where == "processes")
+
+    attached = ["engine.kind=vllm", 'engine.urls=["http://a:1", "http://b:1"]']
+    assert processes(*attached) < processes() < processes("engine.kind=vllm")
 
 
 def test_every_url_is_an_engine() -> None:

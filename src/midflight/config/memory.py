@@ -62,13 +62,16 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size) + LOGIT_COPIES * sizes.vocab_size
     )
     rollouts = buffer_groups(r) * r.group_size + in_flight(r)
-    held = 0 if config.weights.transport == "file" else 3  # slots: live, under way, waiting
+    delta = config.weights.delta
+    held = 0 if config.weights.transport == "file" else 4 if delta else 3  # live, under way, waiting; with differences see `DeltaPublisher`
+    converted = served_dtype(config) != m.dtype
     return (
         MemoryItem("trainer", "weights, gradients and AdamW's two moments", 4 * weights),
         MemoryItem(
             "trainer", f"activations of a micro-batch of {t.micro_batch_tokens} tokens", activations * t.micro_batch_tokens * element
         ),
-        MemoryItem("engines", "weights, live and staged", 2 * served * engines),
+        MemoryItem("trainer", "the newest version as it is served", (delta + converted) * served),
+        MemoryItem("engines", "weights, live and staged", _copies(e, delta=delta) * served),
         MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
         MemoryItem("weights", "published versions in memory", held * served),
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
@@ -78,6 +81,12 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
 
 def total_bytes(items: tuple[MemoryItem, ...]) -> int:
     return sum(item.num_bytes for item in items)
+
+
+def _copies(engine: EngineSection, *, delta: bool) -> int:
+    """Of the weights. Beside a server: two folders that it loads from, and what is fetched next. For differences: what they change."""
+    each = 2 if engine.kind == "embedded" else 3 if engine.urls else 4
+    return num_engines(engine) * (each + delta)
 
 
 def _processes(engine: EngineSection) -> int:
