@@ -15,7 +15,7 @@ from midflight.run.launch import clear, main_task, prepare
 from midflight.run.lineage import PublishedVersions
 from midflight.run.messages import Failed, Restarted, Verdict, decode_message, encode
 from midflight.run.parts import PartLost, first_error, serve_while
-from midflight.run.ring import PartFailed, error_of, listen, segment_name
+from midflight.run.ring import PartFailed, error_of, listen, remove_left, segment_name, staging
 
 
 async def _raise(error: Exception) -> None:
@@ -97,6 +97,16 @@ def test_runs_in_different_folders_share_no_name_and_one_keeps_its_own(tmp_path:
     assert segment_name(tmp_path / "a") != segment_name(tmp_path / "b")
     assert segment_name(tmp_path / "a") == segment_name(tmp_path / "x" / ".." / "a")
     assert segment_name(tmp_path).startswith("midflight-")
+
+
+def test_staged_versions_of_all_companions_a_run_ever_had_are_removed_and_no_other_runs(tmp_path: Path) -> None:
+    mine, other = segment_name(tmp_path / "mine"), segment_name(tmp_path / "other")
+    folders = [staging(mine, "engine0"), staging(mine, "engine7"), staging(other, "engine0")]
+    for folder in folders:
+        (folder / "0").mkdir(parents=True)
+    remove_left(mine)
+    assert [folder.exists() for folder in folders] == [False, False, True]
+    remove_left(other)
 
 
 def test_a_port_that_is_taken_is_named_with_the_remedy() -> None:

@@ -67,6 +67,14 @@ def staging(segment: str, engine: str) -> Path:
     return (SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())) / f"{segment}-{engine}"
 
 
+def remove_left(segment: str) -> None:
+    """What trainers and companions left in memory, those of an earlier attempt too, which may have had more engines."""
+    remove_stale(segment)
+    every = staging(segment, "engine*")
+    for folder in every.parent.glob(every.name):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, inherited by the part that serves it: the address is known before the part is, and outlives it."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -128,9 +136,7 @@ class Ring:
                 made.close()
             await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
             await self._last_words()
-            remove_stale(self._segment)
-            for name in self._engine_names:
-                shutil.rmtree(staging(self._segment, name), ignore_errors=True)
+            remove_left(self._segment)
             remove_endpoint(Path(self._config.run.folder), self._control_token)
 
     @property
