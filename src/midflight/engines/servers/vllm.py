@@ -36,7 +36,10 @@ _NEEDED = {
 }
 """Routes that we cannot do without, and how to get them."""
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-_LOADER, _LOADER_READY = "midflight_load", "midflight_ready"
+_NO_NUMBER = -9999.0
+"""Stands for minus infinity, NaN, and a log-probability that it has not got."""
+_LOADER = "midflight_load"
+_LOADER_READY = "midflight_ready"
 _FEATURES = frozenset({Feature.PENALTIES, Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
 
 
@@ -98,7 +101,7 @@ class VllmReader:
         spans: tuple[_Span, ...] = choice.weight_versions or ()
         return Piece(
             token_ids=choice.token_ids or (),
-            logprobs=tuple(0.0 if self._certain else c.logprob for c in content),
+            logprobs=tuple(0.0 if self._certain else _number(c.logprob) for c in content),
             top_logprobs=tuple(self._likeliest(c) for c in content) if self._num_tops else (),
             finish=None if choice.finish_reason is None else _finish(choice),
             spans=tuple((s.version, s.start, s.end) for s in spans),
@@ -110,6 +113,11 @@ class VllmReader:
             return ((content.token_id, 0.0),)
         ranked = sorted({top.token_id: top.logprob for top in content.top_logprobs}.items(), key=lambda pair: -pair[1])
         return tuple(ranked[: self._num_tops])
+
+
+def _number(logprob: float) -> float:
+    """What vLLM has no number for is the log-probability of the impossible, which is nonsense for a sampled token."""
+    return logprob if logprob > _NO_NUMBER else float("-inf")
 
 
 def _finish(choice: _Choice) -> Finish:
@@ -130,6 +138,8 @@ class VllmServer:
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
+        if "/version" not in paths:
+            raise EngineError(f"attaching to {client.url}: no vLLM listens there; check the URL and --engine (engine.urls, engine.kind).")
         version = _part(await client.get("/version"), "version")
         for path, remedy in _NEEDED.items():
             if path not in paths:
