@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -48,6 +49,16 @@ def views(specs: Iterable[TensorSpec], buffer: memoryview) -> Mapping[str, memor
     return {s.name: buffer[s.offset : s.offset + s.num_bytes] for s in specs}
 
 
+def set_aside(specs: Iterable[TensorSpec]) -> memoryview:
+    """New memory for the specs: zeros, writable, at the beginning of a page, there for as long as any view of it."""
+    return memoryview(mmap.mmap(-1, max(1, extent(specs))))
+
+
+def is_sound(spec: TensorSpec) -> bool:
+    """Whether its number of bytes follows from its dtype and shape."""
+    return spec.offset >= 0 and all(n >= 0 for n in spec.shape) and spec.num_bytes == tensor_bytes(spec.dtype, spec.shape)
+
+
 def encode_manifest(manifest: WeightManifest) -> bytes:
     return msgspec.json.encode(manifest)
 
@@ -65,7 +76,7 @@ def decode_manifest(data: bytes) -> WeightManifest:
 def check_extents(manifest: WeightManifest) -> None:
     """`RequestRejected` names the tensor whose extent makes no sense, or what is wrong with the differences."""
     for spec in manifest.tensors:
-        if spec.offset < 0 or any(n < 0 for n in spec.shape) or spec.num_bytes != tensor_bytes(spec.dtype, spec.shape):
+        if not is_sound(spec):
             raise RequestRejected(
                 f"reading a weight manifest: tensor {spec.name!r} claims {spec.num_bytes} bytes at {spec.offset} for {spec.dtype} of shape "
                 f"{spec.shape}; send the JSON that the publisher made.",
@@ -81,7 +92,7 @@ def _check_deltas(deltas: tuple[Delta, ...], full_bytes: int) -> None:
             f"reading a weight manifest: {len(deltas)} differences; publish a whole version after {MAX_DELTAS} at most.", param="deltas"
         )
     for spec in (d.payload for d in deltas):
-        if spec.dtype != "U8" or spec.shape != (spec.num_bytes,) or spec.num_bytes < 0 or spec.offset < 0:
+        if spec.dtype != "U8" or len(spec.shape) != 1 or not is_sound(spec):
             raise RequestRejected(
                 f"reading a weight manifest: a difference claims {spec.num_bytes} bytes at {spec.offset} for {spec.dtype} of shape {spec.shape}; "
                 "send the JSON that the publisher made.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Self
@@ -15,7 +14,7 @@ from midflight.models.fingerprint import fingerprint
 from midflight.models.sizes import element_bytes
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
 from midflight.weights.delta.codec import encode
-from midflight.weights.manifest import MAX_DELTAS, extent, repacked, views
+from midflight.weights.manifest import MAX_DELTAS, extent, repacked, set_aside, views
 from midflight.weights.transports.publish import MAX_HELD, Publisher, named_shapes
 
 WORTH = 0.8
@@ -123,7 +122,7 @@ class DeltaPublisher:
 
     def _stand(self, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor]) -> None:
         if len(self._standing) != max(1, extent(specs)):
-            self._standing = memoryview(mmap.mmap(-1, max(1, extent(specs))))
+            self._standing = set_aside(specs)
         for name, into in views(specs, self._standing).items():
             into[:] = _bytes_of(tensors[name])
 

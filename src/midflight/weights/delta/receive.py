@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from midflight.models.sizes import element_bytes
 from midflight.ports import WeightReceiver
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
 from midflight.weights.delta.codec import Frames
-from midflight.weights.manifest import check_extents, extent, repacked, views
+from midflight.weights.manifest import check_extents, repacked, set_aside, views
 
 Bytes = Mapping[str, memoryview]
 
@@ -99,7 +98,7 @@ class DeltaReceiver:
 
 def _copied(specs: tuple[TensorSpec, ...], source: Bytes) -> Bytes:
     """In memory of their own: aligned, writable, and living as long as the views."""
-    copies = views(specs, memoryview(mmap.mmap(-1, max(1, extent(specs)))))
+    copies = views(specs, set_aside(specs))
     for name, copy in copies.items():
         copy[:] = source[name]
     return copies

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import secrets
 import socket
 import threading
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from midflight.errors import EngineUnavailable, WeightsCorrupt
 from midflight.types import WeightManifest
-from midflight.weights.manifest import extent, repacked, views
+from midflight.weights.manifest import extent, repacked, set_aside, views
 from midflight.weights.transports.process_group import Group, GroupBroken, join_store
 from midflight.weights.transports.receive import verify
 from midflight.weights.transports.rendezvous import MAX_LINE, Address, Again, Answer, Ask, Join, Refused, buckets, line, read_answer
@@ -39,11 +38,11 @@ class CollectiveReceiver:
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
         """Bytes of each tensor by name. `EngineUnavailable` when the publisher or the group is gone, by the deadlines at the latest."""
         specs = repacked(manifest.tensors)
-        buffer = mmap.mmap(-1, max(1, extent(specs)))
+        buffer = set_aside(specs)
         data = torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)]
         with self._one_at_a_time:
             self._receive(manifest, data)
-        copies = views(specs, memoryview(buffer))
+        copies = views(specs, buffer)
         verify(manifest, copies, threads=self._threads)
         return copies
 

@@ -15,9 +15,8 @@ import msgspec
 
 from midflight.errors import ConfigError, RequestRejected, nearest
 from midflight.models.fingerprint import fingerprint_views
-from midflight.models.sizes import tensor_bytes
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import check_extents, extent, views
+from midflight.weights.manifest import check_extents, extent, is_sound, views
 from midflight.weights.transports.receive import TRANSPORTS
 from midflight.weights.transports.rendezvous import TRANSPORT as COLLECTIVE
 from midflight.weights.transports.rendezvous import Address
@@ -85,7 +84,7 @@ def read_specs(path: Path) -> Specs:
         for name, e in entries.items()
     )
     for spec in specs:
-        if spec.offset < 8 + length or any(n < 0 for n in spec.shape) or spec.num_bytes != tensor_bytes(spec.dtype, spec.shape):
+        if spec.offset < 8 + length or not is_sound(spec):
             raise ValueError(f"the extent of tensor {spec.name!r} does not fit its shape")
     if extent(specs) > size:
         raise ValueError(f"it has {size} bytes of {extent(specs)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from midflight.errors import NotSupported, WeightsCorrupt, nearest
 from midflight.models.fingerprint import fingerprint_views
 from midflight.types import TensorSpec, WeightManifest
-from midflight.weights.manifest import extent, repacked, views
+from midflight.weights.manifest import repacked, set_aside, views
 
 FILES = frozenset({"shared_memory", "file"})
 TRANSPORTS = FILES | {"collective"}
@@ -34,7 +33,8 @@ class FileReceiver:
             raise NotSupported(
                 f"fetching version {manifest.version}: unknown transport {manifest.transport!r}.{nearest(manifest.transport, TRANSPORTS)}"
             )
-        copies = views(repacked(manifest.tensors), memoryview(mmap.mmap(-1, max(1, extent(repacked(manifest.tensors))))))
+        specs = repacked(manifest.tensors)
+        copies = views(specs, set_aside(specs))
         try:
             with Path(manifest.location).open("rb", buffering=0) as file:
                 for spec in manifest.tensors:
