@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from midflight.models.load import make_model
 from midflight.models.names import named_tensors
 from midflight.models.sizes import element_bytes
-from midflight.types import WeightManifest
 from midflight.weights.delta.codec import Frames, encode
 from midflight.weights.transports.publish import named_shapes
 from midflight.weights.transports.select import publisher, receiver
@@ -143,12 +142,8 @@ def ring(made: list[Tensors]) -> Iterator[tuple[float, float]]:
                 fetched = [timed(lambda e=e, m=m: e.fetch(m))[1] for e, (m, _) in zip(ends, manifests, strict=True)]
                 plain.release(version - 1)
                 small.release(version - 1)
-                if is_difference(manifests[1][0]) and version > 1:  # the first makes the receiver fetch the whole once more
+                if manifests[1][0].deltas and version > 1:  # the first makes the receiver fetch the whole once more
                     yield manifests[1][1] / manifests[0][1], fetched[1] / fetched[0]
-
-
-def is_difference(manifest: WeightManifest) -> bool:
-    return bool(manifest.deltas)
 
 
 def timed(deed: Callable[[], T]) -> tuple[T, float]:

@@ -37,9 +37,9 @@ class DeltaPublisher:
     """
 
     def __init__(self, inner: Publisher, *, full_every: int, threads: int = 1) -> None:
-        """`full_every` in versions: 1 publishes all of them whole."""
-        if not 1 <= full_every <= MAX_DELTAS + 1:
-            raise ConfigError(f"publishing differences: full_every is {full_every}; it must be from 1 to {MAX_DELTAS + 1}.")
+        """`full_every` in versions."""
+        if not 2 <= full_every <= MAX_DELTAS + 1:
+            raise ConfigError(f"publishing differences: full_every is {full_every}; it must be from 2 to {MAX_DELTAS + 1}.")
         self._inner, self._full_every, self._threads = inner, full_every, threads
         self._standing = memoryview(b"")
         """The bytes of the newest version, packed."""
@@ -61,7 +61,7 @@ class DeltaPublisher:
         return self._newest
 
     def release(self, version: Version) -> None:
-        """Only remembered, so that it may be called while another thread publishes, and never waits for that."""
+        """Only remembered: what no way needs any more is given back at the next publication."""
         self._held.pop(version, None)
 
     def close(self) -> None:
@@ -116,8 +116,7 @@ class DeltaPublisher:
 
     def _whole(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         manifest = self._put(version, tensors)
-        if self._full_every > 1:
-            self._stand(repacked(manifest.tensors), tensors)
+        self._stand(repacked(manifest.tensors), tensors)
         return manifest
 
     def _stand(self, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor]) -> None:
