@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Generator
 
@@ -35,11 +36,17 @@ async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[]
         ws_max_size=2**30,
         timeout_graceful_shutdown=1,
     )
+    logging.getLogger("uvicorn.error").addFilter(_failed)
     server = _Server(config, ready)
     try:
         await server.serve(sockets=[listener])
     finally:
         server.drop_all()
+
+
+def _failed(record: logging.LogRecord) -> bool:
+    """A request that is dropped has not failed, though uvicorn tells the cancellation of its task as an error."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 class _Connection(HttpToolsProtocol):
