@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,26 +32,28 @@ class StagingArea:
     """Two folders that nobody else writes to: the one that is served, to go back to, and the one that comes next.
 
     What a publisher does to its bytes after they were verified cannot reach a server (I7). On tmpfs a server loads at the speed
-    of memory. Blocking; used by one thread at a time.
+    of memory. Blocking. Any thread may write: one whose caller is gone goes on, and the next waits for it.
     """
 
     def __init__(self, place: Path, *, model: Path, receiver: WeightReceiver) -> None:
         """`model`: the folder the server started from; names and shapes of its tensors are those of every version."""
         self._place, self._model, self._receiver = place, model, receiver
         self._shapes = tensor_shapes(model)
+        self._writing = threading.Lock()
 
     def write(self, manifest: WeightManifest, *, beside: Path | None) -> Staged:
         """Fetches and verifies a version and writes its folder, not over the one at `beside`. `WeightsCorrupt` where it does not fit."""
         folder = next(f for f in (self._place / "0", self._place / "1") if f != beside)
         self._check(manifest)
-        views = self._receiver.fetch(manifest)
-        try:
-            _fresh_copy(self._model, folder)
-            _write_tensors(folder / "model.safetensors", manifest.tensors, views)
-        except OSError as error:
-            raise EngineUnavailable(
-                f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
-            ) from error
+        with self._writing:
+            views = self._receiver.fetch(manifest)
+            try:
+                _fresh_copy(self._model, folder)
+                _write_tensors(folder / "model.safetensors", manifest.tensors, views)
+            except OSError as error:
+                raise EngineUnavailable(
+                    f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
+                ) from error
         return Staged(manifest.version, manifest.fingerprint, folder)
 
     def remove(self) -> None:
