@@ -12,19 +12,23 @@ from midflight.errors import EngineError, EngineUnavailable, Overloaded, Request
 _CONNECT_SECONDS = 5.0
 _LINE_BYTES = 2**24
 """Of one event: the longest answers are told in one, where a server repeats what it said."""
+_QUESTION_SECONDS = 10.0
+"""For what a server knows at once. Longer, answers to callers who are gone would gather at a server that is frozen."""
+_DEED_SECONDS = 600.0
+"""For the longest that is done at a server: loading the largest model. Callers have shorter deadlines, but over the wire theirs end
+nothing here, and a call that never ended would keep all others waiting."""
 
 
 class ServerClient:
-    """Connections to one server. Every call waits for the answer; deadlines are the caller's."""
+    """Connections to one server. Every call waits for the answer; deadlines are the caller's, and ours at the latest."""
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ServerClient:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         connections = aiohttp.TCPConnector(limit=0)  # the engine admits, and a request waits there and not here
-        self._session = aiohttp.ClientSession(self.url, timeout=timeout, connector=connections, read_bufsize=_LINE_BYTES)
+        self._session = aiohttp.ClientSession(self.url, connector=connections, read_bufsize=_LINE_BYTES)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -33,10 +37,10 @@ class ServerClient:
         self._session = None
 
     async def get(self, path: str) -> object:
-        return _json(await self._call("GET", path, None))
+        return _json(await self._call("GET", path, None, seconds=_QUESTION_SECONDS))
 
     async def post(self, path: str, body: object = None) -> object:
-        return _json(await self._call("POST", path, body))
+        return _json(await self._call("POST", path, body, seconds=_DEED_SECONDS))
 
     async def paths(self) -> frozenset[str]:
         """The routes that the server has."""
@@ -46,16 +50,17 @@ class ServerClient:
             raise EngineError(f"{self._who} describes no routes at /openapi.json: neither vLLM nor SGLang listens there. Check the URL.")
         return frozenset(map(str, paths))
 
-    async def _call(self, method: str, path: str, body: object) -> bytes:
-        async with self._request(method, path, body) as answer:
+    async def _call(self, method: str, path: str, body: object, *, seconds: float) -> bytes:
+        async with self._request(method, path, body, seconds=seconds) as answer:
             content = await self._content(answer, path)
         if answer.status >= 400:
             raise EngineError(f"{self._who} answered {path} with {answer.status}: {_shown(content)}. Look at its log.")
         return content
 
     async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """Data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the server refuses the request."""
-        async with self._request("POST", path, body) as answer:
+        """Data of each server-sent event but the closing `[DONE]`, for as long as they come. `RequestRejected` where the server refuses
+        the request."""
+        async with self._request("POST", path, body, seconds=None) as answer:
             if answer.status != 200:
                 raise self._refusal(answer, path, await self._content(answer, path))
             try:
@@ -68,12 +73,13 @@ class ServerClient:
     def unavailable(self, what: str) -> EngineUnavailable:
         return EngineUnavailable(f"{self._who} {what}. Send the request to another engine, or wait for this one.")
 
-    def _request(self, method: str, path: str, body: object) -> _Request:
+    def _request(self, method: str, path: str, body: object, *, seconds: float | None) -> _Request:
         if self._session is None:
             raise self.unavailable("is not attached")
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if data is not None else {}
-        return _Request(self, path, self._session.request(method, path, data=data, headers=headers))
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        return _Request(self, path, self._session.request(method, path, data=data, headers=headers, timeout=timeout))
 
     async def _content(self, answer: aiohttp.ClientResponse, path: str) -> bytes:
         try:
