@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -45,6 +45,11 @@ class Fake:
         self.breaks_off_after: int | None = None
         self.says_instead: bytes | None = None
         self.ends_without_finish = False
+        self.done_meanwhile: Awaitable[object] | None = None
+        """Happens while an answer about the weights is on its way."""
+        self.thawed = asyncio.Event()
+        """Cleared, it answers nothing."""
+        self.thawed.set()
         self._going = asyncio.Event()
         self._going.set()
 
@@ -55,6 +60,7 @@ class Fake:
         path, raw = request.url.path, await request.body()
         body = json.loads(raw) if raw else {}
         self.calls.append((path, body))
+        await self.thawed.wait()
         if path in self.missing:
             return Response("no such path", status_code=404)
         if path == self.generate and body.get("stream"):
@@ -66,7 +72,11 @@ class Fake:
         if path == self.load and self.num_failing_loads:
             self.num_failing_loads -= 1
             return Response("the weights are of another model", status_code=400)
-        return JSONResponse(self.answer(path, body))
+        answer = self.answer(path, body)
+        if path == "/model_info" and self.done_meanwhile is not None:
+            meanwhile, self.done_meanwhile = self.done_meanwhile, None
+            await meanwhile
+        return JSONResponse(answer)
 
     async def _say(self, body: dict[str, object]) -> AsyncIterator[bytes]:
         num = self.wanted(body)

@@ -117,14 +117,24 @@ class ServerEngine:
     async def run(self) -> None:
         """Attaches, then serves until cancelled. `EngineError` when the server is not one that we can work with."""
         try:
-            async with self._client, asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
+            async with self._client:
                 await self._synchronise(await self._server.attach(self._client))
-                self._attached.set()
-                await asyncio.Event().wait()
+                async with asyncio.TaskGroup() as tasks:
+                    await self._serve(tasks)
+        finally:
+            self._area.remove()
+
+    async def _serve(self, tasks: asyncio.TaskGroup) -> None:
+        """Waits for its cancellation. Nobody's request waits longer, and no task starts in a group that ends."""
+        self._tasks = tasks
+        self._attached.set()
+        try:
+            await asyncio.Event().wait()
         finally:
             self._tasks = None
-            self._area.remove()
+            for running in list(self._running):
+                running.stream.fail(self._client.unavailable("has been left"))
+                self._leave(running)
 
     async def attached(self) -> None:
         """Waits until `run` has attached; ended by that, or by the failure of its task group."""
@@ -143,7 +153,6 @@ class ServerEngine:
             yield Chunk((), (), self._live.version, self._live.version, Finish(FinishReason.LENGTH))
             return
         self._running[running] = None
-        self._idle.clear()
         running.reading = self._tasks.create_task(self._read(running))
         try:
             while True:
@@ -160,6 +169,7 @@ class ServerEngine:
         """From the gate to the last event. Its errors are the request's: they are told in its stream, and end nothing else."""
         try:
             await self._gate.wait()
+            self._idle.clear()
             running.attempt = Attempt(self._live.version)
             path, body = self._server.body(
                 running.request, request_id=running.id, ends=self._ends(running.request), salt=f"v{self._live.version}"
@@ -178,6 +188,8 @@ class ServerEngine:
     def _take(self, running: _Running, attempt: Attempt, piece: Piece) -> None:
         request = running.request
         done = request.num_output_tokens + attempt.num_tokens
+        if len(piece.logprobs) != len(piece.token_ids) or len(piece.top_logprobs) not in (0, len(piece.token_ids)):
+            raise self._client.unavailable(f"sent {len(piece.token_ids)} tokens with {len(piece.logprobs)} log-probabilities")
         piece = cut(piece, ends=self._ends(request), start=done, min_tokens=request.sampling.min_tokens)
         version, kv_version = attempt.labels(any_tokens=bool(piece.token_ids))
         attempt.num_tokens += len(piece.token_ids)
@@ -197,7 +209,7 @@ class ServerEngine:
         """It has ended here: nothing of it is read any more."""
         running.ended = True
         self._running.pop(running, None)
-        if not self._running:
+        if not any(other.attempt for other in self._running):
             self._idle.set()
         if running.reading is not None and running.reading is not asyncio.current_task():
             running.reading.cancel()
@@ -234,11 +246,13 @@ class ServerEngine:
     # --- Pauses ------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when the server makes no token, read twice; `drain` waits for all requests before."""
+        """Returns when the server makes no token, read twice; `drain` waits before for the requests that it has, or for `resume`."""
         if mode is PauseMode.DRAIN:
             self._gate.clear()
             await self._idle.wait()
         async with self._control:
+            if mode is PauseMode.DRAIN and self._gate.is_set():
+                return  # resumed on the way: a pause now would be nobody's
             if mode is PauseMode.ABORT and self._held:
                 for running in list(self._running):
                     if running.attempt is not None:
@@ -263,14 +277,15 @@ class ServerEngine:
         await self._server.pause(self._client, _at_server(mode))
         self._held = True
 
-    async def _resume_server(self) -> None:
+    async def _resume_server(self, *, admit: bool = True) -> None:
         if not self._whole:
             raise EngineError(f"resuming engine {self._name!r}: its weights are not whole; stage and commit a version first.")
         if self._paused is not None:
             self._held = False
             await self._server.resume(self._client)
             self._paused = None
-        self._gate.set()
+        if admit:
+            self._gate.set()
 
     async def _all_said(self) -> None:
         """Waits for the last words of requests that the pause ended, and ends those that have none."""
@@ -309,18 +324,15 @@ class ServerEngine:
             if staged is None or staged.version != version:
                 has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
                 raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
-            own_pause = self._paused is None
+            own_pause, admitted = self._paused is None, self._gate.is_set()
             if own_pause:
                 await self._pause_server(self.capabilities.commit_mode or PauseMode.KEEP)
             try:
                 await self._load(staged)
-            except EngineError:
+                self._next = None
+            finally:
                 if own_pause and self._whole:
-                    await self._resume_server()
-                raise
-            self._next = None
-            if own_pause:
-                await self._resume_server()
+                    await self._resume_server(admit=admitted)
             return Attestation(version, staged.fingerprint)
 
     async def _load(self, staged: Staged) -> None:
@@ -345,8 +357,8 @@ class ServerEngine:
     async def health(self) -> EngineHealth:
         """Asks the server which weights it serves: one that was restarted behind our back is given those it should have."""
         if not self._control.locked():
-            label = await self._server.label(self._client)
-            if label != str(self._live.version) and not self._control.locked():
+            live, label = self._live, await self._server.label(self._client)
+            if label != str(live.version) and live is self._live and not self._control.locked():
                 async with self._control:
                     await self._synchronise(await self._server.attach(self._client))
         return self.reading()
@@ -356,7 +368,7 @@ class ServerEngine:
         decoding = min(running, self._found.capabilities.max_running) if self._found else 0
         return EngineHealth(
             version=self._live.version,
-            paused=self._paused is not None,
+            paused=not self._gate.is_set(),
             num_tokens=self._num_tokens,
             num_running=decoding,
             num_waiting=len(self._running) - decoding,

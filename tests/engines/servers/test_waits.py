@@ -1,0 +1,178 @@
+"""What waits for a server, and what ends each wait: its answer, somebody's deadline, or the adapter's own end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from tests.engines.models import TOKENIZER, MemoryReceiver, ask
+from tests.engines.reading import collect, ids, rest, until_tokens
+from tests.engines.servers.fakes import FakeSglang, FakeVllm, attached
+from tests.models.tiny import tiny_model
+
+from midflight.engines.servers.engine import ServerEngine
+from midflight.engines.servers.staged import StagingArea
+from midflight.errors import EngineUnavailable
+from midflight.models.load import save_model
+from midflight.types import PauseMode, WeightManifest
+
+SOON = 5.0
+"""Seconds: what is not done by then hangs."""
+
+
+async def paused(engine: ServerEngine) -> None:
+    while not engine.reading().paused:
+        await asyncio.sleep(0.01)
+
+
+def test_a_drain_waits_for_no_request_that_came_after_it(tmp_path: Path) -> None:
+    """Such a request waits for the end of the pause: each would wait for the other."""
+
+    async def main() -> None:
+        async with attached(FakeSglang(), tmp_path) as (engine, _), asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
+            before = engine.generate(ask("before", max_tokens=20))
+            first = await until_tokens(before, 1)
+            drain = tasks.create_task(engine.pause(PauseMode.DRAIN))
+            await paused(engine)
+            after = tasks.create_task(collect(engine, ask("after")))
+            assert len(ids(first + await rest(before))) == 20
+            await drain
+            await engine.pause(PauseMode.DRAIN)
+            assert not after.done()
+            await engine.resume()
+            assert len(ids(await after)) == 8
+
+    asyncio.run(main())
+
+
+def test_a_drain_that_was_resumed_on_the_way_pauses_nothing_later(tmp_path: Path) -> None:
+    """Whoever wanted it has given up, and would never resume it."""
+
+    async def main() -> None:
+        fake = FakeSglang()
+        async with attached(fake, tmp_path) as (engine, _), asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
+            chunks = engine.generate(ask("before", max_tokens=20))
+            await until_tokens(chunks, 1)
+            drain = tasks.create_task(engine.pause(PauseMode.DRAIN))
+            await paused(engine)
+            await engine.resume()
+            await rest(chunks)
+            await drain
+            assert not engine.reading().paused and fake.pause[0] not in [path for path, _ in fake.calls]
+            assert len(ids(await collect(engine, ask()))) == 8
+
+    asyncio.run(main())
+
+
+def test_tokens_without_log_probabilities_cost_their_request_and_not_the_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = FakeVllm()
+        async with attached(fake, tmp_path) as (engine, _), asyncio.timeout(SOON):
+            fake.says_instead = b'{"choices": [{"token_ids": [97], "logprobs": null}]}'
+            with pytest.raises(EngineUnavailable, match="1 tokens with 0 log-probabilities"):
+                await collect(engine, ask())
+            fake.says_instead = None
+            assert len(ids(await collect(engine, ask()))) == 8
+
+    asyncio.run(main())
+
+
+def test_when_the_adapter_ends_its_requests_end_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(SOON):
+            async with attached(FakeSglang(), tmp_path) as (engine, _):
+                chunks = engine.generate(ask(max_tokens=60))
+                await until_tokens(chunks, 1)
+            with pytest.raises(EngineUnavailable, match="has been left"):
+                await rest(chunks)
+            with pytest.raises(EngineUnavailable, match="is not attached"):
+                await collect(engine, ask())
+
+    asyncio.run(main())
+
+
+def test_a_failure_to_attach_is_an_error_by_itself_and_no_group(tmp_path: Path) -> None:
+    """The companion tells by its kind whether starting it again may help."""
+
+    async def main() -> None:
+        save_model(tiny_model(), tmp_path)
+        engine = ServerEngine(
+            "nobody",
+            "http://127.0.0.1:9",
+            FakeSglang().adapter(),
+            tokenizer=TOKENIZER,
+            model=tmp_path,
+            receiver=MemoryReceiver(),
+            staging=tmp_path / "staging",
+        )
+        with pytest.raises(EngineUnavailable, match=r"did not answer /openapi\.json"):
+            await engine.run()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_answers_nothing_lets_nobody_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers over the wire may be gone: their deadlines end nothing here."""
+    monkeypatch.setattr("midflight.engines.servers.http._QUESTION_SECONDS", 0.05)
+    monkeypatch.setattr("midflight.engines.servers.http._DEED_SECONDS", 0.1)
+
+    async def main() -> None:
+        fake = FakeSglang()
+        async with attached(fake, tmp_path) as (engine, receiver), asyncio.timeout(SOON):
+            await engine.stage(receiver.publish(1, tiny_model(seed=1)))
+            fake.thawed.clear()
+            with pytest.raises(EngineUnavailable, match=r"/model_info: .*Timeout"):
+                await engine.health()
+            with pytest.raises(EngineUnavailable, match="Timeout"):
+                await engine.commit(1)
+            fake.thawed.set()
+            assert (await engine.commit(1)).version == 1
+            await engine.resume()
+            assert len(ids(await collect(engine, ask()))) == 8
+
+    asyncio.run(main())
+
+
+def test_what_the_server_said_before_a_commit_is_no_sign_of_a_restart(tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = FakeSglang()
+        async with attached(fake, tmp_path) as (engine, receiver), asyncio.timeout(SOON):
+            await engine.pause(PauseMode.KEEP)
+            await engine.stage(receiver.publish(1, tiny_model(seed=1)))
+            fake.done_meanwhile = engine.commit(1)
+            fake.calls.clear()
+            assert (await engine.health()).version == 1
+            assert "/continue_generation" not in [path for path, _ in fake.calls], "it would have ended the pause"
+
+    asyncio.run(main())
+
+
+def test_a_version_waits_for_one_that_nobody_waits_for_any_more(tmp_path: Path) -> None:
+    """I7: threads that write go on when their callers are gone, and no two may write one folder."""
+
+    class Slow(MemoryReceiver):
+        def __init__(self) -> None:
+            super().__init__()
+            self.go_on = threading.Event()
+
+        def fetch(self, manifest: WeightManifest):  # type: ignore[no-untyped-def]
+            views = super().fetch(manifest)
+            if manifest.version == 1:
+                assert self.go_on.wait(SOON)
+            return views
+
+    async def main() -> None:
+        save_model(tiny_model(), tmp_path / "model")
+        receiver = Slow()
+        area = StagingArea(tmp_path / "staging", model=tmp_path / "model", receiver=receiver)
+        manifests = [receiver.publish(version, tiny_model(seed=version)) for version in (1, 2)]
+        async with asyncio.TaskGroup() as tasks:
+            first, second = (tasks.create_task(asyncio.to_thread(area.write, m, beside=None)) for m in manifests)
+            await asyncio.sleep(0.1)
+            assert not second.done()
+            receiver.go_on.set()
+            await first
+
+    asyncio.run(main())
