@@ -11,7 +11,7 @@ import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-ROUTES = ["/health", "/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/update_weight_version"]
+ROUTES = ["/health", "/version", "/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/update_weight_version"]
 ANSWERS = {
     "/health": "",
     "/openapi.json": {"paths": {path: {} for path in ROUTES}},

@@ -173,7 +173,7 @@ class StartedServer:
 
 
 async def answering(url: str) -> None:
-    """Waits until a GET of `url` is answered 200; ended by that only: the caller has the deadline."""
+    """Waits until a GET of `url` is answered 200; the caller has the deadline. `RunFailed` where something else listens there."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)) as session:
         while not await _answers(session, url):  # noqa: ASYNC110 (the event is another program's)
             await asyncio.sleep(POLL_SECONDS)
@@ -181,6 +181,10 @@ async def answering(url: str) -> None:
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
     with suppress(aiohttp.ClientError, OSError, TimeoutError):
-        async with session.get(url) as answer:
+        async with session.get(url, allow_redirects=False) as answer:
+            if 300 <= answer.status < 500:
+                raise RunFailed(
+                    f"{url} is answered with status {answer.status}: another program listens there; mend engine.urls or engine.kind."
+                )
             return answer.status == 200
     return False

@@ -29,6 +29,8 @@ class Fake:
     """Says the letter `a` until it has said enough. `calls` are (path, body), in order."""
 
     paths: tuple[str, ...]
+    own: str
+    """Described by no other kind."""
     generate: str
     pause: tuple[str, ...]
     load: str
@@ -36,6 +38,7 @@ class Fake:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, object]]] = []
         self.missing: set[str] = set()
+        self.instead: dict[str, Response] = {}
         self.version = "99.0"
         self.label = "default"
         self.model = ""
@@ -63,6 +66,8 @@ class Fake:
         await self.thawed.wait()
         if path in self.missing:
             return Response("no such path", status_code=404)
+        if path in self.instead:
+            return self.instead[path]
         if path == self.generate and body.get("stream"):
             return StreamingResponse(self._say(body), media_type="text/event-stream")
         if path in self.pause and not self.ignores_pause:
@@ -105,6 +110,7 @@ class Fake:
 
 class FakeSglang(Fake):
     paths = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
+    own = "/server_info"
     generate, pause, load = "/generate", ("/pause_generation",), "/update_weights_from_disk"
 
     def answer(self, path: str, body: dict[str, object]) -> object:
@@ -112,7 +118,7 @@ class FakeSglang(Fake):
             self.label = str(body.get("weight_version", body.get("new_version")))
             self.model = str(body.get("model_path", self.model))
         return {
-            "/openapi.json": {"paths": {p: {} for p in self.paths if p not in self.missing}},
+            "/openapi.json": {"paths": {p: {} for p in (self.own, *self.paths) if p not in self.missing}},
             "/server_info": {
                 "version": self.version,
                 "max_req_input_len": 64,
@@ -135,13 +141,14 @@ class FakeSglang(Fake):
 
 class FakeVllm(Fake):
     paths = ("/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/update_weight_version")
+    own = "/version"
     generate, pause, load = "/inference/v1/generate", ("/pause",), "/collective_rpc"
 
     def answer(self, path: str, body: dict[str, object]) -> object:
         if path == "/update_weight_version":
             self.label = str(body["new_version"])
         return {
-            "/openapi.json": {"paths": {p: {} for p in self.paths if p not in self.missing}},
+            "/openapi.json": {"paths": {p: {} for p in (self.own, *self.paths) if p not in self.missing}},
             "/version": {"version": self.version},
             "/v1/models": {"data": [{"max_model_len": 64, "root": self.model}]},
             "/is_paused": {"is_paused": not self._going.is_set()},

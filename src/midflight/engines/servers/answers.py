@@ -18,3 +18,13 @@ def part(answer: object, *path: str | int, of: str) -> object:
         else:
             raise EngineError(f"reading {str(answer)[:200]!r}: it has no {'.'.join(map(str, path))}. Attach to {of}.")
     return at
+
+
+def number(answer: object, *path: str | int, of: str) -> int:
+    """A part that is a whole number; `EngineError` where it is none."""
+    found = part(answer, *path, of=of)
+    if not isinstance(found, int):
+        raise EngineError(
+            f"reading {str(answer)[:200]!r}: {'.'.join(map(str, path))} is {found!r}, expected a whole number. Attach to {of}."
+        )
+    return found

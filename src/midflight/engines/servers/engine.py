@@ -18,6 +18,7 @@ from pathlib import Path
 
 from midflight.engines.servers.attempt import Attempt
 from midflight.engines.servers.http import ServerClient
+from midflight.engines.servers.same_model import check_same_model
 from midflight.engines.servers.server import Found, Piece, Server, cut
 from midflight.engines.servers.staged import Staged, StagingArea
 from midflight.engines.streams import ChunkStream
@@ -376,6 +377,7 @@ class ServerEngine:
 
     async def _synchronise(self, found: Found) -> None:
         """Whatever a server did before, and whoever left it paused: from here on it serves the weights that we say it serves."""
+        check_same_model(found.model, self._first.folder, url=self._client.url)
         self._found = found
         if found.label != str(self._live.version) or not self._live.fingerprint:
             await self._give_live_weights(found)

@@ -18,6 +18,9 @@ _DEED_SECONDS = 600.0
 """For the longest that is done at a server: loading the largest model. Callers have shorter deadlines, but over the wire theirs end
 nothing here, and a call that never ended would keep all others waiting."""
 
+_OF_THE_REQUEST = (400, 413, 422)
+"""Statuses that judge what was asked. Any other may be of whatever stands before the server, or took its port: elsewhere it may succeed."""
+
 
 class ServerClient:
     """Connections to one server. Every call waits for the answer; deadlines are the caller's, and ours at the latest."""
@@ -53,7 +56,7 @@ class ServerClient:
     async def _call(self, method: str, path: str, body: object, *, seconds: float) -> bytes:
         async with self._request(method, path, body, seconds=seconds) as answer:
             content = await self._content(answer, path)
-        if answer.status >= 400:
+        if answer.status >= 300:
             raise EngineError(f"{self._who} answered {path} with {answer.status}: {_shown(content)}. Look at its log.")
         return content
 
@@ -79,7 +82,7 @@ class ServerClient:
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if data is not None else {}
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        return _Request(self, path, self._session.request(method, path, data=data, headers=headers, timeout=timeout))
+        return _Request(self, path, self._session.request(method, path, data=data, headers=headers, timeout=timeout, allow_redirects=False))
 
     async def _content(self, answer: aiohttp.ClientResponse, path: str) -> bytes:
         try:
@@ -92,7 +95,7 @@ class ServerClient:
         if answer.status in (429, 503):
             after = answer.headers.get("Retry-After", "1")
             return Overloaded(f"{said}.", retry_after_seconds=int(after) if after.isdigit() else 1)
-        if answer.status < 500:
+        if answer.status in _OF_THE_REQUEST:
             return RequestRejected(f"{said}.")
         return EngineUnavailable(f"{said}. Look at its log.")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.engines.servers.answers import part
+from midflight.engines.servers.answers import number, part
 from midflight.engines.servers.http import ServerClient
 from midflight.engines.servers.server import Found, Piece
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
@@ -63,6 +63,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 _decode = msgspec.json.Decoder(_Event).decode
 _part = partial(part, of="SGLang 0.5.20 or newer")
+_number_of = partial(number, of="SGLang 0.5.20 or newer")
 
 
 class SglangReader:
@@ -144,6 +145,8 @@ class SglangServer:
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
+        if "/server_info" not in paths:
+            raise EngineError(f"attaching to {client.url}: no SGLang listens there; check the URL and --engine (engine.urls, engine.kind).")
         info = await client.get("/server_info")
         version = str(_part(info, "version"))
         if numbers(version) < OLDEST:
@@ -154,10 +157,10 @@ class SglangServer:
             raise EngineError(f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use 0.5.20 or newer.")
         await self.resume(client)
         model = await client.get("/model_info")
-        running = _part(info, "max_running_requests")
+        running = self._max_running if _part(info, "max_running_requests") is None else _number_of(info, "max_running_requests")
         self._overlaps = _part(info, "disable_overlap_schedule") is not True
         # Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one.
-        self._room = min(int(str(_part(info, "max_req_input_len"))), self._max_context)
+        self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
         return Found(
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
@@ -169,7 +172,7 @@ class SglangServer:
                 stages_weights=True,
                 max_context=self._room,
                 vocab_size=self._vocab_size,
-                max_running=min(int(str(running)), self._max_running) if running is not None else self._max_running,
+                max_running=min(running, self._max_running),
                 features=_FEATURES if self._overlaps else _FEATURES | {Feature.PENALTIES},
                 commit_mode=PauseMode.RECOMPUTE,
             ),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.engines.servers.answers import part
+from midflight.engines.servers.answers import number, part
 from midflight.engines.servers.command import INSIDE
 from midflight.engines.servers.http import ServerClient
 from midflight.engines.servers.server import Found, Piece
@@ -78,6 +78,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 _part = partial(part, of="vLLM 0.32 or newer")
+_number_of = partial(number, of="vLLM 0.32 or newer")
 _decode = msgspec.json.Decoder(_Event).decode
 
 
@@ -158,7 +159,7 @@ class VllmServer:
                 stops_on_strings=True,
                 aborts_single_requests=True,
                 stages_weights=True,
-                max_context=int(str(_part(model, "max_model_len"))),
+                max_context=_number_of(model, "max_model_len"),
                 vocab_size=self._vocab_size,
                 max_running=self._max_running,
                 features=_FEATURES,
