@@ -127,20 +127,21 @@ def test_closing_removes_everything_and_may_be_repeated(sender: Publisher):
 
 
 def test_a_slot_is_not_overwritten_before_its_release():
-    with SharedMemoryPublisher(NAME, num_slots=2) as sender:
-        first, second = sender.publish(1, tensors(1)), sender.publish(2, tensors(2))
-        with pytest.raises(SlotBusy, match="versions 1, 2 hold all slots"):
-            sender.publish(3, tensors(3))
+    with SharedMemoryPublisher(NAME) as sender:
+        first, second, third = (sender.publish(version, tensors(version)) for version in (1, 2, 3))
+        with pytest.raises(SlotBusy, match="versions 1, 2, 3 hold all slots"):
+            sender.publish(4, tensors(4))
         assert equal(as_tensors(first.tensors, receiver().fetch(first)), tensors(1))
         sender.release(1)
-        third = sender.publish(3, tensors(3))
-        assert third.location == first.location, "the slots stand"
-        assert third.tensors == first.tensors
-        assert equal(as_tensors(second.tensors, receiver().fetch(second)), tensors(2))
+        fourth = sender.publish(4, tensors(4))
+        assert fourth.location == first.location, "the slots stand"
+        assert fourth.tensors == first.tensors
+        for manifest in (second, third):
+            assert equal(as_tensors(manifest.tensors, receiver().fetch(manifest)), tensors(manifest.version))
         with pytest.raises(WeightsCorrupt):
             receiver().fetch(first)
         with pytest.raises(SlotBusy, match="never reused"):
-            sender.publish(3, tensors(3))
+            sender.publish(4, tensors(4))
         sender.release(77)
 
 

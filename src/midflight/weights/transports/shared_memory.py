@@ -32,12 +32,12 @@ class SharedMemoryPublisher:
     The file is reserved in full at the first publish, and locked while its publisher lives (see `stale.remove_stale`).
     """
 
-    def __init__(self, name: str, *, folder: Path | None = None, num_slots: int = MAX_HELD, threads: int = 1) -> None:
+    def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
         """`name` begins the file's name. `folder` defaults to /dev/shm, or the temporary folder where that is missing or too small."""
         if not name or "/" in name:
             raise ConfigError(f"publishing weights: {name!r} cannot begin a file name; use letters, digits and dashes.")
         self._name, self._folder, self._threads = name, folder, threads
-        self._versions: list[Version | None] = [None] * num_slots
+        self._versions: list[Version | None] = [None] * MAX_HELD
         self._slot_bytes = 0
         self._path: Path | None = None
         self._file: int | None = None
