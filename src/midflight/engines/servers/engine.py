@@ -95,8 +95,7 @@ class ServerEngine:
         self._running: dict[_Running, None] = {}
         self._control = asyncio.Lock()
         self._staging = asyncio.Lock()
-        self._gate, self._idle = asyncio.Event(), asyncio.Event()
-        self._attached = asyncio.Event()
+        self._gate, self._idle, self._attached = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._gate.set()
         self._idle.set()
         self._paused: PauseMode | None = None

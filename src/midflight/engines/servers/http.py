@@ -17,7 +17,6 @@ _QUESTION_SECONDS = 10.0
 _DEED_SECONDS = 600.0
 """For the longest that is done at a server: loading the largest model. Callers have shorter deadlines, but over the wire theirs end
 nothing here, and a call that never ended would keep all others waiting."""
-
 _OF_THE_REQUEST = (400, 413, 422)
 """Statuses that judge what was asked. Any other may be of whatever stands before the server, or took its port: elsewhere it may succeed."""
 

@@ -98,7 +98,7 @@ class VllmReader:
         if said.error is not None or not said.choices:
             raise EngineUnavailable(f"vLLM ended an answer with {event[:300]!r}. Look at its log.")
         choice = said.choices[0]
-        content = (choice.logprobs.content if choice.logprobs else None) or ()
+        content: tuple[_Content, ...] = (choice.logprobs.content if choice.logprobs else None) or ()
         spans: tuple[_Span, ...] = choice.weight_versions or ()
         return Piece(
             token_ids=choice.token_ids or (),
