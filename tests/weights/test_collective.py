@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -34,26 +36,6 @@ from midflight.weights.transports.select import publisher, receiver
 DEADLINE = 0.6
 """Seconds: what a peer that stopped costs the others."""
 
-PUBLISHER = """if True:
-    import os, sys, torch
-    from midflight.weights.manifest import encode_manifest
-    from midflight.weights.transports.collective import CollectivePublisher
-    from midflight.weights.transports.process_group import Group
-    def broadcast(self, part, given=Group.broadcast):
-        global left
-        if not left:
-            os.kill(os.getpid(), deed)
-        left -= 1
-        given(self, part)
-    sender = CollectivePublisher(bucket_bytes=64, deadline_seconds=0.6)
-    print(encode_manifest(sender.publish(1, {"w": torch.arange(100)})).decode(), flush=True)
-    for words in sys.stdin:
-        deed, left = int(words), 2
-        Group.broadcast = broadcast
-        print("ready", flush=True)
-"""
-"""Sends a version to whoever asks, and does to itself at the third bucket what it is told."""
-
 
 @pytest.fixture
 def sender() -> Iterator[CollectivePublisher]:
@@ -68,28 +50,43 @@ def all_fetch(receivers: list[CollectiveReceiver], manifest: WeightManifest) -> 
     return all(equal(as_tensors(manifest.tensors, g), tensors(manifest.version)) for g in got)
 
 
+def publish_and(parent: Connection) -> None:
+    """In another process: sends a version to whoever asks, and does to itself at the third bucket what it is told."""
+    sender, given = CollectivePublisher(bucket_bytes=64, deadline_seconds=DEADLINE), Group.broadcast
+    parent.send(sender.publish(1, {"w": torch.arange(100)}))
+
+    def broadcast(group: Group, part: torch.Tensor) -> None:
+        nonlocal left
+        if not left:
+            os.kill(os.getpid(), deed)
+        left -= 1
+        given(group, part)
+
+    while True:
+        deed, left = parent.recv(), 2
+        Group.broadcast = broadcast
+        parent.send("ready")
+
+
 @contextmanager
-def child(program: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def another_process() -> Iterator[tuple[BaseProcess, Connection]]:
+    """Forked, because to import torch again takes seconds."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    process = fork.Process(target=publish_and, args=(there,))
+    process.start()
+    there.close()
     try:
-        yield process
+        yield process, here
     finally:
         process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+        process.join()
+        here.close()
 
 
-def tell(process: subprocess.Popen[bytes], words: bytes) -> None:
-    assert process.stdin is not None
-    process.stdin.write(words + b"\n")
-    process.stdin.flush()
-
-
-def heard(process: subprocess.Popen[bytes]) -> bytes:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def heard(process: Connection) -> object:
+    assert process.poll(20)
+    return process.recv()
 
 
 @contextmanager
@@ -315,18 +312,21 @@ def test_w7_one_that_dies_in_mid_transfer_is_seen_at_once_and_does_not_take_the_
 
 
 def test_w7_another_process_sends_a_version_and_one_that_stops_or_is_killed_in_mid_transfer_is_an_error_and_not_a_hang():
-    with child(PUBLISHER) as process:
-        manifest = decode_manifest(heard(process))
+    with another_process() as (process, its):
+        manifest = heard(its)
+        assert isinstance(manifest, WeightManifest)
         assert bytes(CollectiveReceiver().fetch(manifest)["w"]) == torch.arange(100).numpy().tobytes()
-        for deed in (signal.SIGSTOP, signal.SIGKILL):
-            tell(process, b"%d" % deed)
-            assert heard(process) == b"ready"
+        for deed, seconds in ((signal.SIGSTOP, DEADLINE), (signal.SIGKILL, 20)):  # it may be busy with its round from before
+            its.send(deed)
+            assert heard(its) == "ready"
             started = time.monotonic()
             with pytest.raises(EngineUnavailable, match="fetching version 1"):
-                CollectiveReceiver(answer_seconds=DEADLINE).fetch(manifest)
-            assert time.monotonic() - started < 10 * DEADLINE
-            process.send_signal(signal.SIGCONT)
-        assert process.wait(5) == -signal.SIGKILL
+                CollectiveReceiver(answer_seconds=seconds).fetch(manifest)
+            assert time.monotonic() - started < 10 * DEADLINE + seconds
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGCONT)
+        process.join(5)
+        assert process.exitcode == -signal.SIGKILL
 
 
 # --- Slots and the end -----------------------------------------------------------------------------------------------
