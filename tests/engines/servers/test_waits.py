@@ -14,7 +14,7 @@ from tests.models.tiny import tiny_model
 
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.staged import StagingArea
-from midflight.errors import EngineUnavailable
+from midflight.errors import EngineError, EngineUnavailable
 from midflight.models.load import save_model
 from midflight.types import PauseMode, WeightManifest
 
@@ -174,5 +174,28 @@ def test_a_version_waits_for_one_that_nobody_waits_for_any_more(tmp_path: Path) 
             assert not second.done()
             receiver.go_on.set()
             await first
+
+    asyncio.run(main())
+
+
+def test_a_restarted_server_that_cannot_be_given_its_weights_is_asked_for_no_token(tmp_path: Path) -> None:
+    """I7: after a load that failed they may be of both."""
+
+    async def main() -> None:
+        fake = FakeSglang()
+        async with attached(fake, tmp_path) as (engine, receiver), asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
+            await engine.stage(receiver.publish(1, tiny_model(seed=1)))
+            await engine.commit(1)
+            fake.label, fake.model, fake.num_failing_loads = "default", str(tmp_path / "model"), 1
+            with pytest.raises(EngineError, match="another model"):
+                await engine.health()
+            with pytest.raises(EngineError, match="not whole"):
+                await engine.resume()
+            fake.calls.clear()
+            waiting = tasks.create_task(collect(engine, ask()))
+            await asyncio.sleep(0.05)
+            assert fake.calls == []
+            assert not (await engine.health()).paused
+            assert len(ids(await waiting)) == 8
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from pathlib import Path
 from midflight.engines.servers.attempt import Attempt
 from midflight.engines.servers.http import ServerClient
 from midflight.engines.servers.same_model import check_same_model
-from midflight.engines.servers.server import Found, Piece, Server, cut
+from midflight.engines.servers.server import Found, Piece, Server, cut, mode_at_server
 from midflight.engines.servers.staged import Staged, StagingArea
 from midflight.engines.streams import ChunkStream
 from midflight.engines.validation import check_features, check_request
@@ -274,7 +274,7 @@ class ServerEngine:
         if was_paused:  # some servers take no second pause
             await self._server.resume(self._client)
         self._paused = mode
-        await self._server.pause(self._client, _at_server(mode))
+        await self._server.pause(self._client, mode_at_server(mode))
         self._held = True
 
     async def _resume_server(self, *, admit: bool = True) -> None:
@@ -358,7 +358,8 @@ class ServerEngine:
         """Asks the server which weights it serves: one that was restarted behind our back is given those it should have."""
         if not self._control.locked():
             live, label = self._live, await self._server.label(self._client)
-            if label != str(live.version) and live is self._live and not self._control.locked():
+            unfinished = not self._whole and self._paused is None  # the last time
+            if (label != str(live.version) or unfinished) and live is self._live and not self._control.locked():
                 async with self._control:
                     await self._synchronise(await self._server.attach(self._client))
         return self.reading()
@@ -380,21 +381,20 @@ class ServerEngine:
         self._found = found
         if found.label != str(self._live.version) or not self._live.fingerprint:
             await self._give_live_weights(found)
+        await self._server.resume(self._client)
         self._whole = True
-        if self._paused is not None:
-            await self._server.pause(self._client, _at_server(self._paused))
+        if self._paused is None:
+            self._gate.set()
+        else:
+            await self._server.pause(self._client, mode_at_server(self._paused))
 
     async def _give_live_weights(self, found: Found) -> None:
-        """One that has just started from our model's folder has them, when they are still those it started with."""
+        """One that has just started from our model's folder has them, when they are still those it started with. Others stay paused."""
         if found.untouched and found.model == self._served_model and self._live is self._first:
             await self._server.relabel(self._client, self._live.version)
             return
         _log.info("engine %s serves weights %r of %s: giving it version %d", self._name, found.label, found.model, self._live.version)
+        self._whole = False
+        self._gate.clear()
         await self._server.pause(self._client, PauseMode.RECOMPUTE)
         await self._server.load(self._client, self._live.folder, self._live.version, recompute=True)
-        await self._server.resume(self._client)
-
-
-def _at_server(mode: PauseMode) -> PauseMode:
-    """What is drained has nothing left to lose."""
-    return PauseMode.KEEP if mode is PauseMode.DRAIN else mode

@@ -105,3 +105,8 @@ def cut(piece: Piece, *, ends: tuple[int, ...], start: int, min_tokens: int) -> 
                 finish=Finish(FinishReason.STOP, token),
             )
     return piece
+
+
+def mode_at_server(mode: PauseMode) -> PauseMode:
+    """Of those that `Server.pause` knows: what is drained has nothing left to lose."""
+    return PauseMode.KEEP if mode is PauseMode.DRAIN else mode
