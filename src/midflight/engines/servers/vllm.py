@@ -98,8 +98,8 @@ class VllmReader:
         if said.error is not None or not said.choices:
             raise EngineUnavailable(f"vLLM ended an answer with {event[:300]!r}. Look at its log.")
         choice = said.choices[0]
-        content: tuple[_Content, ...] = (choice.logprobs.content if choice.logprobs else None) or ()
-        spans: tuple[_Span, ...] = choice.weight_versions or ()
+        content = (choice.logprobs.content if choice.logprobs else None) or ()
+        spans = choice.weight_versions if choice.weight_versions is not None else ()
         return Piece(
             token_ids=choice.token_ids or (),
             logprobs=tuple(0.0 if self._certain else _number(c.logprob) for c in content),
