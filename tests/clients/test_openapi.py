@@ -51,7 +51,17 @@ def tightened(found: dict[str, Any]) -> dict[str, Any]:
 def cases(schema: str, url: str, folder: Path, *, examples: int) -> int:
     """How many requests were tried; none may end in a 500."""
     command = [Path(sys.executable).parent / "st", "run", schema, "--url", url, "--checks", "not_a_server_error"]
-    limits = ["--max-examples", str(examples), "--phases", "coverage,fuzzing", "--generation-deterministic", "--workers", "1"]
+    limits = [
+        "--request-timeout",
+        "60",
+        "--max-examples",
+        str(examples),
+        "--phases",
+        "coverage,fuzzing",
+        "--generation-deterministic",
+        "--workers",
+        "1",
+    ]
     ended = subprocess.run([*command, *limits], cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-5000:]
     return int(re.search(r"(\d+) generated", ended.stdout)[1])
