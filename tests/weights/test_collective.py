@@ -188,6 +188,21 @@ def test_one_that_comes_late_gets_the_same_version_and_the_next_one_with_the_oth
     assert sender.service.num_groups == 3, "the third version's is the second's"
 
 
+@pytest.mark.parametrize("num_engines", [1, None])
+def test_a_publisher_that_knows_its_engines_waits_for_that_many(num_engines: int | None, monkeypatch: pytest.MonkeyPatch):
+    """So that one engine's broadcast begins with its asking, and not when nobody has asked for a while."""
+    told: list[int | None] = []
+
+    class Told(Gathering):
+        def __init__(self, *, expected: int | None, quiet_seconds: float) -> None:
+            told.append(expected)
+            super().__init__(expected=expected, quiet_seconds=quiet_seconds)
+
+    monkeypatch.setattr(collective, "Gathering", Told)
+    publisher("collective", name="unused", folder=Path(), num_engines=num_engines).close()
+    assert told == [num_engines]
+
+
 def test_expected_receivers_begin_at_once():
     with CollectivePublisher(expected=2, quiet_seconds=60) as sender:
         assert all_fetch([CollectiveReceiver(), CollectiveReceiver()], sender.publish(1, tensors(1)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from midflight.config.derived import served_dtype
+from midflight.config.derived import num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
 from midflight.environments.sources import load_sources
 from midflight.models.dtypes import torch_dtype
@@ -118,7 +118,10 @@ async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published:
     await asyncio.to_thread(remove_stale, spec.segment)  # of a trainer of this run that was killed
     section = config.weights
     full_every = section.full_every if section.delta else 1
-    with make_publisher(section.transport, name=spec.segment, folder=folder / "weights", full_every=full_every) as weights:
+    engines = num_engines(config.engine)
+    with make_publisher(
+        section.transport, name=spec.segment, folder=folder / "weights", full_every=full_every, num_engines=engines
+    ) as weights:
         async with RolloutClient(spec.rollout_url, token=spec.token) as service:
             loop = TrainingLoop(
                 trainer,

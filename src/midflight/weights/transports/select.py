@@ -39,9 +39,10 @@ class ByTransport:
         return self._collective.fetch(manifest)
 
 
-def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, threads: int = 1) -> Publisher:
+def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, num_engines: int | None = None, threads: int = 1) -> Publisher:
     """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`. Imports torch, which the trainer has anyway.
 
+    A broadcast to `num_engines` begins when all have come, and does not wait whether more will.
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
     """
     from midflight.weights.delta.publish import DeltaPublisher
@@ -58,7 +59,7 @@ def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, thread
     elif kind == "file":
         made = FilePublisher(folder, keep=kept, threads=threads)
     elif kind == COLLECTIVE:
-        made = CollectivePublisher(num_slots=kept, threads=threads)
+        made = CollectivePublisher(expected=num_engines, num_slots=kept, threads=threads)
     else:
         raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
     return DeltaPublisher(made, full_every=full_every, threads=threads) if differences else made
