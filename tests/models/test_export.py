@@ -47,7 +47,7 @@ def test_a_failed_export_leaves_the_one_before_it(tmp_path: Path, tokenizer_fold
     dest = tmp_path / "out" / "model"
     export_model(tiny_model(seed=1), tokenizer_folder, dest)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(export, "save_model", full)

@@ -15,8 +15,8 @@ _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".
 _WEIGHT_NAMES = ("config.json", "generation_config.json")
 
 
-def export_model(model: PreTrainedModel, tokenizer_folder: Path, dest: Path) -> None:
-    """Writes weights, configuration and the tokenizer's files to `dest`: complete or not at all.
+def export_model(model: PreTrainedModel, tokenizer_folder: Path, dest: Path, *, merged: bool = False) -> None:
+    """Writes weights, configuration and the tokenizer's files to `dest`: complete or not at all. For adapters see `save_model`.
 
     The folder is built beside `dest` and renamed into place; an earlier export there is replaced. A crash leaves the earlier
     export or none, never a part. `ConfigError` when `dest` holds something that is not a model folder.
@@ -27,7 +27,7 @@ def export_model(model: PreTrainedModel, tokenizer_folder: Path, dest: Path) -> 
     try:
         building.chmod(0o755)
         _copy_tokenizer(tokenizer_folder, building)
-        save_model(model, building)
+        save_model(model, building, merged=merged)
         _replace(building, dest)
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -11,7 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from midflight.errors import ConfigError, ModelNotFound
+from midflight.models.adapter import FOLDER, adapter_of
 from midflight.models.dtypes import torch_dtype
+from midflight.models.lora import base_tensors, is_adapted, load_adapters, merged_tensors, save_adapters
 from midflight.models.sizes import read_config
 
 
@@ -70,14 +72,24 @@ def make_model(
     return model.eval()
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Writes config.json, generation_config.json and model.safetensors into `folder`, which is created."""
+def save_model(model: PreTrainedModel, folder: Path, *, merged: bool = False) -> None:
+    """Writes config.json, generation_config.json and model.safetensors into `folder`, which is created.
+
+    Adapters go into a folder in it, beside their base; `merged`, into the weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    if not is_adapted(model):
+        model.save_pretrained(folder)
+        return
+    model.save_pretrained(folder, state_dict=merged_tensors(model) if merged else base_tensors(model))
+    if not merged:
+        save_adapters(model, folder / FOLDER)
 
 
 def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """The model of a Hugging Face folder, in evaluation mode. Reads local safetensors only: nothing is fetched, unpickled or run.
+    """The model of a Hugging Face folder, in evaluation mode, with the adapters that `save_model` put there, if any.
+
+    Reads local safetensors only: nothing is fetched, unpickled or run.
 
     `ModelNotFound` names the folder, what is wrong with it, and the remedy.
     """
@@ -100,6 +112,8 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
         raise ModelNotFound(f"loading the model in {str(folder)!r}: {_first_line(error)}; export or download the model again.") from error
     _check_complete(folder, info)
     nn.Module.to(model, device=torch.device(device))
+    if (adapter := adapter_of(folder)) is not None:
+        load_adapters(model, adapter)
     return model.eval()
 
 

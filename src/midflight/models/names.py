@@ -8,23 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from midflight.errors import WeightsCorrupt
+from midflight.models.adapter import adapter_name
 from midflight.models.dtypes import TORCH_DTYPES
 from midflight.types import TensorSpec
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by checkpoint name, in the model's own order, detached; they share the model's storage.
+    """What is handed over, by the name in files, in the model's own order, detached; it shares the model's storage.
 
-    Tied weights appear once, under their first name. Where `transformers` fuses tensors of the checkpoint in memory (experts of
+    These are parameters and persistent buffers; of a model with adapters (`models.lora`) the adapters only. Tied weights appear
+    once, under their first name. Where `transformers` fuses tensors of the checkpoint in memory (experts of
     some mixtures), the names are those in memory: both ends of a handover are such models.
     """
-    names: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            names[name] = tensor.detach()
-    return names
+    return {name: tensor.detach() for name, tensor in _targets(model).items()}
 
 
 def in_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -62,11 +58,12 @@ def _tensor(spec: TensorSpec, view: memoryview) -> Tensor:
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:
     """As `named_tensors`, but the parameters and buffers themselves."""
-    first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first.setdefault(id(tensor), name)
     everything = model.state_dict(keep_vars=True)
-    return {name: everything[name] for name in first.values()}
+    adapters = {renamed: tensor for name, tensor in everything.items() if (renamed := adapter_name(name))}
+    first: dict[int, str] = {}
+    for name, tensor in everything.items():
+        first.setdefault(id(tensor), name)
+    return adapters or {name: everything[name] for name in first.values()}
 
 
 def _check(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: nn.Module) -> None:
