@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt, nearest
 from midflight.models.adapter import WEIGHTS, Adapter, adapted_layers, adapter_name, base_name, factor_names
@@ -22,6 +21,7 @@ from midflight.models.names import assign, named_tensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 _NAME = "default"
 """PEFT's name of the only adapter of each layer."""

@@ -1,7 +1,11 @@
-"""The process beside a server of other people: it starts or attaches the server and speaks for it, in our engines' wire. Torch-free."""
+"""The process beside a server of other people: it starts or attaches the server and speaks for it, in our engines' wire.
+
+Torch-free, but where adapters are merged or weights come by broadcast.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import tempfile
 from collections.abc import Callable
@@ -16,6 +20,7 @@ from midflight.engines.relay import relay
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
+from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
 from midflight.models.sizes import sizes_of
@@ -33,8 +38,9 @@ from midflight.weights.transports.stale import SHARED
 async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
     """Until the launcher ends it, or the server it started dies."""
     config, model = Config.model_validate_json(spec.config), Path(spec.model)
+    first = await asyncio.to_thread(write_first, model, Path(spec.staging))
     if spec.url is None:
-        server = started(config, model, name=spec.name, version=spec.version)
+        server = started(config, first, name=spec.name, version=spec.version)
     else:
         server = attached(config.engine, spec.url, name=spec.name)
     engine_of = _engine_maker(config, model, name=spec.name, version=spec.version, staging=Path(spec.staging))
@@ -45,9 +51,10 @@ async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
 async def serve_server(config: Config, model: Path, *, host: str, port: int, token: str | None, ready: Callable[[str], None]) -> None:
     """One server and its companion on their own, for `midflight engine`; `ready` gets our URL. Ended by cancellation, or its death."""
     name, urls = "engine", config.engine.urls
-    server = attached(config.engine, urls[0], name=name) if urls else started(config, model, name=name, version=0)
     memory = SHARED if SHARED.is_dir() else None
     with listen(host, port) as listener, tempfile.TemporaryDirectory(prefix="midflight-", dir=memory) as staging:
+        first = await asyncio.to_thread(write_first, model, Path(staging))
+        server = attached(config.engine, urls[0], name=name) if urls else started(config, first, name=name, version=0)
         url = f"http://{host}:{listener.getsockname()[1]}"
         engine_of = _engine_maker(config, model, name=name, version=0, staging=Path(staging))
         await _speak_for(server, engine_of, listener, token=token, ready=lambda: ready(url))

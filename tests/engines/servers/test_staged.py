@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engines.models import MemoryReceiver
-from tests.models.tiny import tiny_model
+from tests.models.tiny import tiny_adapted, tiny_model
 
-from midflight.engines.servers.staged import StagingArea, tensor_shapes
+from midflight.engines.servers.staged import StagingArea, tensor_shapes, write_first
 from midflight.errors import EngineUnavailable, WeightsCorrupt
 from midflight.models.load import load_model, save_model
 from midflight.models.names import named_tensors
@@ -95,3 +95,28 @@ def test_nothing_is_left_when_it_is_removed(tmp_path: Path, model: Path) -> None
     place.remove()
     place.remove()
     assert not (tmp_path / "staging").exists()
+
+
+def test_adapters_are_merged_into_their_base_for_servers(tmp_path: Path) -> None:
+    save_model(tiny_adapted(seed=1), tmp_path / "model")
+    receiver = MemoryReceiver()
+    place = area(tmp_path, tmp_path / "model", receiver)
+    staged = place.write(receiver.publish(4, tiny_adapted(seed=4)), beside=None)
+    ids = torch.tensor([[1, 2, 3]])
+    for folder, seed in ((staged.folder, 4), (write_first(tmp_path / "model", tmp_path / "staging"), 1)):
+        assert not (folder / "adapter").exists()
+        found = load_model(folder, dtype="float32")(ids).logits
+        torch.testing.assert_close(found, tiny_adapted(seed=seed)(ids).logits, rtol=0, atol=1e-5)
+    assert place.first == write_first(tmp_path / "model", tmp_path / "staging")
+
+
+def test_a_server_of_a_model_without_adapters_starts_from_its_own_folder(tmp_path: Path, model: Path) -> None:
+    assert write_first(model, tmp_path / "staging") == model == area(tmp_path, model, MemoryReceiver()).first
+    assert not (tmp_path / "staging").exists()
+
+
+def test_whole_weights_are_refused_where_adapters_are_expected(tmp_path: Path) -> None:
+    save_model(tiny_adapted(), tmp_path / "model")
+    receiver = MemoryReceiver()
+    with pytest.raises(WeightsCorrupt, match=r"no tensor 'model\.embed_tokens\.weight'"):
+        area(tmp_path, tmp_path / "model", receiver).write(receiver.publish(1, tiny_model(seed=1)), beside=None)

@@ -83,11 +83,11 @@ class ServerEngine:
         staging: Path,
         version: Version = 0,
     ) -> None:
-        """`model`: the folder that holds the weights of `version`, which the server starts with, or is given when it is attached."""
-        self._name, self._server, self.tokenizer, self._served_model = name, server, tokenizer, str(model)
+        """`model`: the folder that holds the weights of `version`, which the server starts with (`first_folder`), or is given when attached."""
+        self._name, self._server, self.tokenizer = name, server, tokenizer
         self._client = ServerClient(name, url)
         self._area = StagingArea(staging, model=model, receiver=receiver)
-        self._first = Staged(version, "", model)
+        self._first = Staged(version, "", self._area.first)
         self._live = self._first
         self._next: Staged | None = None
         self._found: Found | None = None
@@ -390,7 +390,7 @@ class ServerEngine:
 
     async def _give_live_weights(self, found: Found) -> None:
         """One that has just started from our model's folder has them, when they are still those it started with. Others stay paused."""
-        if found.untouched and found.model == self._served_model and self._live is self._first:
+        if found.untouched and found.model == str(self._first.folder) and self._live is self._first:
             await self._server.relabel(self._client, self._live.version)
             return
         _log.info("engine %s serves weights %r of %s: giving it version %d", self._name, found.label, found.model, self._live.version)

@@ -1,4 +1,7 @@
-"""The weights that a server loads next: a model folder of our own in memory, written while it generates."""
+"""The weights that a server loads next: a model folder of our own in memory, written while it generates.
+
+A server loads whole weights. Where a version is adapters, they are merged into their base here (`merging`, which imports torch).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ import msgspec
 from safetensors import safe_open
 
 from midflight.errors import EngineUnavailable, WeightsCorrupt, nearest
+from midflight.models.adapter import FOLDER, adapter_of, served_weights
 from midflight.ports import WeightReceiver
 from midflight.types import TensorSpec, Version, WeightManifest
 
-_WEIGHTS = "*.safetensors"
 _ALIGNMENT = 8
 """Bytes, of the header of a safetensors file."""
 
@@ -36,8 +39,9 @@ class StagingArea:
     """
 
     def __init__(self, place: Path, *, model: Path, receiver: WeightReceiver) -> None:
-        """`model`: the folder the server started from; names and shapes of its tensors are those of every version."""
+        """`model`: the folder that the server's weights are from; names and shapes of what is served of it are those of every version."""
         self._place, self._model, self._receiver = place, model, receiver
+        self._adapter, self.first = adapter_of(model), first_folder(model, place)
         self._shapes = tensor_shapes(model)
         self._writing = threading.Lock()
 
@@ -49,7 +53,12 @@ class StagingArea:
             views = self._receiver.fetch(manifest)
             try:
                 _fresh_copy(self._model, folder)
-                _write_tensors(folder / "model.safetensors", manifest.tensors, views)
+                if self._adapter is None:
+                    _write_tensors(folder / "model.safetensors", manifest.tensors, views)
+                else:
+                    from midflight.engines.servers.merging import write_merged
+
+                    write_merged(self._model, self._adapter, folder, given=(manifest.tensors, views))
             except OSError as error:
                 raise EngineUnavailable(
                     f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
@@ -77,19 +86,34 @@ class StagingArea:
             raise WeightsCorrupt(f"{deed}: tensor {missing[0]!r} is missing. Publish every tensor of the model.")
 
 
+def first_folder(model: Path, place: Path) -> Path:
+    """What a server starts with: the model's folder, or one at `place` where it has adapters, which `write_first` writes."""
+    return model if adapter_of(model) is None else place / "first"
+
+
+def write_first(model: Path, place: Path) -> Path:
+    """Blocking. `OSError` where there is no room."""
+    if (adapter := adapter_of(model)) is not None:
+        from midflight.engines.servers.merging import write_merged
+
+        _fresh_copy(model, first_folder(model, place))
+        write_merged(model, adapter, first_folder(model, place))
+    return first_folder(model, place)
+
+
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a model folder; reads headers only."""
+    """Of the tensors that are handed over of a model folder; reads headers only."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob(_WEIGHTS)):
+    for path in served_weights(folder):
         with safe_open(path, "numpy") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
     return shapes
 
 
 def _fresh_copy(model: Path, folder: Path) -> None:
-    """All of a model folder but its weights."""
+    """All of a model folder but its weights and adapters."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns(_WEIGHTS, "*.index.json", "*.bin"))
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", FOLDER))
 
 
 def _write_tensors(path: Path, specs: tuple[TensorSpec, ...], views: Mapping[str, memoryview]) -> None:
