@@ -27,26 +27,27 @@ def sequence_ratio(log_rho: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *,
     return product.exp()[sequence]
 
 
-def interpolation_weight(behaviour: Int[Tensor, " T"], *, proximal: int, current: int) -> Float[Tensor, " T"]:
-    """How far the proximal policy lies between the one that sampled a token (0) and the current one (1), in versions.
+def interpolation_weight(since_proximal: Float[Tensor, " T"], *, since_policy: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """How far the proximal policy lies between the one that sampled a token (0) and the current one (1).
 
         alpha = clip((v_p - v_b) / (v_theta - v_b), 0, 1)
 
-    A-3PO (2512.06547). A token sampled by the current version has alpha = 1: its proximal policy is the current one, r = 1.
+    A-3PO (2512.06547). The arguments are v_p - v_b and v_theta - v_b, in versions since the token was sampled. A token
+    sampled by the current version has alpha = 1: its proximal policy is the current one, r = 1.
     """
-    distance = (current - behaviour).double()
-    return torch.where(distance == 0, 1.0, (proximal - behaviour) / distance).clamp(0, 1)
+    return torch.where(since_policy == 0, 1.0, since_proximal / since_policy).clamp(0, 1)
 
 
-def a3po_proximal(policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, alpha: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def interpolated_proximal(
+    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, alpha: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
     """Proximal log-probabilities without a forward of their own.
 
         log pi_p = log mu + alpha (sg(log pi_theta) - log mu)
 
     A-3PO (2512.06547); `alpha` from `interpolation_weight`.
     """
-    policy = policy.detach()
-    return behaviour + alpha.to(policy.dtype) * (policy - behaviour)
+    return behaviour + alpha * (policy.detach() - behaviour)
 
 
 def truncated_weight(ratio: Float[Tensor, " T"], *, cap: float) -> Float[Tensor, " T"]:
@@ -75,22 +76,22 @@ def self_normalised(weight: Float[Tensor, " T"], *, mean: Float[Tensor, ""]) -> 
     return weight / mean.clamp(min=torch.finfo(weight.dtype).tiny)
 
 
-def mis_weight(ratio: Float[Tensor, " T"], *, low: float, high: float) -> Float[Tensor, " T"]:
-    """Masked importance sampling: w = rho where low <= rho <= high, else 0. Usual bounds 0.5 and 2."""
+def masked_weight(ratio: Float[Tensor, " T"], *, low: float, high: float) -> Float[Tensor, " T"]:
+    """MIS, masked importance sampling: w = rho where low <= rho <= high, else 0. Usual bounds 0.5 and 2."""
     ratio = ratio.detach()
     return torch.where((low <= ratio) & (ratio <= high), ratio, 0.0)
 
 
-def mis_sequence_weight(
+def masked_sequence_weight(
     log_rho: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int, low: float, high: float
 ) -> Float[Tensor, " T"]:
-    """Masked importance sampling of whole rollouts: w = prod rho on every token of a rollout where it lies in [low, high], else 0."""
-    return mis_weight(sequence_ratio(log_rho, sequence, num_sequences=num_sequences), low=low, high=high)
+    """MIS of whole rollouts: w = prod rho on every token of a rollout where it lies in [low, high], else 0."""
+    return masked_weight(sequence_ratio(log_rho, sequence, num_sequences=num_sequences), low=low, high=high)
 
 
 def icepop_weight(ratio: Float[Tensor, " T"], *, low: float, high: float) -> Float[Tensor, " T"]:
-    """IcePop (2510.18855): w = rho where low <= rho <= high, else 0. `mis_weight` under its own name; usual bounds 0.5 and 5."""
-    return mis_weight(ratio, low=low, high=high)
+    """IcePop (2510.18855): w = rho where low <= rho <= high, else 0. `masked_weight` under its own name; usual bounds 0.5 and 5."""
+    return masked_weight(ratio, low=low, high=high)
 
 
 def age_weight(age: Int[Tensor, " T"], *, decay: float) -> Float[Tensor, " T"]:

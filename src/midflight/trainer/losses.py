@@ -1,7 +1,7 @@
 """Objectives per token, as losses to minimise. What ratio they get decides whether they are bypass or decoupled.
 
 `policy` is log pi_theta. It, and ratios made of it, carry the gradient; all else is a constant. R = pi_theta / behaviour,
-r = pi_theta / proximal. Bounds `clip_low` and `clip_high` say how far a ratio may be from 1, except in `gmpo`.
+r = pi_theta / proximal. Bounds `clip_low` and `clip_high` say how far a ratio may be from 1, except in GMPO.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def clipped_above(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *,
 
 
 def cispo(
-    policy: Float[Tensor, " T"], ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float
+    policy: Float[Tensor, " T"], ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], clip_low: float, clip_high: float
 ) -> Float[Tensor, " T"]:
     """Clips the importance weight, not the update: every token keeps a gradient.
 
@@ -62,7 +62,7 @@ def cispo(
 
 
 def rollout_is(
-    policy: Float[Tensor, " T"], ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float
+    policy: Float[Tensor, " T"], ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], clip_low: float, clip_high: float
 ) -> Float[Tensor, " T"]:
     """Importance-weighted policy gradient on tokens whose ratio is near 1, and none on the others (`cispo` clips those).
 
@@ -82,8 +82,14 @@ def sapo(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, tau_posi
 
     SAPO (2511.20347), eq. 5 and 6. At r = 1 the gradient is that of r A; a larger tau lets it fade sooner. Usual: 1.0 and 1.05.
     """
-    tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
-    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+    positive = 4 / tau_positive * torch.sigmoid(tau_positive * (ratio - 1))
+    negative = 4 / tau_negative * torch.sigmoid(tau_negative * (ratio - 1))
+    return -torch.where(advantage > 0, positive, negative) * advantage
+
+
+def sequence_log_ratio(log_ratio: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int) -> Float[Tensor, " T"]:
+    """log of GSPO's ratio, mean log r over the whole rollout that a token is of, without gradient. 2507.18071, eq. 7."""
+    return sequences.means(log_ratio.detach(), sequence, num_sequences=num_sequences)[sequence]
 
 
 def attached_ratio(policy: Float[Tensor, " T"], sequence_log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
@@ -91,13 +97,12 @@ def attached_ratio(policy: Float[Tensor, " T"], sequence_log_ratio: Float[Tensor
 
         s_t = sg(s) pi_theta / sg(pi_theta),  s = exp(sequence_log_ratio)
 
-    GSPO-token (2507.18071), eq. 14; GSPO is `clipped_surrogate` of it, averaged per rollout, with s = exp(mean log r) over
-    the rollout (eq. 7), usual clips 3e-4 and 4e-4.
+    GSPO-token (2507.18071), eq. 14. GSPO is `clipped_surrogate` of it, averaged per rollout; usual clips 3e-4 and 4e-4.
     """
-    return sequence_log_ratio.detach().exp() * _attached(policy)
+    return sequence_log_ratio.detach().exp() * (policy - policy.detach()).exp()
 
 
-def gmpo_log_ratio(
+def geometric_mean_ratio(
     log_ratio: Float[Tensor, " T"],
     advantage: Float[Tensor, " T"],
     sequence: Int[Tensor, " T"],
@@ -106,48 +111,41 @@ def gmpo_log_ratio(
     clip_low: float,
     clip_high: float,
 ) -> Float[Tensor, " T"]:
-    """log of the geometric mean of the clipped ratios of the rollout that a token is of, without gradient.
+    """Geometric mean of the clipped r of the whole rollout that a token is of, without gradient.
 
-    Each log r is clipped to [-clip_low, clip_high] on the pessimistic side only, before the mean. Over whole rollouts.
+    Each log r is clipped to [-clip_low, clip_high] on the pessimistic side only, before the mean. GMPO (2507.20673), eq. 4.
     """
-    found = log_ratio.detach()
-    clipped = torch.where(_gmpo_clipped(found, advantage, clip_low=clip_low, clip_high=clip_high), found.clamp(-clip_low, clip_high), found)
-    return sequences.means(clipped, sequence, num_sequences=num_sequences)[sequence]
+    clipped = _clip_logarithm(log_ratio.detach(), advantage, clip_low=clip_low, clip_high=clip_high)
+    return sequences.means(clipped, sequence, num_sequences=num_sequences).exp()[sequence]
 
 
-def gmpo(
-    policy: Float[Tensor, " T"],
+def geometric_mean_surrogate(
     log_ratio: Float[Tensor, " T"],
     advantage: Float[Tensor, " T"],
     *,
-    sequence_log_ratio: Float[Tensor, " T"],
+    mean_ratio: Float[Tensor, " T"],
     clip_low: float,
     clip_high: float,
 ) -> Float[Tensor, " T"]:
-    """Geometric-mean policy optimization, for a mean over tokens of a rollout, then over rollouts.
+    """Geometric-mean policy optimization, for a mean over the tokens of a rollout, then over rollouts.
 
-        L_t = -A g pi_theta / sg(pi_theta),  g = exp(sequence_log_ratio), and no gradient where log r_t is clipped
+        L_t = -A g c_t / sg(c_t),  g = mean_ratio, c_t = clip(r_t, e^-clip_low, e^clip_high) on the pessimistic side
 
-    GMPO (2507.20673), eq. 4: its mean over a rollout is -A prod_t clip(r_t)^(1/n), with that gradient. `sequence_log_ratio`
-    comes from `gmpo_log_ratio`; clips are in logarithms, usual 0.4 and 0.4, for ratios within e^+-0.4.
+    GMPO (2507.20673), eq. 4: the mean over a rollout is -A prod_t c_t^(1/n), in value and gradient. `mean_ratio` comes from
+    `geometric_mean_ratio`. Clips are in logarithms, usual 0.4 and 0.4.
     """
-    clipped = _gmpo_clipped(log_ratio.detach(), advantage, clip_low=clip_low, clip_high=clip_high)
-    attached = torch.where(clipped, torch.ones_like(policy), _attached(policy))
-    return -sequence_log_ratio.detach().exp() * attached * advantage
+    clipped = _clip_logarithm(log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)
+    return -mean_ratio.detach() * (clipped - clipped.detach()).exp() * advantage
 
 
-def _gmpo_clipped(
+def _clip_logarithm(
     log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float
-) -> Bool[Tensor, " T"]:
-    return ((advantage > 0) & (log_ratio > clip_high)) | ((advantage < 0) & (log_ratio < -clip_low))
+) -> Float[Tensor, " T"]:
+    above = torch.where(advantage > 0, log_ratio.clamp(max=clip_high), log_ratio)
+    return torch.where(advantage < 0, log_ratio.clamp(min=-clip_low), above)
 
 
-def _attached(policy: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """pi_theta / sg(pi_theta): 1, with the gradient of log pi_theta."""
-    return (policy - policy.detach()).exp()
-
-
-def topr(policy: Float[Tensor, " T"], sequence_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def topr(policy: Float[Tensor, " T"], sequence_ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """Tapered off-policy REINFORCE: likes what went well at full weight, forgets what went badly only while it is still likely.
 
         L_t = -w A_t log pi_theta,  w = 1 where A_t > 0, else sg(clip(R_seq, 0, 1))
@@ -160,7 +158,7 @@ def topr(policy: Float[Tensor, " T"], sequence_ratio: Float[Tensor, " T"], advan
 
 
 def mirror_descent(
-    policy: Float[Tensor, " T"], log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, tau: float
+    policy: Float[Tensor, " T"], log_ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], tau: float
 ) -> Float[Tensor, " T"]:
     """Policy gradient with a quadratic pull back to the behaviour policy.
 
@@ -173,7 +171,7 @@ def mirror_descent(
 
 
 def dppo_tv(
-    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, delta: float, cap: float
+    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], delta: float, cap: float
 ) -> Float[Tensor, " T"]:
     """Trust region on the probabilities, not on their ratio: rare tokens may move, likely ones may not run off.
 
@@ -190,14 +188,39 @@ def dppo_tv(
     return -torch.where(kept, ratio, 0.0) * advantage * policy
 
 
-def kl_cov(
-    log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, chosen: Bool[Tensor, " T"], coefficient: float
-) -> Float[Tensor, " T"]:
-    """The unclipped surrogate, with a penalty on the tokens that `masks.kl_cov_selection` chose.
+def largest_covariance(
+    policy: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, share: float, low: float = -math.inf, high: float = math.inf
+) -> Bool[Tensor, " T"]:
+    """True on the share of the batch's tokens, at least one, that add most to cov(log pi, A): entropy falls fastest there.
 
-        L_t = -r_t A_t + beta |log r_t| where chosen
+        cov_t = (log pi_t - mean) (A_t - mean), low < cov_t < high
 
-    KL-Cov (2505.22617), eq. 14; like its authors' code we estimate the divergence by |log r|. `log_ratio` = log r with its
-    gradient; usual coefficient beta 1.
+    Cui et al. 2025 (2505.22617), eq. 10 to 13; usual share 2e-4, and for Clip-Cov a band from 1 to 5. Over the tokens of the
+    whole batch. Clip-Cov draws from its band at random; we take the largest, so that ranks and resumed runs agree.
     """
-    return -log_ratio.exp() * advantage + torch.where(chosen, coefficient * log_ratio.abs(), 0.0)
+    policy = policy.detach()
+    covariance = (policy - policy.mean()) * (advantage - advantage.mean())
+    eligible = torch.where((low < covariance) & (covariance < high), covariance, -torch.inf)
+    selected = torch.zeros_like(eligible, dtype=torch.bool)
+    selected[eligible.topk(min(len(policy), max(1, int(share * len(policy))))).indices] = True
+    return selected & (eligible > -torch.inf)
+
+
+def clip_cov(
+    ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, selected: Bool[Tensor, " T"], clip_low: float, clip_high: float
+) -> Float[Tensor, " T"]:
+    """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected. Clip-Cov (2505.22617), eq. 12."""
+    return clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high).masked_fill(selected, 0)
+
+
+def kl_cov(
+    log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, selected: Bool[Tensor, " T"], penalty: float
+) -> Float[Tensor, " T"]:
+    """The unclipped surrogate, with a penalty on the tokens that `largest_covariance` selected.
+
+        L_t = -r_t A_t + beta |log r_t| where selected
+
+    KL-Cov (2505.22617), eq. 14; like its authors' code we estimate the divergence by |log r|, whose gradient is 0 at r = 1.
+    `log_ratio` is log r with its gradient; usual penalty beta 1.
+    """
+    return -log_ratio.exp() * advantage + torch.where(selected, penalty * log_ratio.abs(), 0.0)

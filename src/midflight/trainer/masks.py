@@ -1,6 +1,6 @@
 """Which tokens stay in the loss. True keeps. Masks of whole rollouts give every token of a rollout the same answer.
 
-rho = proximal / behaviour, and every bound is on rho, never on its inverse. A mask never changes a denominator: the caller
+rho = proximal / behaviour, and bounds are on rho, never on its inverse. A mask never changes a denominator: the caller
 multiplies the loss by it and divides by what the batch had before.
 """
 
@@ -25,9 +25,14 @@ def k3(log_rho: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     return log_rho.exp() - 1 - log_rho
 
 
-def divergence_mask(divergence: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T"]:
-    """Keeps tokens whose `k2` or `k3` is at most the bound. Usual for k3: 0.001 to 0.01."""
-    return divergence.detach() <= bound
+def k2_mask(log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T"]:
+    """Keeps tokens whose k2 is at most the bound."""
+    return k2(log_rho.detach()) <= bound
+
+
+def k3_mask(log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T"]:
+    """Keeps tokens whose k3 is at most the bound, usually 0.001 to 0.01. Stricter on large ratios than on small ones."""
+    return k3(log_rho.detach()) <= bound
 
 
 def sequence_divergence_mask(
@@ -38,7 +43,7 @@ def sequence_divergence_mask(
     bound: float,
     over: Literal["mean", "max"],
 ) -> Bool[Tensor, " T"]:
-    """Keeps rollouts whose mean (or largest) `k2` or `k3` is at most the bound."""
+    """Keeps rollouts whose mean (or largest) k2 or k3 is at most the bound."""
     statistic = sequences.means if over == "mean" else sequences.maxima
     return (statistic(divergence.detach(), sequence, num_sequences=num_sequences) <= bound)[sequence]
 
@@ -78,7 +83,7 @@ def m2po_mask(log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T
 
 
 def opsm_mask(
-    log_ratio: Float[Tensor, " T"],
+    log_inverse: Float[Tensor, " T"],
     advantage: Float[Tensor, " T"],
     sequence: Int[Tensor, " T"],
     *,
@@ -87,45 +92,10 @@ def opsm_mask(
 ) -> Bool[Tensor, " T"]:
     """Off-policy sequence masking: drops a rollout of negative advantage that the current policy has moved away from.
 
-        drop iff A < 0 and mean(log mu - log pi_theta) > delta
+        drop iff A < 0 and mean(log mu - log pi_theta) > bound
 
-    DeepSeek-V3.2 (2512.02556), section 3.1. `log_ratio` is log(pi_theta / mu); delta bounds a distance, in nats per token.
+    DeepSeek-V3.2 (2512.02556), section 3.1. `log_inverse` is log(mu / pi_theta): a distance in nats per token, the one place
+    where a bound is not on rho.
     """
-    distance = sequences.means(-log_ratio.detach(), sequence, num_sequences=num_sequences)
+    distance = sequences.means(log_inverse.detach(), sequence, num_sequences=num_sequences)
     return ~((advantage < 0) & (distance > bound)[sequence])
-
-
-def covariance(policy: Float[Tensor, " T"], advantage: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """What each token adds to cov(log pi, A): (log pi - mean) (A - mean), means over the given tokens, those of the whole batch.
-
-    Cui et al. 2025 (2505.22617), eq. 10: entropy falls fastest where it is large.
-    """
-    policy = policy.detach()
-    return (policy - policy.mean()) * (advantage - advantage.mean())
-
-
-def clip_cov_mask(
-    policy: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, share: float, low: float, high: float
-) -> Bool[Tensor, " T"]:
-    """Clip-Cov: drops a share of the batch's tokens, at least one, from those with low < covariance < high.
-
-    2505.22617, eq. 11 and 12; usual share 2e-4, bounds 1 and 5. The paper draws them at random; we take the largest, so that
-    ranks and resumed runs agree without a shared generator. It goes with `clipped_surrogate`.
-    """
-    found = covariance(policy, advantage)
-    return ~_largest(torch.where((low < found) & (found < high), found, -torch.inf), share=share)
-
-
-def kl_cov_selection(policy: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, share: float) -> Bool[Tensor, " T"]:
-    """KL-Cov: True on the share of the batch's tokens, at least one, of largest covariance; `losses.kl_cov` holds these back.
-
-    2505.22617, eq. 13; usual share 2e-4 to 2e-3.
-    """
-    return _largest(covariance(policy, advantage), share=share)
-
-
-def _largest(values: Float[Tensor, " T"], *, share: float) -> Bool[Tensor, " T"]:
-    """True on the largest values, -inf never among them."""
-    chosen = torch.zeros_like(values, dtype=torch.bool)
-    chosen[values.topk(min(len(values), max(1, int(share * len(values))))).indices] = True
-    return chosen & (values > -torch.inf)

@@ -12,31 +12,33 @@ from torch import Tensor
 from midflight.trainer.corrections import log_ratio
 
 
-def kl_k1(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def k1_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """log pi_theta - log pi_ref: unbiased, of either sign. Schulman 2020. As a loss its gradient is 0 in expectation: for rewards."""
     return log_ratio(policy, reference)
 
 
-def kl_k2(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def k2_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """Half the square of k1: a biased value, and on policy the right gradient. Schulman 2020."""
     return log_ratio(policy, reference) ** 2 / 2
 
 
-def kl_k3(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def k3_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """exp(-k1) - 1 + k1: an unbiased value, never negative. Schulman 2020; GRPO (2402.03300), eq. 4. Its gradient is that of
     KL(reference, policy)."""
     found = log_ratio(policy, reference)
     return (-found).exp() - 1 + found
 
 
-def unbiased_kl(ratio: Float[Tensor, " T"], policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """k3 weighted by R = pi_theta / behaviour, whose gradient counts too: value and gradient are unbiased off policy.
+def unbiased_divergence(
+    policy: Float[Tensor, " T"], reference: Float[Tensor, " T"], *, behaviour: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """k3 weighted by R = pi_theta / behaviour, whose gradient counts too: value and gradient are unbiased, off policy as well.
 
         R_t k3(pi_theta, pi_ref)
 
     DeepSeek-V3.2 (2512.02556), eq. 7.
     """
-    return ratio * kl_k3(policy, reference)
+    return log_ratio(policy, behaviour).exp() * k3_divergence(policy, reference)
 
 
 def value_loss(
