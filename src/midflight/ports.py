@@ -10,8 +10,10 @@ from midflight.types import (
     Capabilities,
     Chunk,
     EngineHealth,
+    Float32,
     GenerateRequest,
     GroupKey,
+    Int32,
     PauseMode,
     Reason,
     RolloutKey,
@@ -57,6 +59,18 @@ class Engine(Protocol):
         ...
 
     async def health(self) -> EngineHealth: ...
+
+
+class Scorer(Protocol):
+    """A model that is asked how likely given tokens are: a teacher."""
+
+    async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
+        """Natural log of softmax(logits / temperature) of each token after those before it in its row: [N], 0 at the first of a row.
+
+        Row r has the tokens [row_offsets[r], row_offsets[r + 1]), at least one. `RequestRejected` blames the rows;
+        `EngineUnavailable` says that trying again may help.
+        """
+        ...
 
 
 class WeightReceiver(Protocol):
@@ -119,6 +133,10 @@ class Fleet(Protocol):
 
     def served_version(self) -> Version:
         """v_served: the oldest version a routable engine serves."""
+        ...
+
+    def reserved(self) -> str | None:
+        """The engine that keeps its version for an evaluation: no version is brought to it meanwhile."""
         ...
 
 

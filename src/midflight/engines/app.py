@@ -19,9 +19,11 @@ from starlette.websockets import WebSocket
 
 from midflight.engines.generate_body import Answer, GenerateBody, read_request
 from midflight.engines.metrics import EngineCollector
+from midflight.engines.scores import SCORE_PATH, decode_rows, encode_scores
 from midflight.engines.served import ServedEngine
 from midflight.engines.wire import STREAM_PATH
-from midflight.errors import Blame, MidflightError, RequestRejected, Unauthorized
+from midflight.errors import Blame, MidflightError, NotSupported, RequestRejected, Unauthorized
+from midflight.ports import Scorer
 from midflight.types import Capabilities, Chunk, PauseMode, WeightManifest
 
 R = TypeVar("R")
@@ -61,17 +63,18 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-def build_app(engine: E, serve: Callable[[E, WebSocket], Awaitable[None]], *, token: str | None) -> Starlette:
+def build_app(engine: E, serve: Callable[[E, WebSocket], Awaitable[None]], *, token: str | None, scorer: Scorer | None = None) -> Starlette:
     """The ASGI application. `serve` is the engine's end of the wire to one client, until that leaves: `relay` does for any engine.
 
     With a token, everything but `/health` needs it as bearer. The engine's `run`, if it has one, is the caller's to start.
+    `scorer` is the engine again, where it can score.
     """
 
     async def stream(socket: WebSocket) -> None:
         await serve(engine, socket)
 
     app = Starlette(
-        routes=[*_Endpoints(engine).routes(), WebSocketRoute(STREAM_PATH, stream)],
+        routes=[*_Endpoints(engine, scorer).routes(), WebSocketRoute(STREAM_PATH, stream)],
         exception_handlers={MidflightError: _error_answer},
     )
     if token is not None:
@@ -80,8 +83,8 @@ def build_app(engine: E, serve: Callable[[E, WebSocket], Awaitable[None]], *, to
 
 
 class _Endpoints:
-    def __init__(self, engine: ServedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: ServedEngine, scorer: Scorer | None) -> None:
+        self._engine, self._scorer = engine, scorer
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine.reading))
 
@@ -93,6 +96,7 @@ class _Endpoints:
             "/abort_request": self.abort,
             "/stage_weights": self.stage,
             "/commit_weights": self.commit,
+            SCORE_PATH: self.score,
         }
         gets = {"/health": self.health, "/model_info": self.model_info, "/metrics": self.metrics}
         return [Route(p, e, methods=["POST"]) for p, e in posts.items()] + [Route(p, e, methods=["GET"]) for p, e in gets.items()]
@@ -137,6 +141,15 @@ class _Endpoints:
 
     async def commit(self, request: Request) -> Response:
         return _json(await self._engine.commit(_read(await request.body(), CommitBody).version))
+
+    async def score(self, request: Request) -> Response:
+        if self._scorer is None:
+            raise NotSupported(f"scoring: engine {self._engine.name!r} only generates. Ask an embedded engine.")
+        token_ids, row_offsets, temperature = decode_rows(await request.body())
+        scores = await _unless_gone(request, self._scorer.score(token_ids, row_offsets, temperature=temperature))
+        if scores is None:
+            return Response(status_code=_CLIENT_GONE)
+        return Response(encode_scores(scores), media_type="application/octet-stream")
 
     async def health(self, request: Request) -> Response:
         """200 while the engine lives, 503 after; the numbers show progress."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from midflight.engines.scores import SCORE_PATH, decode_scores, encode_rows
 from midflight.engines.streams import ChunkStream, ChunkStreams
 from midflight.engines.wire import (
     STREAM_PATH,
@@ -29,7 +30,18 @@ from midflight.engines.wire import (
 )
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import Observer
-from midflight.types import Attestation, Capabilities, Chunk, EngineHealth, GenerateRequest, PauseMode, Version, WeightManifest
+from midflight.types import (
+    Attestation,
+    Capabilities,
+    Chunk,
+    EngineHealth,
+    Float32,
+    GenerateRequest,
+    Int32,
+    PauseMode,
+    Version,
+    WeightManifest,
+)
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -94,6 +106,13 @@ class RemoteEngine:
 
     async def abort(self, request_id: str | None) -> None:
         await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
+
+    async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
+        """As the port's `Scorer`. Waits until the engine is attached, which may be its next life, and then for its answer; ended by
+        the caller's deadline."""
+        await self._attached.wait()
+        content = await self._request("POST", SCORE_PATH, encode_rows(token_ids, row_offsets, temperature=temperature))
+        return decode_scores(content, num_tokens=len(token_ids))
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from midflight.errors import ContextExceeded, RequestRejected
-from midflight.types import Feature, GenerateRequest, SamplingParams
+from midflight.types import Feature, GenerateRequest, Int32, SamplingParams
 
 MAX_BIASED = 300
 """Ids with a bias: each is written anew at every step, and OpenAI's endpoint takes no more either."""
@@ -31,6 +33,22 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
             f"generating: {length} input tokens leave no room in a context of {max_context}. Send at most {max_context - 1} tokens.",
             param="input_ids",
         )
+
+
+def check_rows(token_ids: Int32, row_offsets: Int32, *, temperature: float, vocab_size: int, max_context: int) -> None:
+    """Of rows to score: `RequestRejected` or `ContextExceeded`, naming the value and the remedy."""
+    _require(math.isfinite(temperature) and temperature > 0, "temperature", temperature, "a finite number above 0")
+    spans = len(row_offsets) > 1 and row_offsets[0] == 0 and row_offsets[-1] == len(token_ids)
+    lengths = np.diff(row_offsets)
+    if not spans or lengths.min() < 1:
+        raise RequestRejected(
+            "scoring: the rows are empty, or do not span the tokens. Send at least one row, each with a token.", param="rows"
+        )
+    if (longest := int(lengths.max())) > max_context:
+        raise ContextExceeded(f"scoring: a row has {longest} tokens, the context {max_context}. Send shorter rows.", param="rows")
+    bad = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+    if len(bad):
+        raise RequestRejected(f"scoring: token id {bad[0]} is outside the vocabulary. Send ids from 0 to {vocab_size - 1}.", param="rows")
 
 
 def check_features(sampling: SamplingParams, features: frozenset[Feature], *, engine: str) -> None:

@@ -43,7 +43,7 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
     engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
-    app = build_app(engine, serve_stream, token=spec.token)
+    app = build_app(engine, serve_stream, token=spec.token, scorer=engine)
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))
 
@@ -53,4 +53,5 @@ async def serve_engine(config: Config, model: Path, *, host: str, port: int, tok
     with listen(host, port) as listener:
         engine = await asyncio.to_thread(make_engine, config, model, name="engine", version=0)
         url = f"http://{host}:{listener.getsockname()[1]}"
-        await serve_while(engine.run(), serve_app(build_app(engine, serve_stream, token=token), listener, ready=lambda: ready(url)))
+        app = build_app(engine, serve_stream, token=token, scorer=engine)
+        await serve_while(engine.run(), serve_app(app, listener, ready=lambda: ready(url)))

@@ -8,18 +8,21 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
 from midflight.engines.embedded.runner import Runner
 from midflight.engines.embedded.scheduler import Scheduler
+from midflight.engines.embedded.scoring import portions, token_logprobs
 from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights
 from midflight.engines.output import Outlet, StepOutput
 from midflight.engines.streams import ChunkStreams, step_chunks
-from midflight.engines.validation import check_request
+from midflight.engines.validation import check_request, check_rows
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import Observer, WeightReceiver
 from midflight.text.stop import StopMatcher
@@ -31,7 +34,9 @@ from midflight.types import (
     EngineHealth,
     Feature,
     Finish,
+    Float32,
     GenerateRequest,
+    Int32,
     LogprobKind,
     PauseMode,
     Version,
@@ -78,6 +83,7 @@ class EmbeddedEngine:
     ) -> None:
         self._name, self._tokenizer, self._observer = name, tokenizer, observer
         self._lease_seconds = pause_lease_seconds
+        self._model, self._max_batch_tokens = model, max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
         self._weights = EngineWeights(model, receiver, version=version)
         runner = Runner(model, max_running=max_running, max_context=max_context)
@@ -209,6 +215,24 @@ class EmbeddedEngine:
         if failures:
             raise failures[0]
         return [_joined(chunks[s.handle]) for s in submissions]
+
+    async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
+        """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the decode thread.
+
+        Between two of its steps it scores some rows, at most `max_batch_tokens` tokens or one row: for so long generation waits.
+        """
+        c = self._capabilities
+        check_rows(token_ids, row_offsets, temperature=temperature, vocab_size=c.vocab_size, max_context=c.max_context)
+        found = np.zeros(len(token_ids), dtype=np.float32)
+        rows, places = np.split(token_ids, row_offsets[1:-1]), np.split(np.arange(len(token_ids)), row_offsets[1:-1])
+        for portion in portions(np.diff(row_offsets), max_tokens=self._max_batch_tokens):
+            scoring = partial(token_logprobs, self._model, [rows[row] for row in portion], temperature=temperature)
+            try:
+                scores = await asyncio.wrap_future(self._thread.call(scoring))
+            except RuntimeError as error:
+                raise EngineError(f"scoring {len(token_ids)} tokens: {error}. Lower engine.max_batch_tokens if memory ran out.") from error
+            found[np.concatenate([places[row] for row in portion])] = np.concatenate(scores)
+        return found
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
 
