@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from midflight.config.derived import batch_rollouts, engine_slots, in_flight, served_dtype
 from midflight.config.sections import Config
@@ -16,7 +17,7 @@ _ENTRY = re.compile(r"[\w.]+:\w+")
 
 def contradictions(config: Config) -> tuple[str, ...]:
     """One sentence for each pair of options that can't both hold, with the remedy. Empty for a sound configuration."""
-    return (*_rollout(config), *_model(config), *_trainer(config), *_engine(config), *_places(config))
+    return (*_rollout(config), *_model(config), *_trainer(config), *_lora(config), *_engine(config), *_places(config))
 
 
 def _rollout(config: Config) -> Iterator[str]:
@@ -64,6 +65,14 @@ def _trainer(config: Config) -> Iterator[str]:
         )
     if t.overlong_buffer > config.environment.max_tokens:
         yield f"trainer.overlong_buffer ({t.overlong_buffer}) is more than environment.max_tokens ({config.environment.max_tokens}); lower it"
+
+
+def _lora(config: Config) -> Iterator[str]:
+    given = [f"lora.{name}" for name in ("alpha", "targets") if getattr(config.lora, name)]
+    if config.lora.rank is None and given:
+        yield f"{given[0]} does nothing without lora.rank; set lora.rank, or remove [lora] to train all weights"
+    if config.lora.rank is not None and find_spec("peft") is None:
+        yield f"lora.rank ({config.lora.rank}) needs PEFT, which is not installed; pip install 'midflight[lora]'"
 
 
 def _engine(config: Config) -> Iterator[str]:

@@ -228,6 +228,17 @@ class TrainerSection(Section):
     """Checkpoints kept; larger takes more disk."""
 
 
+class LoraSection(Section):
+    """Low-rank adapters of a frozen base, trained in place of all weights; only they go to the engines. Needs `pip install 'midflight[lora]'`."""
+
+    rank: Positive | None = None
+    """Width of the adapters; larger learns more, and sends more with each version. None trains all weights."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The adapters' output is scaled by alpha / rank; larger learns faster. Default 2 * rank."""
+    targets: tuple[str, ...] = ()
+    """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear layer but the output layer."""
+
+
 class WarmStartSection(Section):
     """Supervised fine-tuning before reinforcement learning. Stops on accuracy, not on steps."""
 
@@ -270,5 +281,6 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
     trainer: TrainerSection = TrainerSection()
+    lora: LoraSection = LoraSection()
     warm_start: WarmStartSection = WarmStartSection()
     weights: WeightsSection = WeightsSection()
