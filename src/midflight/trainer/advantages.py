@@ -94,8 +94,7 @@ def gae(
     rank = _ranks(sequence, position, num_sequences=num_sequences)
     ahead = torch.zeros(2, num_sequences, dtype=values.dtype, device=values.device)  # V and A of the step after this one.
     advantages = torch.zeros_like(values)
-    for step in reversed(range(int(rank.max()) + 1 if len(rank) else 0)):
-        at = (rank == step).nonzero().squeeze(1)
+    for at in reversed(rank.argsort().split(rank.bincount().tolist())):
         next_value, next_advantage = ahead[:, sequence[at]]
         delta = rewards[at] + discount * next_value - values[at]
         advantages[at] = delta + discount * decay * next_advantage
