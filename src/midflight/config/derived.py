@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.config.sections import Config, EngineSection, RolloutSection
+from midflight.config.sections import Config, EngineSection, LoraSection, RolloutSection
 from midflight.types import StalePolicy, Version
 
 
@@ -51,6 +51,11 @@ def engine_slots(engine: EngineSection) -> int:
 def served_dtype(config: Config) -> str:
     """Precision of the weights in engines, and on their way there."""
     return config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype
+
+
+def lora_alpha(lora: LoraSection) -> float:
+    """By which, over the rank, the output of adapters is scaled: `alpha`, else 2 * rank."""
+    return lora.alpha or 2 * (lora.rank or 0)
 
 
 def engine_python(engine: EngineSection) -> Path:

@@ -39,7 +39,7 @@ PRODUCTS = (
     "store.sqlite-shm",
     "published",
 )
-FOLDERS = ("checkpoints", "first", "start", "model", "weights", "logs")
+FOLDERS = ("checkpoints", "first", "start", "model", "adapter", "weights", "logs")
 
 
 class Run:
@@ -132,7 +132,7 @@ def train(config: Config, *, resume: bool) -> int:
         finally:
             summary = run.conclude()
         terminal.say(summary_table(summary))
-        made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/") if (folder / name).exists()]
+        made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/", "adapter/") if (folder / name).exists()]
         terminal.say(f"{folder}: {', '.join(made)}")
     return status
 

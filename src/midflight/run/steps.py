@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
+from midflight.models.adapter import served_weights
 from midflight.run.service import StepDone
 from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.published_file import read_specs
@@ -112,7 +113,7 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelTensors:
-    """Names and shapes of the model that the engines started with: other weights are refused before any engine sees them."""
+    """Names and shapes of what is handed over of the model that the engines started with: other weights are refused before any engine sees them."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """`tied`: the output layer is the embedding, so engines have it once, and a file may have it twice."""
@@ -122,7 +123,7 @@ class ModelTensors:
     def of(cls, folder: Path) -> ModelTensors:
         """Blocking; reads headers only."""
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
-        shapes = {spec.name: spec.shape for path in sorted(folder.glob("*.safetensors")) for spec in read_specs(path)}
+        shapes = {spec.name: spec.shape for path in served_weights(folder) for spec in read_specs(path)}
         return cls(shapes, tied=config.tie_word_embeddings)
 
     def fitting(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:

@@ -7,15 +7,17 @@ import shutil
 from collections import deque
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from midflight.config.derived import num_engines, served_dtype
+from midflight.config.derived import lora_alpha, num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
 from midflight.environments.sources import load_sources
 from midflight.models.dtypes import torch_dtype
 from midflight.models.export import export_model
 from midflight.models.load import load_model, make_model
+from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
 from midflight.models.names import in_dtype, named_tensors
 from midflight.run.child import Launcher
 from midflight.run.client import RolloutClient
@@ -32,6 +34,9 @@ from midflight.types import Version, WeightManifest
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher as make_publisher
 from midflight.weights.transports.stale import remove_stale
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
@@ -66,9 +71,12 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     source = run / "start" if checkpoint else await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
     model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
     tokenizer = Tokenizer.load(source)
+    adapters = _adapters(config, model) if checkpoint is None else None  # a resumed model has them; a wrong one is told before a warm start
     if checkpoint is None:
         sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
         await warm_start(model, tokenizer, sources, config, launcher.tell)
+    if adapters is not None:
+        add_adapters(model, adapters, seed=config.run.seed)
     trainer = trainer_of(
         config.trainer,
         model,
@@ -81,7 +89,14 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     await asyncio.to_thread(export_model, model, source, run / "start")
     launcher.tell(ModelReady(str(run / "start"), trainer.version, resumed))
     await _train(config, trainer, spec, published)
-    await asyncio.to_thread(export_model, model, run / "start", run / "model")
+    await asyncio.to_thread(export_model, model, run / "start", run / "model", merged=True)
+    if is_adapted(model):
+        await asyncio.to_thread(save_adapters, model, run / "adapter")
+
+
+def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
+    rank = config.lora.rank
+    return None if rank is None else lora_config(model, rank=rank, alpha=lora_alpha(config.lora), targets=config.lora.targets)
 
 
 def _resume(trainer: Trainer, checkpoint: Path, published: PublishedVersions) -> int:
