@@ -40,6 +40,7 @@ class RecordingFleet:
         self.versions: dict[str, Version] = {e.name: e.served.version for e in engines}
         self.in_quarantine: dict[str, BaseException] = {}
         self.holds: set[tuple[str, str]] = set()
+        self.reserved_engine: str | None = None
         self.log: list[str] = []
 
     def engines(self) -> tuple[Engine, ...]:
@@ -64,6 +65,9 @@ class RecordingFleet:
 
     def served_version(self) -> Version:
         return min((v for e, v in self.versions.items() if e not in self.in_quarantine), default=0)
+
+    def reserved(self) -> str | None:
+        return self.reserved_engine
 
     def check_whole(self) -> None:
         """I7: every engine runs on one whole version, the one the fleet knows of, or is in quarantine; and no hold is left."""

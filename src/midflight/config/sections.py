@@ -181,6 +181,8 @@ class EvaluationSection(Section):
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
     max_in_flight: Positive = 64
     """Evaluation rollouts at once."""
+    pin_seconds: Seconds = 60.0
+    """How long a new version waits for an evaluation where no other engine could take it; larger loses fewer results and lets training stand longer."""
 
 
 class TrainerSection(Section):

@@ -14,7 +14,7 @@ from midflight.environments.registry import Environment
 from midflight.environments.rewards import checked_reward
 from midflight.errors import Cost, MidflightError, RolloutTimeout
 from midflight.ports import Observer, SessionHandle, Sessions
-from midflight.types import Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory
+from midflight.types import Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -74,11 +74,12 @@ class RolloutRunner:
         self._tracked = tracked
         self._paused_seconds = paused_seconds
 
-    async def run(self, key: RolloutKey, task: Task) -> Trajectory:
+    async def run(self, key: RolloutKey, task: Task, *, version: Version | None = None) -> Trajectory:
         """One attempt at a task. Waits for the environment; ended by its deadline, or by cancellation, which propagates.
 
         The session is closed whatever happens. An exception of the environment or the gateway, a bad reward or a missed deadline
         gives a trajectory without reward and with `error` (I10); only what is priced at the whole run, such as a `ConfigError`, is raised.
+        With `version`, so does any token of another: the reward is that of one version, or there is none.
         """
         started = asyncio.get_running_loop().time()
         try:
@@ -91,6 +92,9 @@ class RolloutRunner:
             self._close(key, session, discard=True)
             raise
         record = self._close(key, session, discard=False)
+        if version is not None and record.versions - {version}:
+            mixed = ", ".join(map(str, sorted(record.versions)))
+            outcome = Outcome(None, outcome.error or f"asked of version {version} alone, it was answered by version {mixed}")
         return self._finish(key, task, outcome, record=record, started=started)
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:

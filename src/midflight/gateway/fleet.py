@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from midflight.errors import ConfigError, EngineUnavailable
 from midflight.gateway.deadline import Deadline
 from midflight.gateway.gate import Holds, Line
 from midflight.gateway.pauses import OwnedEngine, SharedPause
+from midflight.gateway.reserve import Reservation
 from midflight.gateway.router import Candidate, Pins, choose
 from midflight.ports import Engine, Observer
 from midflight.types import Version
@@ -18,8 +19,10 @@ from midflight.types import Version
 class Lease:
     """A request's place on an engine, until `Fleet.leave`. When the engine is lost its wait is cut and `lost` says why."""
 
-    def __init__(self, member: _Member, *, tokens: int, deadline: Deadline) -> None:
+    def __init__(self, member: _Member, *, tokens: int, deadline: Deadline, evaluates: bool) -> None:
         self.engine = member.shared.engine
+        self.evaluates = evaluates
+        """Whether it is of a session that the engine is reserved for."""
         self.version = member.version
         """What the engine had attested when the request was placed: none of its tokens can be older."""
         self.tokens = tokens
@@ -30,8 +33,10 @@ class Lease:
         member.tokens_in_flight += tokens
 
     def lose(self, error: BaseException) -> None:
-        self.lost = error
-        self.deadline.cut()
+        """Idempotent: a second cut would end a wait that is none of this lease's."""
+        if self.lost is None:
+            self.lost = error
+            self.deadline.cut()
 
     def end(self) -> None:
         """Idempotent."""
@@ -62,6 +67,8 @@ class EngineState:
     """Why it is in quarantine, `None` if it is not."""
     on_probation: bool
     """In quarantine for silence or nonsense only: it may rejoin without a handover."""
+    reserved: bool
+    """Keeps its version for an evaluation, or has yet to catch up after it."""
     held_by: tuple[str, ...]
     paused_by: tuple[str, ...]
     num_requests: int
@@ -79,7 +86,9 @@ class Fleet:
         """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by whose admission depends on it."""
         self._members: dict[str, _Member] = {}
         self._holds = Holds()
-        self._line: Line[Lease] = Line()
+        self._lines: dict[bool, Line[Lease]] = {evaluates: Line() for evaluates in (False, True)}
+        """One for requests of evaluations, whose engine is another: neither kind waits behind the other."""
+        self._reserved: Reservation | None = None
         self._pins = Pins()
         self._observer = observer
         self._tickets = itertools.count()
@@ -118,6 +127,7 @@ class Fleet:
                 version=m.version,
                 error=m.error,
                 on_probation=m.on_probation,
+                reserved=self._keeps(name),
                 held_by=self._holds.owners(name),
                 paused_by=m.shared.owners,
                 num_requests=len(m.leases),
@@ -129,7 +139,7 @@ class Fleet:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for an engine."""
-        return len(self._line)
+        return sum(len(line) for line in self._lines.values())
 
     # --- Holds -------------------------------------------------------------------------------------------------------
 
@@ -151,6 +161,28 @@ class Fleet:
     def release_all(self, owner: str) -> None:
         self._holds.release(owner)
         self._changed()
+
+    # --- An engine reserved for an evaluation ------------------------------------------------------------------------
+
+    def reserve(self, version: Version) -> Reservation:
+        """Keeps an engine that serves this version there, until `unreserve`. One reservation at a time."""
+        assert self._reserved is None, f"version {self._reserved.version} is reserved already"
+        reserved = self._reserved = Reservation(version)
+        self._changed()
+        return reserved
+
+    def unreserve(self, reserved: Reservation) -> None:
+        """The evaluation is over; idempotent. If others serve a newer version by now, its engine stays apart until it does too."""
+        reserved.over.set()
+        self._changed()
+
+    def reserved(self) -> str | None:
+        """The engine that no handover may touch now."""
+        return None if self._reserved is None or self._reserved.over.is_set() else self._reserved.engine
+
+    def takes_versions(self) -> bool:
+        """Whether some engine out of quarantine may be given a new version."""
+        return any(m.error is None and name != self.reserved() for name, m in self._members.items())
 
     # --- Versions and quarantine -------------------------------------------------------------------------------------
 
@@ -191,15 +223,15 @@ class Fleet:
                 self._observer.engine_quarantined(engine=engine, error=f"{type(error).__name__}: {error}")
 
     def served_version(self) -> Version:
-        """Held engines count (they come back). While all are in quarantine: the last one known."""
-        versions = [m.version for m in self._members.values() if m.error is None]
+        """Held engines count (they come back), a reserved one does not. While no engine counts: the last one known."""
+        versions = [m.version for name, m in self._members.items() if m.error is None and not self._keeps(name)]
         self._last_served = min(versions, default=self._last_served)
         return self._last_served
 
     def current_version(self) -> Version:
-        """The newest version that an engine out of quarantine serves, else that any engine served."""
-        members = self._members.values()
-        return max((m.version for m in members if m.error is None), default=max((m.version for m in members), default=self._last_served))
+        """The newest version that an engine out of quarantine and not reserved serves, else that any engine served."""
+        serving = (m.version for name, m in self._members.items() if m.error is None and not self._keeps(name))
+        return max(serving, default=max((m.version for m in self._members.values()), default=self._last_served))
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
@@ -212,11 +244,12 @@ class Fleet:
 
         `tokens` is the load the request brings: prompt plus output budget. The deadline stands while engines are held.
         """
-        if self._only_held():
+        evaluates = self._reserved is not None and affinity in self._reserved.sessions
+        if self._only_held(evaluates):
             deadline.stop()
-        return await self._line.wait(
+        return await self._lines[evaluates].wait(
             ticket,
-            lambda: self._lease(tokens=tokens, affinity=affinity, deadline=deadline),
+            lambda: self._lease(tokens=tokens, affinity=affinity, deadline=deadline, evaluates=evaluates),
             give_back=self.leave,
             deadline=deadline,
         )
@@ -236,45 +269,82 @@ class Fleet:
 
     # --- State -------------------------------------------------------------------------------------------------------
 
+    def _keeps(self, engine: str) -> bool:
+        """Whether it keeps its version for an evaluation, or has yet to catch up."""
+        return self._reserved is not None and self._reserved.engine == engine
+
+    def _takers(self, evaluates: bool) -> list[str]:
+        """Engines out of quarantine that such requests may go to. A reserved one alone is shared: but never while it is behind
+        `served_version`, because tokens older than that would break admission's count (I2)."""
+        healthy = [name for name, m in self._members.items() if m.error is None]
+        if evaluates:
+            return [name for name in healthy if self._keeps(name)]
+        others = [name for name in healthy if not self._keeps(name)]
+        return others or [name for name in healthy if self._members[name].version >= self._last_served]
+
     def _is_routable(self, engine: str) -> bool:
         return self._members[engine].error is None and not self._holds.owners(engine)
 
-    def _candidates(self) -> list[Candidate]:
-        return [Candidate(name, m.version, m.tokens_in_flight, routable=self._is_routable(name)) for name, m in self._members.items()]
+    def _candidates(self, takers: Collection[str]) -> list[Candidate]:
+        return [
+            Candidate(name, m.version, m.tokens_in_flight, routable=name in takers and self._is_routable(name))
+            for name, m in self._members.items()
+        ]
 
-    def _lease(self, *, tokens: int, affinity: str, deadline: Deadline) -> Lease | None:
+    def _lease(self, *, tokens: int, affinity: str, deadline: Deadline, evaluates: bool) -> Lease | None:
         """A place on the chosen engine, where the session stays. One whose engine is only held goes elsewhere once and keeps its pin."""
         pinned = self._pins.get(affinity)
-        name = choose(self._candidates(), pinned=pinned, tokens=tokens)
+        name = choose(self._candidates(self._takers(evaluates)), pinned=pinned, tokens=tokens)
         if name is None:
             return None
         if pinned is None or self._is_routable(pinned):
             self._pins.pin(affinity, name)
         deadline.start()
-        return Lease(self._members[name], tokens=tokens, deadline=deadline)
+        return Lease(self._members[name], tokens=tokens, deadline=deadline, evaluates=evaluates)
 
     def _lose(self, member: _Member, error: BaseException) -> None:
         self._pins.forget_engine(member.shared.engine.name)
         for lease in member.leases:
             lease.lose(error)
 
-    def _only_held(self) -> bool:
-        """Whether a waiting request waits for a hold to end: time that no deadline counts."""
-        healthy = [name for name, m in self._members.items() if m.error is None]
-        return self._holds.shut or (bool(healthy) and all(self._holds.owners(name) for name in healthy))
+    def _only_held(self, evaluates: bool) -> bool:
+        """Whether such a request waits for a hold to end: time that no deadline counts."""
+        takers = self._takers(evaluates)
+        return self._holds.shut or (bool(takers) and all(self._holds.owners(name) for name in takers))
 
     def _changed(self) -> None:
-        """Serves the line, lets every deadline run or stand as the holds now say, and tells a new `served_version`."""
+        """Serves the lines, lets every deadline run or stand as the holds now say, and tells a new `served_version`."""
+        self._settle_reservation()
         before = self._last_served
         if self.served_version() != before and self.on_served is not None:
             self.on_served(self._last_served)
-        self._line.serve()
-        held = self._only_held()
-        for deadline in self._line.deadlines():
-            _run_or_stand(deadline, stands=held)
+        self._leave_behind()
+        for evaluates, line in self._lines.items():
+            line.serve()
+            held = self._only_held(evaluates)
+            for deadline in line.deadlines():
+                _run_or_stand(deadline, stands=held)
         for name, member in self._members.items():
             for lease in member.leases:
                 _run_or_stand(lease.deadline, stands=bool(self._holds.owners(name)))
+
+    def _settle_reservation(self) -> None:
+        """It ends when it is over and its engine is one of the others again, or fell out."""
+        reserved = self._reserved
+        if reserved is None:
+            return
+        healthy = [c for c in self._candidates(self._members) if self._members[c.name].error is None]
+        reserved.settle(healthy, newest=self.current_version())
+        if reserved.over.is_set() and (reserved.engine is None or reserved.version >= self.current_version()):
+            self._reserved = None
+
+    def _leave_behind(self) -> None:
+        """Requests that ran on the engine when it was reserved go on elsewhere once it is behind: its tokens are too old now (I2)."""
+        for name, member in self._members.items():
+            if self._keeps(name) and member.version < self._last_served:
+                for lease in member.leases:
+                    if not lease.evaluates:
+                        lease.lose(EngineUnavailable(f"{name} keeps version {member.version} for an evaluation"))
 
 
 def _run_or_stand(deadline: Deadline, *, stands: bool) -> None:
@@ -289,4 +359,4 @@ def _describe(state: EngineState) -> str:
         return f"{state.name} is in quarantine ({state.error})"
     if state.held_by:
         return f"{state.name} is held by {', '.join(state.held_by)}"
-    return f"{state.name} serves version {state.version}"
+    return f"{state.name} serves version {state.version}" + (", for an evaluation alone" if state.reserved else "")

@@ -122,6 +122,9 @@ class Generation:
             return None
         try:
             chunk = await self._deadline.bound(lambda: anext(stream))
+            if lease.lost is not None:  # it came with the cut, and admission counts already on no token from there (I2)
+                self._trouble = lease.lost
+                return None
             _check_version(chunk, lease)
             return self._splice.accept(chunk, vocab_size=lease.engine.capabilities.vocab_size)
         except Cut:

@@ -110,8 +110,8 @@ class Session:
         self.closed = False
         self.failed_requests = 0
         self._open: set[OpenTurn] = set()
-        self._oldest_ended: Version | None = None
-        """The oldest version among the tokens of turns that are over."""
+        self._versions: set[Version] = set()
+        """Of the tokens of turns that are over, those of abandoned turns too."""
         self._asked: Counter[bytes] = Counter()
         """How often each prompt was asked, by the digest of its ids."""
         self._dropped: Counter[Reason] = Counter()
@@ -129,7 +129,7 @@ class Session:
     @property
     def oldest_version(self) -> Version | None:
         """Among all its tokens. It changes both ways where an engine says at the end what it was unsure of before."""
-        return _oldest(self._oldest_ended, *(turn.oldest_version for turn in self._open))
+        return _oldest(*self._versions, *(turn.oldest_version for turn in self._open))
 
     @property
     def num_requests(self) -> int:
@@ -195,11 +195,12 @@ class Session:
             failed_requests=self.failed_requests,
             num_rewritten=self.tree.num_rewritten,
             num_mismatches=self.tree.num_mismatches,
+            versions=frozenset(self._versions),
         )
 
     def _end(self, turn: OpenTurn) -> None:
         self._open.discard(turn)
-        self._oldest_ended = _oldest(self._oldest_ended, turn.oldest_version)
+        self._versions.update(segment.version for segment in turn.segments)
 
     def __repr__(self) -> str:
         return f"<Session {self.session_id}>"

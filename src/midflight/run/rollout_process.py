@@ -110,7 +110,7 @@ class RolloutProcess:
         serving = await self._attached(anonymous=False)
         async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
             environment = load_environment(self._config.environment.entry)
-            evaluator = make_evaluator(self._config, serving, environment, clients.client_for, self._observer)
+            evaluator = make_evaluator(self._config, serving, serving.gateway, environment, clients.client_for, self._observer)
             self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
             await evaluator.run(held_out(sources), version=self._spec.version)
             self.begin_phase(Phase.DONE)

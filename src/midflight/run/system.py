@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `Rollouts.run` | tasks | admission | the queue (see `buffer.queue`) |
 | `take` | finished groups | a batch that may be taken | rollouts that end, versions that go live |
-| `publish` | manifests | the handover before; an evaluation that pins the version | engines' commits, or their deadlines; the evaluation |
+| `publish` | manifests | the handover before; an evaluation that it must not overtake | engines' commits, or their deadlines; the evaluation, or `pin_seconds` |
 | `HealthWatch.run` | readings | its interval | time |
 | `Rejoin.run` | engines in quarantine | its interval | time |
 | `StoreWriter.run` | deeds | the next deed | whoever puts one |
@@ -124,9 +124,14 @@ def held_out(sources: Sequence[Source]) -> list[Task]:
 
 
 def make_evaluator(
-    config: Config, serving: Serving, environment: Environment, client_for: Callable[[SessionHandle], AsyncOpenAI], observer: Observer
+    config: Config,
+    serving: Serving,
+    sessions: Sessions,
+    environment: Environment,
+    client_for: Callable[[SessionHandle], AsyncOpenAI],
+    observer: Observer,
 ) -> Evaluator:
-    runner = _runner(config, serving, serving.gateway, environment, client_for, observer, fates=Fates(), tracked=False)
+    runner = _runner(config, serving, sessions, environment, client_for, observer, fates=Fates(), tracked=False)
     return Evaluator(rollouts=runner, slots=asyncio.Semaphore(config.evaluation.max_in_flight), observer=observer)
 
 
@@ -206,11 +211,14 @@ class RolloutSystem:
             retries=config.rollout.retries,
         )
         self._evaluations = Evaluations(
-            make_evaluator(config, serving, environment, client_for, observer),
+            lambda sessions: make_evaluator(config, serving, sessions, environment, client_for, observer),
             held_out(sources),
             every=config.evaluation.eval_every,
+            pin_seconds=config.evaluation.pin_seconds,
             phases=phases,
-            served=serving.fleet.served_version,
+            fleet=serving.fleet,
+            handover=serving.handover,
+            sessions=serving.gateway,
         )
         self._last_step = asyncio.Event()  # the trainer has said `finish`
         self._finished = asyncio.Event()
@@ -238,13 +246,18 @@ class RolloutSystem:
 
     async def _phases(self) -> None:
         if self._version == 0:
-            await self._evaluations.evaluate(Phase.EVALUATION)
+            await self._evaluations.evaluate()
         self._phases_told.begin_phase(Phase.TRAINING)
-        await serve_while(self._last_step.wait(), self._rollouts.run(), self._evaluations.run())
-        await self._evaluations.evaluate(Phase.EVALUATION)
+        await serve_while(self._rolled_out(), self._evaluations.run())
+        await self._evaluations.evaluate()
         self._phases_told.begin_phase(Phase.DONE)
         self._finished.set()
         await asyncio.Event().wait()  # the trainer may still be reading our last answer: the launcher ends this process
+
+    async def _rolled_out(self) -> None:
+        """Waits for the trainer's last step, then for an evaluation of a version before."""
+        await serve_while(self._last_step.wait(), self._rollouts.run())
+        await self._evaluations.settled()
 
     # --- RolloutService ----------------------------------------------------------------------------------------------
 
@@ -268,9 +281,9 @@ class RolloutSystem:
         )
 
     async def publish(self, manifest: WeightManifest) -> None:
-        async with self._evaluations.pinned:
+        async with self._evaluations.making_way():
             await self._handover.publish(manifest)
-        self._evaluations.published(manifest.version)
+            self._evaluations.published(manifest.version)
 
     async def checkpointed(self, version: Version) -> None:
         await self._records.checkpointed(version)

@@ -88,6 +88,8 @@ class SessionRecord:
     """Answered chats that held a recorded reply, or another message in its place, and could not continue it token by token."""
     num_mismatches: int = 0
     """Answered prompts whose text, tokenised anew, would have had other ids than the recorded ones that were reused."""
+    versions: frozenset[Version] = frozenset()
+    """That sampled any token of the session, in a row or not."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,6 +72,8 @@ class Handover:
         self._committer = Committer(fleet, pause_mode=pause_mode, seconds=commit_seconds, observer=observer)
         self._turnstile = Turnstile()
         self._current: WeightManifest | None = None
+        self._passed_over: set[str] = set()
+        """Engines that were reserved for an evaluation when the current version came."""
         self._fetchable: set[Version] = set()
         """Versions that were published and not yet reported as releasable."""
 
@@ -81,7 +83,7 @@ class Handover:
         return self._current
 
     async def publish(self, manifest: WeightManifest) -> HandoverReport:
-        """Brings the version to every attached engine, those in quarantine too.
+        """Brings the version to every attached engine, those in quarantine too, but not to one that is reserved for an evaluation.
 
         Waits for the handover or the rejoins under way, which end by their deadlines; of the versions that wait, only the newest
         goes on and the others' reports say `superseded_by` at once. May be repeated with the same manifest. `NotSupported` when
@@ -116,14 +118,22 @@ class Handover:
         finally:
             self._turnstile.leave(ticket)
 
+    async def catch_up(self, engine: str) -> None:
+        """Brings an engine that is reserved no longer to the current version, if that came meanwhile. Waits as `rejoin` does."""
+        if engine in self._passed_over:
+            await self.rejoin(engine)
+
     # --- A turn ------------------------------------------------------------------------------------------------------
 
     async def _hand_over(self, manifest: WeightManifest) -> HandoverReport:
         turn = _Turn(manifest, self._fleet)
+        reserved = self._fleet.reserved()
+        self._passed_over = set() if reserved is None else {reserved}
+        engines = [engine for engine in self._fleet.engines() if engine.name != reserved]
         if self._way == "barrier":
-            await self._together(turn)
+            await self._together(turn, engines)
         else:
-            await self._in_turn(turn)
+            await self._in_turn(turn, engines)
         self._current = manifest
         return HandoverReport(
             version=manifest.version,
@@ -139,11 +149,11 @@ class Handover:
         self._fetchable.difference_update(older)
         return older
 
-    async def _in_turn(self, turn: _Turn) -> None:
+    async def _in_turn(self, turn: _Turn, engines: Sequence[Engine]) -> None:
         """All stage at once, while they generate, and are committed in the order in which they have."""
         one_at_a_time = asyncio.Lock()
         async with asyncio.TaskGroup() as group:
-            for engine in self._fleet.engines():
+            for engine in engines:
                 group.create_task(self._bring(turn, engine, one_at_a_time))
 
     async def _bring(self, turn: _Turn, engine: Engine, one_at_a_time: asyncio.Lock) -> None:
@@ -151,8 +161,7 @@ class Handover:
             async with one_at_a_time:
                 await self._commit(turn, engine, Barrier([engine.name]))
 
-    async def _together(self, turn: _Turn) -> None:
-        engines = self._fleet.engines()
+    async def _together(self, turn: _Turn, engines: Sequence[Engine]) -> None:
         async with asyncio.TaskGroup() as group:
             staging = [group.create_task(self._stage(turn, engine)) for engine in engines]
         staged = [engine for engine, task in zip(engines, staging, strict=True) if task.result()]
