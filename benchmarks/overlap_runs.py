@@ -216,14 +216,7 @@ async def _train_all(config: Config, model: Path, replay: Replay) -> None:
     from midflight.trainer.configure import trainer_of
     from midflight.weights.transports.select import publisher
 
-    trainer = trainer_of(
-        config.trainer,
-        load_model(model, dtype=config.model.dtype, device=config.trainer.device),
-        total_steps=config.run.steps,
-        max_tokens=config.environment.max_tokens,
-        temperature=config.environment.temperature,
-        max_staleness=config.rollout.max_staleness,
-    )
+    trainer = trainer_of(config, load_model(model, dtype=config.model.dtype, device=config.trainer.device))
     with publisher(config.weights.transport, name=config.run.name, folder=config.run.folder / "weights") as weights:
         outbox = ModelWeights(trainer.model, weights, PublishedVersions(config.run.folder / "published"))
         await TrainingLoop(trainer, outbox, replay, steps=config.run.steps, prefetch=True, save=lambda: None, save_every=0).run()

@@ -6,6 +6,7 @@ import pytest
 
 from midflight.config import load_config
 from midflight.config.checks import notes
+from midflight.config.loss import loss_of
 from midflight.errors import ConfigError
 
 
@@ -19,9 +20,16 @@ from midflight.errors import ConfigError
         (["model.num_heads=128", "model.num_kv_heads=2"], "must be even"),
         (["model.num_kv_heads=3"], "model.num_kv_heads (3) must divide model.num_heads (4)"),
         (["environment.max_tokens=256"], "environment.max_tokens (256) must be less than model.max_context (256)"),
-        (["trainer.loss=bypass", "trainer.tis_cap=2.0"], "would count the ratio to the behaviour policy twice"),
-        (["trainer.tis_cap=none"], "would correct nothing"),
-        (["trainer.overlong_buffer=17"], "trainer.overlong_buffer (17)"),
+        (["objective.kind=ppo", "correction.weight=tis"], "would count the ratio to the behaviour policy twice"),
+        (["objective.kind=ppo", "correction.cap=3"], 'correction.cap (3) does nothing with the weight "off"'),
+        (["objective.tau=0.1"], 'objective.tau (0.1) does nothing with objective.kind = "decoupled_ppo"; remove it, or choose one of mirror_descent'),
+        (["correction.weight=off", "correction.self_normalised=true"], "does nothing without a weight"),
+        (["correction.veto_low=2", "correction.veto_high=1"], "must be less than its upper bound"),
+        (["objective.kind=gmpo", "objective.reduction=token_mean"], "is a mean over each rollout"),
+        (["objective.kind=mirror_descent"], "is derived for reward - mean"),
+        (["objective.kind=cispo", "objective.proximal=interpolated"], "has no proximal policy"),
+        (["trainer.compute_dtype=bfloat16", "model.dtype=bfloat16"], "is for full-precision weights"),
+        (["objective.overlong_buffer=17"], "objective.overlong_buffer (17)"),
         (["lora.alpha=8"], "lora.alpha does nothing without lora.rank"),
         (['lora.targets=["q_proj"]'], "lora.targets does nothing without lora.rank"),
         (["lora.rank=0"], "lora.rank must be >= 1"),
@@ -70,9 +78,10 @@ def test_serving_in_another_precision_than_training_is_announced() -> None:
     assert not any("serve in" in note for note in notes(load_config(None)))
 
 
-def test_bypass_without_a_cap_of_ones_own_has_none() -> None:
-    assert load_config(None, ["trainer.loss=bypass"]).trainer.tis_cap is None
-    assert load_config(None).trainer.tis_cap == 2.0
+def test_a_bypass_objective_has_no_weight_by_default_and_a_decoupled_one_tis() -> None:
+    bypass, decoupled = (load_config(None, given) for given in (["objective.kind=ppo"], []))
+    assert loss_of(bypass.objective, bypass.correction).weight == "off"
+    assert loss_of(decoupled.objective, decoupled.correction).bounds == {"cap": 2.0}
 
 
 def test_a_model_folder_brings_its_own_heads() -> None:

@@ -125,6 +125,14 @@ def test_memory_counts_a_server_that_is_started_and_of_one_that_runs_already_onl
     assert [i.num_bytes for i in memory_estimate(config, model_sizes(config.model)) if "keys and values" in i.what] == [0]
 
 
+def test_memory_counts_adapters_where_they_alone_are_trained_and_handed_over() -> None:
+    assert 1 < copies_of_weights("trainer", "lora.rank=4") < 1.3, "without a warm start there are no gradients of the base"
+    assert 4 < copies_of_weights("trainer", "lora.rank=4", "warm_start.target_accuracy=0.5") < 4.1
+    assert 0 < copies_of_weights("weights", "lora.rank=4") < 0.3
+    assert 1 < copies_of_weights("engines", "lora.rank=4") < 1.1
+    assert copies_of_weights("engines", "lora.rank=4", "engine.kind=vllm") == 5
+
+
 def test_memory_counts_what_differences_and_a_served_precision_take() -> None:
     assert copies_of_weights("weights", "weights.delta=true") == 4
     assert copies_of_weights("weights", "weights.delta=true", "weights.transport=file") == 0
@@ -175,12 +183,17 @@ def test_placement_counts_processes_and_warns_when_threads_exceed_cores() -> Non
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], "-sg[min(ρ, 2)] r A"),
-        (["trainer.updates_per_step=2"], "-sg[min(ρ, 2)] min(r A, clip(r, 0.8, 1.28) A)"),
-        (["trainer.loss=bypass"], "-min(R A, clip(R, 0.8, 1.28) A)"),
-        (["trainer.advantage=dr_grpo"], "A = reward - mean of group"),
-        (["trainer.reduction=constant"], "/ (rollouts * 16)"),
-        (["trainer.overlong_buffer=4"], "(length - 12) / 4 beyond 12 tokens"),
+        ([], "sg[min(ρ, 2)] * (-min(r A, clip(r, 0.8, 1.28) A))\nρ = sg[π] / µ,  r = π / sg[π]: one update per step, so r is 1 and no clip acts"),
+        (["trainer.updates_per_step=2"], "ρ = π_prox / µ,  r = π / π_prox,  π_prox from the start of the step"),
+        (["objective.kind=ppo"], "-min(R A, clip(R, 0.8, 1.28) A)"),
+        (["correction.self_normalised=true", "correction.age_decay=0.9"], "loss = sg[min(ρ, 2)] / mean over the batch * 0.9^age * ("),
+        (["objective.kind=ppo", "objective.dual_clip=3"], ", at most -3 A where A < 0"),
+        (["objective.kind=ppo"], "R = π / µ: the ratio to the behaviour policy, no further weight"),
+        (["correction.veto_low=1e-4"], "masked unless every ρ of the rollout within [0.0001, inf]"),
+        (["objective.kl_coefficient=0.1"], "loss += 0.1 (x - 1 - log x)"),
+        (["objective.advantage=dr_grpo"], "A = reward - mean of group"),
+        (["objective.reduction=constant"], "/ (rollouts * 16)"),
+        (["objective.overlong_buffer=4"], "(length - 12) / 4 beyond 12 tokens"),
     ],
 )
 def test_the_loss_is_printed_as_what_it_is(overrides: list[str], expected: str) -> None:

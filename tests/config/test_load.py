@@ -71,14 +71,14 @@ def test_an_unknown_section_and_unknown_keys_inside_lists_are_found(tmp_path: Pa
     ("override", "expected"),
     [
         ("rollout.group_size=0", "rollout.group_size must be >= 1, got 0"),
-        ("trainer.clip_low=1.5", "trainer.clip_low must be >= 0 and <= 1, got 1.5"),
+        ("trainer.beta1=1.5", "trainer.beta1 must be >= 0 and <= 1, got 1.5"),
         ("run.steps=true", "run.steps must be a whole number >= 1, got True"),
         ("run.steps=2.5", "run.steps must be a whole number >= 1, got 2.5"),
         ("run.steps=ten", "run.steps must be a whole number >= 1, got 'ten'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate must be a number > 0, got nan"),
         ("trainer.learning_rate=inf", "trainer.learning_rate must be a number > 0, got inf"),
         ("rollout.pause_mode=kep", "got 'kep'. Did you mean 'keep'?"),
-        ("trainer.loss=bypas", "trainer.loss must be one of 'decoupled', 'bypass', got 'bypas'. Did you mean 'bypass'?"),
+        ("weights.commit=roling", "weights.commit must be one of 'rolling', 'barrier', got 'roling'. Did you mean 'rolling'?"),
         ("rollout=3", "rollout must be a table of options, got 3; write [rollout]"),
         ("environment.sources=3", "environment.sources must be a list of tables, got 3; write [[environment.sources]]"),
         ("environment.sources.1.size=3", "environment.sources.1.dataset is missing; it must be text"),
@@ -121,8 +121,8 @@ def test_text_that_looks_like_a_number_stays_text() -> None:
 
 
 def test_none_unsets_an_option_that_may_be_unset() -> None:
-    config = load_config(None, ["trainer.loss=bypass", "trainer.tis_cap=none", "rollout.max_in_flight=none"])
-    assert config.trainer.tis_cap is None and config.rollout.max_in_flight is None
+    config = load_config(None, ["objective.kind=ppo", "correction.cap=none", "rollout.max_in_flight=none"])
+    assert config.correction.cap is None and config.rollout.max_in_flight is None
 
 
 def test_list_members_are_reached_by_index_also_in_the_default_list(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_later_override_wins_and_the_message_blames_the_override_not_the_file(
 
 
 def test_what_the_loader_gives_survives_the_trip_to_another_process() -> None:
-    config = load_config(None, ["trainer.loss=bypass", "rollout.pause_mode=keep"])
+    config = load_config(None, ["objective.kind=ppo", "rollout.pause_mode=keep"])
     assert type(config).model_validate_json(config.model_dump_json()) == config
 
 

@@ -144,8 +144,7 @@ def test_i2_without_staleness_three_steps_of_the_ring_are_those_of_the_synchrono
     )
 
     model = load_model(folder, dtype="float64")
-    section = CONFIG.trainer
-    trainer = Watched(trainer_of(section, model, total_steps=3, max_tokens=6, temperature=0.9, max_staleness=0))
+    trainer = Watched(trainer_of(CONFIG, model))
     observer = Recorder()
     with publisher("file", name="twin", folder=tmp_path / "weights") as weights:
         outbox = ModelWeights(model, weights, PublishedVersions(tmp_path / "published"))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from midflight.trainer.objective import Objective
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring
-from midflight.trainer.trainer import Trainer
+from midflight.trainer.trainer import Adam, Scale, Trainer
 from midflight.types import PackedBatch
 
 
@@ -23,8 +23,11 @@ def tiny_model(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> PreTrain
 
 
 def trainer(model: PreTrainedModel, objective: Objective | None = None, **options: Any) -> Trainer:
-    defaults: dict[str, Any] = {"scoring": Scoring(max_length=16), "schedule": Schedule(), "learning_rate": 1e-3}
-    return Trainer(model, objective or Objective(), **(defaults | options))
+    """Options of `Adam` and `Scale` may be given beside those of `Trainer`."""
+    adam = Adam(**({"learning_rate": 1e-3} | {name: options.pop(name) for name in Adam.__slots__ if name in options}))
+    scale = Scale(**{name: options.pop(name) for name in Scale.__slots__ if name in options})
+    defaults: dict[str, Any] = {"scoring": Scoring(max_length=16), "schedule": Schedule()}
+    return Trainer(model, objective or Objective(), adam=adam, scale=scale, **(defaults | options))
 
 
 def batch(*, seed: int = 0, version: int = 0, num_groups: int = 3, group_size: int = 4, longest: int = 24) -> PackedBatch:

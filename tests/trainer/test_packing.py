@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from midflight.config.loss import ObjectiveSection
 from midflight.errors import ConfigError
 from midflight.trainer.attention import attend_raggedly
 from midflight.trainer.microbatch import Predictions, predictions_of, split
 from midflight.trainer.objective import Objective
-from midflight.trainer.policy import token_logprobs
+from midflight.trainer.policy import Policy
 
 from .fixtures import batch, tiny_model, trainer, weights, with_rows_in_order
 
@@ -30,11 +31,11 @@ def test_packed_log_probabilities_equal_those_of_each_row_alone(temperature: flo
         ids = torch.from_numpy(data.token_ids[begin:end].astype(np.int64))
         table = (model(ids[None]).logits[0] / temperature).log_softmax(-1)
         expected += [float(table[t - 1, ids[t]].detach()) for t in range(1, len(ids)) if data.loss_mask[begin + t]]
-    attend_raggedly(model)
+    policy = Policy(model)
     predictions = all_predictions()
     found = torch.zeros(len(predictions.targets), dtype=torch.float64)
     for micro in split(predictions, np.arange(len(found)), budget=60, device=CPU):
-        found[micro.predictions] = token_logprobs(model, micro, temperature=temperature).detach()
+        found[micro.predictions] = policy(micro, temperature=temperature)[0].detach()
     assert found.numpy() == pytest.approx(np.array(expected), abs=1e-12)
 
 
@@ -60,7 +61,7 @@ def test_a_row_longer_than_the_budget_goes_alone_and_is_counted() -> None:
 def test_the_gradient_is_independent_of_packing_and_split(reduction: str) -> None:
     data = batch()
     reordered = with_rows_in_order(data, list(reversed(range(len(data.row_rollout)))))
-    objective = Objective(reduction=reduction, constant_length=16)  # type: ignore[arg-type]
+    objective = Objective.of(ObjectiveSection(reduction=reduction), constant_length=16)  # type: ignore[arg-type]
     start = weights(tiny_model())
     moves: list[torch.Tensor] = []
     reports = []
@@ -89,10 +90,10 @@ def test_a_sliding_window_is_honoured() -> None:
     model.config.sliding_window = 5
     model.config._attn_implementation = "eager"
     expected = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1).detach()
-    attend_raggedly(model)
+    policy = Policy(model)
     predictions = predictions_of(ids[0].numpy().astype(np.int32), np.array([0, 20], np.int32), mask=np.arange(20) > 0)
     (micro,) = split(predictions, np.arange(19), budget=64, device=CPU)
-    assert token_logprobs(model, micro, temperature=1.0).detach().numpy() == pytest.approx(expected.numpy(), abs=1e-6)
+    assert policy(micro, temperature=1.0)[0].detach().numpy() == pytest.approx(expected.numpy(), abs=1e-6)
 
 
 def test_what_the_attention_does_not_compute_is_refused() -> None:

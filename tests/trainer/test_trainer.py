@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from midflight.config.sections import TrainerSection
-from midflight.errors import ConfigError, RunFailed
-from midflight.trainer.configure import objective_of, trainer_of
-from midflight.trainer.objective import Objective
+from midflight.config.load import load_config
+from midflight.errors import RunFailed
+from midflight.trainer.configure import trainer_of
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Skip
 from midflight.types import PackedBatch, Reason
@@ -101,7 +100,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights_and_moments_and_is_counted
     parameter = next(p for name, p in model.named_parameters() if name.endswith("down_proj.weight"))
     moment = ours.optimizer.state[parameter]["exp_avg"].clone()
     if broken == "loss":
-        handle = model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output * float("nan"))
+        handle = model.model.norm.register_forward_hook(lambda _module, _inputs, output: output * float("nan"))
     else:
         handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
     report = ours.step(batch(version=1))
@@ -182,9 +181,8 @@ def test_the_learning_rate_follows_the_schedule() -> None:
 
 def test_a_gradient_is_scaled_down_to_its_largest_norm() -> None:
     model = tiny_model()
-    ours = trainer(model, max_grad_norm=1e-3)
+    ours = trainer(model, max_grad_norm=1e-3, learning_rate=1.0)
     ours.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # type: ignore[assignment]
-    ours._learning_rate = 1.0
     before = weights(model)
     report = ours.step(batch())
     assert report.metrics["grad_norm"] > 1e-3
@@ -200,10 +198,10 @@ def test_ages_and_ratios_are_reported() -> None:
     assert 0 < metrics["rho/ess"] <= 1
 
 
-def test_a_section_becomes_a_trainer_and_bypass_needs_no_cap() -> None:
-    assert objective_of(TrainerSection(loss="bypass"), max_tokens=16) == Objective(loss="bypass", tis_cap=None, constant_length=16)
-    with pytest.raises(ConfigError, match="second time"):
-        objective_of(TrainerSection(loss="bypass", tis_cap=2.0), max_tokens=16)
-    ours = trainer_of(TrainerSection(), tiny_model(torch.float32), total_steps=10, max_tokens=16, temperature=1.0, max_staleness=4)
+def test_a_configuration_becomes_a_trainer() -> None:
+    config = load_config(
+        None, ["objective.kind=gspo", "correction.weight=tis_sequence", "trainer.updates_per_step=2", "environment.max_tokens=24"]
+    )
+    ours = trainer_of(config, tiny_model(torch.float32))
+    assert ours.objective.loss.kind == "gspo" and ours.objective.loss.weight == "tis_sequence"
     assert ours.step(batch()).version == 1
-    assert "TIS" in ours.describe()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from midflight.config.derived import batch_rollouts, engine_slots, in_flight, served_dtype
+from midflight.config.loss import KINDS, loss_contradictions
 from midflight.config.sections import Config
 from midflight.types import StalePolicy
 
@@ -17,7 +18,15 @@ _ENTRY = re.compile(r"[\w.]+:\w+")
 
 def contradictions(config: Config) -> tuple[str, ...]:
     """One sentence for each pair of options that can't both hold, with the remedy. Empty for a sound configuration."""
-    return (*_rollout(config), *_model(config), *_trainer(config), *_lora(config), *_engine(config), *_places(config))
+    return (
+        *_rollout(config),
+        *_model(config),
+        *_trainer(config),
+        *_distillation(config),
+        *_lora(config),
+        *_engine(config),
+        *_places(config),
+    )
 
 
 def _rollout(config: Config) -> Iterator[str]:
@@ -52,19 +61,14 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _trainer(config: Config) -> Iterator[str]:
-    t = config.trainer
-    if t.loss == "bypass" and t.tis_cap is not None:
-        yield (
-            f'trainer.loss = "bypass" with trainer.tis_cap = {t.tis_cap:g} would count the ratio to the behaviour policy twice; '
-            f'remove tis_cap, or set trainer.loss = "decoupled"'
-        )
-    if t.loss == "decoupled" and t.tis_cap is None:
-        yield (
-            'trainer.loss = "decoupled" without trainer.tis_cap would correct nothing for stale tokens; '
-            'set tis_cap (2.0 is usual), or set trainer.loss = "bypass"'
-        )
-    if t.overlong_buffer > config.environment.max_tokens:
-        yield f"trainer.overlong_buffer ({t.overlong_buffer}) is more than environment.max_tokens ({config.environment.max_tokens}); lower it"
+    yield from loss_contradictions(config.objective, config.correction)
+    o, t = config.objective, config.trainer
+    if o.overlong_buffer > config.environment.max_tokens:
+        yield f"objective.overlong_buffer ({o.overlong_buffer}) is more than environment.max_tokens ({config.environment.max_tokens}); lower it"
+    if t.compute_dtype == "bfloat16" and config.model.dtype == "float64":
+        yield 'trainer.compute_dtype = "bfloat16" with model.dtype = "float64" would keep what it cannot use; set model.dtype = "float32"'
+    if t.compute_dtype == "bfloat16" and config.model.dtype == "bfloat16":
+        yield 'trainer.compute_dtype = "bfloat16" is for full-precision weights, and model.dtype is "bfloat16"; set model.dtype = "float32" and engine.dtype = "bfloat16"'
 
 
 def _lora(config: Config) -> Iterator[str]:
@@ -73,6 +77,16 @@ def _lora(config: Config) -> Iterator[str]:
         yield f"{given[0]} does nothing without lora.rank; set lora.rank, or remove [lora] to train all weights"
     if config.lora.rank is not None and find_spec("peft") is None:
         yield f"lora.rank ({config.lora.rank}) needs PEFT, which is not installed; pip install 'midflight[lora]'"
+
+
+def _distillation(config: Config) -> Iterator[str]:
+    d = config.distillation
+    if not d.rewards and d.teacher is None:
+        yield "distillation.rewards = false without distillation.teacher leaves nothing to learn from; name a teacher, or remove it"
+    if not d.rewards and d.teacher is not None and d.weight == 0:
+        yield "distillation.rewards = false with distillation.weight = 0 leaves nothing to learn from; raise the weight"
+    if not d.rewards and config.rollout.drop_zero_spread:
+        yield "rollout.drop_zero_spread chooses groups by their rewards, which distillation.rewards = false ignores; remove one of them"
 
 
 def _engine(config: Config) -> Iterator[str]:
@@ -119,12 +133,14 @@ def _notes(config: Config) -> Iterator[str]:
             "rollout.max_staleness = 0 is the synchronous loop: exactly one batch of groups is admitted per version, nothing is prefetched, "
             "engines wait while the trainer steps, and the pause mode does not matter."
         )
-    if r.group_size == 1:
+    if r.group_size == 1 and config.distillation.teacher is None:
         yield "rollout.group_size = 1 has nothing to compare with: every advantage is 0."
     if r.stale_policy in (StalePolicy.MASK, StalePolicy.REQUEUE):
         yield f"rollout.stale_policy = {r.stale_policy.value} is biased: long answers lose credit or are drawn less often."
     if r.stale_policy is StalePolicy.DROP:
         yield "rollout.stale_policy = drop shortens what is trained: slow, long answers are dropped most."
+    if config.correction.weight == "off" and KINDS[config.objective.kind].form == "decoupled" and r.max_staleness > 0:
+        yield 'correction.weight = "off" trains tokens of older policies as if they were fresh: nothing corrects for their age.'
     if in_flight(r) < batch_rollouts(r):
         yield f"rollout.max_in_flight ({in_flight(r)}) is less than one batch ({batch_rollouts(r)} rollouts): a step waits for several waves."
     if in_flight(r) > engine_slots(config.engine):

@@ -31,17 +31,9 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
     overridden = {apply_override(table, text) for text in overrides}
     origin = _Origin("" if path is None else str(path), overridden)
     _refuse(list(_unknown(table, (), origin)))
-    config = _settle(_validate(table, origin))
+    config = _validate(table, origin)
     _refuse([f"{origin.file}: {problem}" if origin.file else problem for problem in contradictions(config)])
     return config
-
-
-def _settle(config: Config) -> Config:
-    """`bypass` takes no weight: the default cap, which nobody asked for, goes; one that was asked for is a contradiction."""
-    trainer = config.trainer
-    if trainer.loss != "bypass" or "tis_cap" in trainer.model_fields_set:
-        return config
-    return config.model_copy(update={"trainer": trainer.model_copy(update={"tis_cap": None})})
 
 
 class _Origin:

@@ -8,23 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
+from midflight.config.loss import CorrectionSection, ObjectiveSection
+from midflight.config.section import Count, Fraction, Positive, Seconds, Section
 from midflight.types import PauseMode, StalePolicy
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Frozen; unknown keys are refused by the loader, which knows the nearest one.
-
-    The sentence under an option is its documentation; `reference` reads it from this file's source.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -186,22 +174,6 @@ class EvaluationSection(Section):
 
 
 class TrainerSection(Section):
-    loss: Literal["decoupled", "bypass"] = "decoupled"
-    """decoupled: weight rho times clipped r. bypass: clip on the ratio to the behaviour policy, no further weight."""
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean."""
-    reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment."""
-    tis_cap: Annotated[float, Field(gt=0)] | None = 2.0
-    """C of token-level truncated importance sampling (decoupled only); larger corrects more and varies more."""
-    clip_low: Fraction = 0.2
-    """Lower clip of the ratio; larger allows larger steps down."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """Upper clip; DAPO's clip-higher when above `clip_low`."""
-    overlong_buffer: Count = 0
-    """DAPO's soft over-long penalty starts this many tokens before `max_tokens`; 0 is none."""
-    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
-    """Its size at `max_tokens`."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak step size of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -220,8 +192,20 @@ class TrainerSection(Section):
     """Tokens of one forward and backward; larger is faster and takes more memory."""
     updates_per_step: Positive = 1
     """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
+    on_alarm: Literal["warn", "skip", "stop"] = "warn"
+    """What a reading that says training is off its distribution does: warn, skip the step, or stop the run."""
+    max_missing_share: Fraction = 0.1
+    """Share of a batch's tokens that may come without a log-probability; they are masked and counted, and more of them end the run."""
+    ranks: Positive = 1
+    """Trainer processes that share each step, with the model sharded over them; on a GPU machine one for each GPU."""
+    compute_dtype: Literal["auto", "bfloat16"] = "auto"
+    """Precision of the forward and backward; `auto` is that of the weights. bfloat16 beside float32 weights is faster, and the optimiser keeps the full precision."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward and compute the rest again: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the layers' feed-forward parts with torch.compile: slower to start, faster on GPUs."""
     threads: Positive = 1
-    """CPU threads of the trainer process."""
+    """CPU threads of one trainer process."""
     device: str = "cpu"
     """Where the trainer computes: `cpu` or `cuda`."""
     checkpoint_every: Count = 50
@@ -239,6 +223,19 @@ class LoraSection(Section):
     """The adapters' output is scaled by alpha / rank; larger learns faster. Default 2 * rank."""
     targets: tuple[str, ...] = ()
     """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear layer but the output layer."""
+
+
+class DistillationSection(Section):
+    """On-policy distillation: the student samples, and a teacher says how likely each of its tokens is."""
+
+    teacher: Path | None = None
+    """A Hugging Face model folder with the student's tokenizer, scored in an embedded engine of its own; none distils nothing."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of a token's log teacher - log behaviour beside the advantage of its reward; larger follows the teacher more closely."""
+    rewards: bool = True
+    """Whether rewards count too; without them the teacher is all there is to learn from."""
+    score_seconds: Seconds = 600.0
+    """Deadline of the scores of one batch, a restart of the teacher included; larger waits longer for a slow one."""
 
 
 class WarmStartSection(Section):
@@ -283,6 +280,9 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
     trainer: TrainerSection = TrainerSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    correction: CorrectionSection = CorrectionSection()
     lora: LoraSection = LoraSection()
+    distillation: DistillationSection = DistillationSection()
     warm_start: WarmStartSection = WarmStartSection()
     weights: WeightsSection = WeightsSection()

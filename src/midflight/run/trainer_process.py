@@ -77,14 +77,7 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
         await warm_start(model, tokenizer, sources, config, launcher.tell)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
-    trainer = trainer_of(
-        config.trainer,
-        model,
-        total_steps=config.run.steps,
-        max_tokens=config.environment.max_tokens,
-        temperature=config.environment.temperature,
-        max_staleness=config.rollout.max_staleness,
-    )
+    trainer = trainer_of(config, model)
     resumed = await asyncio.to_thread(_resume, trainer, checkpoint, published) if checkpoint else None
     await asyncio.to_thread(export_model, model, source, run / "start")
     launcher.tell(ModelReady(str(run / "start"), trainer.version, resumed))

@@ -1,58 +1,51 @@
-"""From the config section to a trainer: the only file of this station that reads the section."""
+"""From the config sections to a trainer: the only file of this station that reads them all."""
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
-from midflight.config.sections import TrainerSection
+from midflight.config.sections import Config
 from midflight.trainer.objective import Objective
+from midflight.trainer.ranks import Ranks
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring
-from midflight.trainer.trainer import Trainer
+from midflight.trainer.trainer import Adam, Scale, Trainer
 from midflight.types import Version
 
 
-def objective_of(section: TrainerSection, *, max_tokens: int) -> Objective:
-    """The loss a section asks for. The default of `tis_cap` is for `decoupled` alone; only one written down is refused with `bypass`."""
-    unasked = section.loss == "bypass" and "tis_cap" not in section.model_fields_set
-    return Objective(
-        loss=section.loss,
-        reduction=section.reduction,
-        tis_cap=None if unasked else section.tis_cap,
-        clip_low=section.clip_low,
-        clip_high=section.clip_high,
-        constant_length=max_tokens,
-    )
+def objective_of(config: Config) -> Objective:
+    return Objective.of(config.objective, config.correction, constant_length=config.environment.max_tokens)
 
 
 def trainer_of(
-    section: TrainerSection,
-    model: PreTrainedModel,
-    *,
-    total_steps: int,
-    max_tokens: int,
-    temperature: float,
-    max_staleness: int,
-    version: Version = 0,
+    config: Config, model: PreTrainedModel, *, reference: PreTrainedModel | None = None, version: Version = 0, ranks: Ranks | None = None
 ) -> Trainer:
-    """The trainer a section asks for. `max_tokens` is the environment's: the longest answer."""
+    """The trainer a configuration asks for. The longest answer is the environment's `max_tokens`."""
+    section = config.trainer
     return Trainer(
         model,
-        objective_of(section, max_tokens=max_tokens),
+        objective_of(config),
         scoring=Scoring(
-            advantage=section.advantage,
-            max_length=max_tokens,
-            overlong_buffer=section.overlong_buffer,
-            overlong_penalty=section.overlong_penalty,
+            advantage=config.objective.advantage,
+            max_length=config.environment.max_tokens,
+            overlong_buffer=config.objective.overlong_buffer,
+            overlong_penalty=config.objective.overlong_penalty,
         ),
-        schedule=Schedule(kind=section.schedule, warmup_steps=section.warmup_steps, total_steps=total_steps),
-        learning_rate=section.learning_rate,
-        betas=(section.beta1, section.beta2),
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-        micro_batch_tokens=section.micro_batch_tokens,
+        schedule=Schedule(kind=section.schedule, warmup_steps=section.warmup_steps, total_steps=config.run.steps),
+        adam=Adam(section.learning_rate, (section.beta1, section.beta2), section.weight_decay, section.max_grad_norm),
+        scale=Scale(
+            micro_batch_tokens=section.micro_batch_tokens,
+            compute_dtype=torch.bfloat16 if section.compute_dtype == "bfloat16" else None,
+            activation_checkpointing=section.activation_checkpointing,
+            compile=section.compile,
+        ),
+        reference=reference,
         updates_per_step=section.updates_per_step,
-        temperature=temperature,
-        max_staleness=max_staleness,
+        temperature=config.environment.temperature,
+        max_staleness=config.rollout.max_staleness,
+        max_missing_share=section.max_missing_share,
+        on_alarm=section.on_alarm,
         version=version,
+        ranks=ranks,
     )

@@ -82,6 +82,21 @@ def split(predictions: Predictions, chosen: Index, *, budget: int, device: torch
         yield _pack(predictions, rows[part], lengths[part], picked, device=device)
 
 
+def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -> Index:
+    """The chosen predictions that one of `size` ranks computes: whole rows, dealt out by length so that ranks have equal work."""
+    if size == 1:
+        return chosen
+    row = predictions.row[chosen]
+    rows, counts = np.unique(row, return_counts=True)
+    last = chosen[np.cumsum(counts) - 1]
+    lengths = predictions.inputs[last] - predictions.offsets[rows]
+    place = np.empty(len(rows), np.int64)
+    place[np.argsort(-lengths, kind="stable")] = np.arange(len(rows))
+    turn, seat = np.divmod(place, size)
+    dealt = np.where(turn % 2, size - 1 - seat, seat)  # back and forth: the longest of each turn goes where the shortest went before
+    return chosen[np.repeat(dealt == rank, counts)]
+
+
 def num_oversized(predictions: Predictions, *, budget: int) -> int:
     """Rows that exceed the budget on their own; each takes a forward and the memory it needs."""
     return int((np.diff(predictions.offsets) > budget).sum())

@@ -9,10 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError, StepSkipped
-from midflight.trainer.attention import attend_raggedly
 from midflight.trainer.microbatch import Predictions, predictions_of, split
 from midflight.trainer.optimizer import adamw, clear_gradients, clipped_step
-from midflight.trainer.policy import token_logprobs
+from midflight.trainer.policy import Policy
 from midflight.trainer.schedule import Schedule
 
 Example = tuple[Sequence[int], Sequence[int]]
@@ -33,9 +32,8 @@ class SupervisedTrainer:
         max_grad_norm: float = 1.0,
         micro_batch_tokens: int = 4096,
     ) -> None:
-        attend_raggedly(model)
-        model.eval()
         self.model = model
+        self._policy = Policy(model)
         self.num_steps = 0
         self._optimizer = adamw(model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay)
         self._schedule = schedule or Schedule()
@@ -50,7 +48,7 @@ class SupervisedTrainer:
         clear_gradients(self.model)
         total = 0.0
         for micro in split(predictions, np.arange(len(predictions.targets)), budget=self._budget, device=device):
-            loss = -token_logprobs(self.model, micro, temperature=1.0).sum() / len(predictions.targets)
+            loss = -self._policy(micro, temperature=1.0)[0].sum() / len(predictions.targets)
             torch.autograd.backward(loss)
             total += float(loss.detach())
         rate = self._learning_rate * self._schedule.factor(self.num_steps)

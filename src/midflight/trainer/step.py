@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midflight.config.loss import Advantage
 from midflight.errors import RunFailed
-from midflight.trainer.advantages import dr_grpo_advantages, grpo_advantages, overlong_penalty
+from midflight.trainer.advantages import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    overlong_penalty,
+    reinforce_pp_advantages,
+    rloo_advantages,
+)
 from midflight.trainer.microbatch import Index, Predictions, on_device, predictions_of
 from midflight.trainer.shift import shift
 from midflight.types import PackedBatch, Reason, Version
@@ -28,6 +34,7 @@ class Skip(StrEnum):
 
     NO_TOKENS = "no_tokens"
     NOT_FINITE = "not_finite"
+    ALARM = "alarm"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +57,7 @@ class StepReport:
 class Scoring:
     """How rewards become advantages."""
 
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    advantage: Advantage = "grpo"
     max_length: int = 1
     """Tokens of the longest answer, where the over-long penalty is full."""
     overlong_buffer: int = 0
@@ -59,7 +66,15 @@ class Scoring:
     def advantages(self, rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"], *, lengths: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
         """Per rollout, in float64; `lengths` in generated tokens."""
         shaped = rewards + overlong_penalty(lengths, max_length=self.max_length, buffer=self.overlong_buffer, penalty=self.overlong_penalty)
-        return (grpo_advantages if self.advantage == "grpo" else dr_grpo_advantages)(shaped, groups)
+        return _ADVANTAGES[self.advantage](shaped, groups)
+
+
+_ADVANTAGES = {
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": rloo_advantages,
+    "reinforce_pp": reinforce_pp_advantages,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +86,8 @@ class StepTokens:
     advantage: Float[Tensor, " K"]
     age: Int[Tensor, " K"]
     """Version that begins the step minus version that sampled."""
+    has_older_keys: Bool[Tensor, " K"]
+    """Some key that the token attended to when it was sampled was of an older version than the token (DECISIONS 5)."""
     rollout: Int[Tensor, " K"]
     group: Index
     """[K]"""
@@ -104,6 +121,7 @@ def step_tokens(
         behaviour=on_device(shift(batch.logprobs, batch.row_offsets)[admitted], device).to(dtype),
         advantage=on_device(_advantages(batch, scoring, rollout_of_token)[rollout], device).to(dtype),
         age=on_device(batch.train_version - shift(batch.versions, batch.row_offsets)[admitted], device),
+        has_older_keys=on_device(shift(batch.kv_versions < batch.versions, batch.row_offsets)[admitted], device),
         rollout=on_device(rollout, device),
         group=batch.rollout_group[rollout].astype(np.int64),
         num_rollouts=len(batch.rewards),

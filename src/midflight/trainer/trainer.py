@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.errors import RunFailed
 from midflight.trainer import diagnostics
-from midflight.trainer.attention import attend_raggedly
-from midflight.trainer.corrections import log_ratio
-from midflight.trainer.losses import clipped_above, clipped_below
-from midflight.trainer.microbatch import Index, MicroBatch, num_oversized, split
-from midflight.trainer.objective import Denominators, Objective, count_tokens
+from midflight.trainer.microbatch import Index, MicroBatch
+from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
 from midflight.trainer.optimizer import adamw, clear_gradients, clipped_step
-from midflight.trainer.policy import token_logprobs
+from midflight.trainer.parallel import compile_layers, forget_gathered, recompute_activations, shard
+from midflight.trainer.passes import Passes
+from midflight.trainer.policy import Policy
+from midflight.trainer.ranks import Ranks
+from midflight.trainer.record import Record, report_of, token_metrics
 from midflight.trainer.schedule import Schedule
-from midflight.trainer.step import Scoring, Skip, StepReport, StepTokens, step_tokens
+from midflight.trainer.step import Scoring, StepReport, StepTokens, step_tokens
 from midflight.types import PackedBatch, Version
 
 
@@ -33,24 +36,34 @@ class Fork:
     version: Version
 
 
-@dataclass(slots=True, eq=False)
-class _Record:
-    """What the updates of a step leave behind for its report. Per token, [K]."""
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """How gradients become steps."""
 
-    anchor: Float[Tensor, " K"]
-    """Proximal log-probabilities, or those of the forward that trained."""
-    below: Bool[Tensor, " K"]
-    above: Bool[Tensor, " K"]
-    losses: list[float] = field(default_factory=list[float])
-    norms: list[float] = field(default_factory=list[float])
-    num_micro_batches: int = 0
-    num_skipped: int = 0
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How a step is fitted into memory and time. None of it changes what is computed, but for rounding."""
+
+    micro_batch_tokens: int = 4096
+    compute_dtype: torch.dtype | None = None
+    """Of forward and backward; none is that of the weights."""
+    activation_checkpointing: bool = False
+    compile: bool = False
 
 
 class Trainer:
     """Owns model, optimiser and the count of versions. One step makes one version (DECISIONS 1), also when it is skipped:
 
     the admission of new groups follows the version, and a step that gave none would stop it.
+
+    With several ranks each has a trainer, and all take the same steps with the same batches: each computes its share of the
+    micro-batches, and what is known of the whole batch is made whole on every rank, so that each decides alike.
     """
 
     def __init__(
@@ -60,48 +73,60 @@ class Trainer:
         *,
         scoring: Scoring,
         schedule: Schedule,
-        learning_rate: float,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        micro_batch_tokens: int = 4096,
+        adam: Adam,
+        scale: Scale | None = None,
+        reference: PreTrainedModel | None = None,
         updates_per_step: int = 1,
         temperature: float = 1.0,
         max_staleness: int = 4,
         max_missing_share: float = 0.1,
+        on_alarm: Literal["warn", "skip", "stop"] = "warn",
         version: Version = 0,
+        ranks: Ranks | None = None,
     ) -> None:
-        attend_raggedly(model)
-        model.eval()  # No dropout: the log-probabilities must be those of the distribution that an engine samples.
+        """`reference`: what a divergence is taken from; none is `model` as it is now."""
+        scale, self.ranks = scale or Scale(), ranks or Ranks()
         self.model = model
         self.objective = objective
-        self.optimizer = adamw(model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay)
         self.version = version
         self.num_steps = 0
         """Steps since the first version: the schedule's clock, which a fork does not advance."""
         self.num_skipped = 0
         self.lineage: tuple[Fork, ...] = ()
-        self._scoring = scoring
-        self._schedule = schedule
-        self._learning_rate = learning_rate
-        self._max_grad_norm = max_grad_norm
-        self._micro_batch_tokens = micro_batch_tokens
+        self._scoring, self._schedule, self._adam = scoring, schedule, adam
         self._updates_per_step = updates_per_step
-        self._temperature = temperature
-        self._max_staleness = max_staleness
-        self._max_missing_share = max_missing_share
+        self._max_staleness, self._max_missing_share = max_staleness, max_missing_share
+        self._on_alarm: Literal["warn", "skip", "stop"] = on_alarm
         self._device = next(model.parameters()).device
         dtype = next(model.parameters()).dtype
         self._dtype = dtype if dtype == torch.float64 else torch.float32
+        self._reference: Passes | None = None
+        if objective.kl_coefficient:
+            held = (reference or copy.deepcopy(model)).requires_grad_(False)
+            self._reference = self._passes(held, scale, temperature)
+        if scale.activation_checkpointing:
+            recompute_activations(model)
+        self._passes_of_policy = self._passes(model, scale, temperature)
+        self.optimizer = adamw(model, learning_rate=adam.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
 
-    def describe(self) -> str:
-        """The effective loss, as a formula."""
-        return self.objective.describe(updates_per_step=self._updates_per_step)
+    def _passes(self, model: PreTrainedModel, scale: Scale, temperature: float) -> Passes:
+        policy = Policy(model)
+        if scale.compile:
+            compile_layers(model)
+        shard(policy, self.ranks, compute_dtype=scale.compute_dtype)
+        return Passes(
+            policy,
+            self.ranks,
+            budget=scale.micro_batch_tokens,
+            temperature=temperature,
+            compute_dtype=scale.compute_dtype,
+            device=self._device,
+        )
 
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
-        return self._learning_rate * self._schedule.factor(self.num_steps)
+        return self._adam.learning_rate * self._schedule.factor(self.num_steps)
 
     def step(self, batch: PackedBatch) -> StepReport:
         """Trains on a batch leased for the current version and makes the next one."""
@@ -118,94 +143,136 @@ class Trainer:
             device=self._device,
         )
         record = self._update(tokens)
-        report = self._report(batch, tokens, record)
+        report = report_of(record, batch, tokens, version=self.version + 1, learning_rate=self.learning_rate)
         self.version, self.num_steps = report.version, self.num_steps + 1
         self.num_skipped += report.skipped is not None
         return report
 
-    def _update(self, tokens: StepTokens) -> _Record:
-        nothing = torch.zeros(tokens.num_tokens, dtype=torch.bool, device=self._device)
-        record = _Record(anchor=torch.zeros_like(tokens.behaviour), below=nothing, above=nothing.clone())
-        proximal = None
-        if self.objective.loss == "decoupled" and self._updates_per_step > 1:
-            proximal = self._proximal(tokens)
-            record.anchor = proximal
-        for chosen in tokens.mini_batches(self._updates_per_step):
-            loss = self._accumulate(tokens, chosen, proximal, record)
-            finite = math.isfinite(loss)
-            norm = clipped_step(self.optimizer, learning_rate=self.learning_rate, max_norm=self._max_grad_norm) if finite else math.nan
-            record.losses.append(loss)
-            record.norms.append(norm)
-            record.num_skipped += not math.isfinite(norm)
+    # --- Updates -----------------------------------------------------------------------------------------------------
+
+    def _update(self, tokens: StepTokens) -> Record:
+        record = Record.of(tokens, masks=tuple(self.objective.loss.masks))
+        proximal, reference = None, None
+        if tokens.num_tokens and self.objective.needs_scores(updates_per_step=self._updates_per_step):
+            proximal = self._passes_of_policy.scores(tokens.predictions)
+        if tokens.num_tokens and self._reference is not None:
+            reference = self._reference.scores(tokens.predictions)
+        chosen_of_update = tokens.mini_batches(self._updates_per_step)
+        for number, chosen in enumerate(chosen_of_update):
+            update = Update(tokens, chosen, proximal, reference, progress=number / len(chosen_of_update))
+            self._one_update(update, record)
+        record.num_oversized = self._passes_of_policy.num_oversized(tokens.predictions)
         clear_gradients(self.model)
         return record
 
-    def _accumulate(self, tokens: StepTokens, chosen: Index, proximal: Float[Tensor, " K"] | None, record: _Record) -> float:
+    def _one_update(self, update: Update, record: Record) -> None:
+        clear_gradients(self.model)
+        known = self._known(update)
+        loss = self._accumulate(update, known, record)
+        alarms = diagnostics.alarms(token_metrics(record, update.tokens, update.where(self._device)))
+        record.alarms += [sentence for sentence in alarms if sentence not in record.alarms]
+        if alarms and self._on_alarm == "stop":
+            raise RunFailed(
+                f"step to version {self.version + 1}: {'; '.join(alarms)}. The policy that trains is far from the one that sampled: "
+                "lower the learning rate or max_staleness, look at mismatch/* in the metrics, or set trainer.on_alarm."
+            )
+        norm = math.nan
+        held_back = bool(alarms) and self._on_alarm == "skip"
+        if math.isfinite(loss) and not held_back:
+            norm = clipped_step(self.optimizer, learning_rate=self.learning_rate, max_norm=self._adam.max_grad_norm)
+            forget_gathered(self._passes_of_policy.policy)
+        record.updated(loss, norm, held_back=held_back)
+
+    def _known(self, update: Update) -> tuple[Known, Factors] | None:
+        """Of all the update's tokens, where the step knows them beforehand."""
+        if update.proximal is None:
+            return None
+        now = update.proximal
+        if self.objective.loss.looks_beyond and update.progress > 0:
+            now = self._passes_of_policy.scores(update.tokens.predictions, update.chosen)
+        where = update.where(self._device)
+        known = update.known(now[where], update.proximal[where], where)
+        return known, self.objective.factors(known, progress=update.progress)
+
+    def _accumulate(self, update: Update, whole: tuple[Known, Factors] | None, record: Record) -> float:
         """Leaves the gradient of one update in the model and returns its loss.
 
-        Tokens of advantage 0 have a gradient of exactly 0 under every objective here: they get a forward for the
-        diagnostics and no backward.
+        Tokens of advantage 0 have a gradient of exactly 0 under most objectives: they get a forward for the diagnostics and
+        no backward.
         """
-        clear_gradients(self.model)
-        over = count_tokens(tokens.rollout[torch.from_numpy(chosen).to(self._device)], num_rollouts=tokens.num_rollouts)
-        live = tokens.advantage.cpu().numpy()[chosen] != 0
-        total = 0.0
+        tokens, chosen = update.tokens, update.chosen
+        over = count_tokens(tokens.rollout[update.where(self._device)], num_rollouts=tokens.num_rollouts)
+        live = tokens.advantage.cpu().numpy()[chosen] != 0 if self.objective.needs_advantage else np.ones(len(chosen), np.bool_)
+        total = torch.zeros((), dtype=self._dtype, device=self._device)
+        with_entropy = self.objective.entropy_coefficient > 0
         for part, trains in ((chosen[live], True), (chosen[~live], False)):
-            for micro in split(tokens.predictions, part, budget=self._micro_batch_tokens, device=self._device):
-                with torch.set_grad_enabled(trains):
-                    share = self._loss(tokens, micro, proximal, over=over, record=record)
+            for micro, is_mine, policy, entropy in self._passes_of_policy.forwards(
+                tokens.predictions, part, trains=trains, with_entropy=with_entropy
+            ):
+                share = self._share(update, micro, policy, entropy, whole, over=over, record=record if is_mine else None)
                 if trains:
-                    share.backward()
-                total += float(share.detach())
-                record.num_micro_batches += 1
-        return total
+                    (share * (self.ranks.size if is_mine else 0)).backward()
+                if is_mine:
+                    total += share.detach()
+                    record.num_micro_batches += 1
+        record.gather(update.where(self._device), self.ranks)
+        return float(self.ranks.sum(total))
 
-    def _loss(
-        self, tokens: StepTokens, micro: MicroBatch, proximal: Float[Tensor, " K"] | None, *, over: Denominators, record: _Record
+    def _share(
+        self,
+        update: Update,
+        micro: MicroBatch,
+        policy: Float[Tensor, " k"],
+        entropy: Float[Tensor, " k"] | None,
+        whole: tuple[Known, Factors] | None,
+        *,
+        over: Denominators,
+        record: Record | None,
     ) -> Float[Tensor, ""]:
+        """A micro-batch's part of the loss."""
         at = micro.predictions
-        policy = token_logprobs(self.model, micro, temperature=self._temperature)
-        advantage = tokens.advantage[at]
-        found = self.objective.token_losses(
-            policy, None if proximal is None else proximal[at], behaviour=tokens.behaviour[at], advantage=advantage
-        )
-        if proximal is None:
-            record.anchor[at] = policy.detach()
-        record.below[at] = clipped_below(found.clip_ratio, advantage, clip_low=self.objective.clip_low)
-        record.above[at] = clipped_above(found.clip_ratio, advantage, clip_high=self.objective.clip_high)
-        return self.objective.reduce(found.loss, tokens.rollout[at], over=over)
+        now = policy.detach()
+        known = update.known(now, now if update.proximal is None else update.proximal[at], at)
+        if whole is None:
+            factors = self.objective.factors(known, progress=update.progress)
+        else:
+            factors = whole[1].at(update.position(at))
+        found = self.objective.token_losses(policy, known, factors, entropy=entropy)
+        if record is not None:
+            record.note(at, factors, found, known, self.objective)
+        return self.objective.reduce(found.loss, update.tokens.rollout[at], over=over)
 
-    @torch.no_grad()
-    def _proximal(self, tokens: StepTokens) -> Float[Tensor, " K"]:
-        """Log-probabilities under the weights that begin the step."""
-        found = torch.zeros_like(tokens.behaviour)
-        everything = np.arange(tokens.num_tokens)
-        for micro in split(tokens.predictions, everything, budget=self._micro_batch_tokens, device=self._device):
-            found[micro.predictions] = token_logprobs(self.model, micro, temperature=self._temperature)
-        return found
 
-    def _report(self, batch: PackedBatch, tokens: StepTokens, record: _Record) -> StepReport:
-        metrics = {
-            "tokens/trained": float(tokens.num_tokens),
-            "rows/oversized": float(num_oversized(tokens.predictions, budget=self._micro_batch_tokens)),
-            "step/micro_batches": float(record.num_micro_batches),
-            "step/updates_skipped": float(record.num_skipped),
-            "step/learning_rate": self.learning_rate,
-            **{f"masked/{reason}": n / int(batch.loss_mask.sum()) for reason, n in tokens.masked.items()},
-        }
-        scored = batch.rewards[np.isfinite(batch.rewards)]
-        if scored.size:
-            metrics["reward/mean"] = float(scored.mean())
-        if not tokens.num_tokens:
-            return StepReport(self.version + 1, math.nan, 0, metrics, tokens.masked, skipped=Skip.NO_TOKENS)
-        metrics["tokens/zero_advantage_share"] = float((tokens.advantage == 0).double().mean())
-        log_rho = log_ratio(record.anchor, tokens.behaviour)
-        metrics |= diagnostics.ratio_metrics(log_rho, tokens.rollout, tis_cap=self.objective.tis_cap)
-        metrics |= diagnostics.clip_metrics(record.below, record.above) | diagnostics.age_metrics(tokens.age, log_rho)
-        skipped = Skip.NOT_FINITE if record.num_skipped == len(record.losses) else None
-        made = [math.isfinite(norm) or skipped is not None for norm in record.norms]
-        metrics |= {"loss": float(np.mean(np.compress(made, record.losses))), "grad_norm": float(np.mean(np.compress(made, record.norms)))}
-        num_trained = 0 if skipped else tokens.num_tokens
-        return StepReport(
-            self.version + 1, metrics["loss"], num_trained, metrics, tokens.masked, skipped=skipped, alarms=diagnostics.alarms(metrics)
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """One of a step's mini-batches."""
+
+    tokens: StepTokens
+    chosen: Index
+    """Ascending."""
+    proximal: Float[Tensor, " K"] | None
+    """Of all the step's tokens; none: it is the policy that trains."""
+    reference: Float[Tensor, " K"] | None
+    progress: float
+    """Share of the step's updates that were made before."""
+
+    def where(self, device: torch.device) -> Tensor:
+        return torch.from_numpy(self.chosen).to(device)
+
+    def position(self, at: Tensor) -> Tensor:
+        """Where these of the step's tokens are among the chosen ones."""
+        return torch.searchsorted(torch.from_numpy(self.chosen).to(at.device), at)
+
+    def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> Known:
+        """Of the tokens `at`, as `now` and `proximal` are."""
+        t = self.tokens
+        return Known(
+            now=now,
+            proximal=proximal,
+            behaviour=t.behaviour[at],
+            advantage=t.advantage[at],
+            age=t.age[at],
+            sequence=t.rollout[at],
+            num_sequences=t.num_rollouts,
+            reference=None if self.reference is None else self.reference[at],
         )

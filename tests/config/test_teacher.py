@@ -1,0 +1,86 @@
+"""A teacher that could not score the student's tokens is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from midflight.config import load_config
+from midflight.config.derived import num_engines
+from midflight.config.memory import memory_estimate, model_sizes
+from midflight.config.placement import computing_threads, placement
+from midflight.config.teacher import check_teacher
+from midflight.errors import ConfigError
+from midflight.text.byte_tokenizer import write_byte_tokenizer
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    def make(name: str = "teacher", *, vocab_size: int = 262) -> Path:
+        made = tmp_path / name
+        made.mkdir()
+        write_byte_tokenizer(made)
+        sizes = {"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True}
+        (made / "config.json").write_text(json.dumps(sizes))
+        return made
+
+    return make
+
+
+def test_a_teacher_of_the_same_tokens_is_accepted_beside_a_made_student_and_a_given_one(folder: Folder) -> None:
+    teacher = folder()
+    check_teacher(load_config(None, [f"distillation.teacher={teacher}"]))
+    check_teacher(load_config(None, [f"distillation.teacher={teacher}", f"model.path={folder('student')}"]))
+    check_teacher(load_config(None))
+
+
+def test_another_vocabulary_is_refused_by_both_sizes(folder: Folder) -> None:
+    config = load_config(None, [f"distillation.teacher={folder(vocab_size=300)}"])
+    with pytest.raises(ConfigError, match="a vocabulary of 300 tokens, the student one of 262"):
+        check_teacher(config)
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_by_the_first_token_that_differs(folder: Folder) -> None:
+    teacher = folder()
+    path = teacher / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = (token for token, number in vocabulary.items() if number in (40, 41))
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"another tokenizer.*as token 40"):
+        check_teacher(load_config(None, [f"distillation.teacher={teacher}"]))
+
+
+def test_a_folder_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"distillation\.teacher is .*nowhere"):
+        check_teacher(load_config(None, [f"distillation.teacher={tmp_path / 'nowhere'}"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["distillation.rewards=false"], "leaves nothing to learn from; name a teacher"),
+        (
+            ["distillation.rewards=false", "distillation.teacher=x", "distillation.weight=0"],
+            "leaves nothing to learn from; raise the weight",
+        ),
+        (["distillation.rewards=false", "distillation.teacher=x", "rollout.drop_zero_spread=true"], "chooses groups by their rewards"),
+    ],
+)
+def test_options_that_leave_nothing_to_learn_from_are_refused(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_config(None, overrides)
+
+
+def test_the_teacher_is_one_more_process_and_no_engine(folder: Folder) -> None:
+    alone, config = load_config(None), load_config(None, [f"distillation.teacher={folder()}"])
+    assert [p.process for p in placement(config)] == ["launcher", "rollout", "engine", "teacher", "trainer"]
+    assert computing_threads(config) == computing_threads(alone) + 1 and num_engines(config.engine) == 1
+    (item,) = (item for item in memory_estimate(config, model_sizes(config.model)) if item.where == "teacher")
+    assert item.num_bytes > 320 * 2**20

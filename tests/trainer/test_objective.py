@@ -1,0 +1,138 @@
+"""The composition: objective, weight, masks and reduction as configured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from midflight.config.loss import KINDS, CorrectionSection, ObjectiveSection
+from midflight.errors import ConfigError
+from midflight.trainer.advantages import grpo_advantages
+from midflight.trainer.objective import Known, Objective, count_tokens
+
+from . import oracles
+from .oracles import ABSOLUTE
+
+
+def known(policy: Tensor, behaviour: Tensor, advantage: Tensor, *, proximal: Tensor | None = None, age: int = 0) -> Known:
+    now = policy.detach()
+    return Known(
+        now=now,
+        proximal=now if proximal is None else proximal,
+        behaviour=behaviour,
+        advantage=advantage,
+        age=torch.full(now.shape, age),
+        sequence=torch.zeros(now.shape, dtype=torch.long),
+        num_sequences=1,
+    )
+
+
+def of(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def losses(objective: Objective, policy: Tensor, given: Known) -> Tensor:
+    return objective.token_losses(policy, given, objective.factors(given)).loss
+
+
+@pytest.mark.parametrize("kind", [kind for kind, found in KINDS.items() if found.form == "bypass"])
+def test_counting_the_ratio_twice_is_refused_with_the_remedy(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"count the ratio to the behaviour policy twice; remove correction\.weight"):
+        Objective.of(ObjectiveSection(kind=kind), CorrectionSection(weight="tis"))  # type: ignore[arg-type]
+
+
+def test_the_default_is_policy_gradient_with_truncated_importance_sampling() -> None:
+    policy = of(math.log(0.5), math.log(0.2)).requires_grad_()
+    given = known(policy, of(math.log(0.1), math.log(0.4)), of(1.0, -1.0))
+    loss = losses(Objective(), policy, given)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([-2.0, 0.5])  # rho is 5, capped at 2, and 0.5
+    assert policy.grad is not None and policy.grad.tolist() == pytest.approx([-2.0, 0.5])
+
+
+def test_bypass_clips_the_ratio_to_the_behaviour_policy_and_weighs_by_nothing_else() -> None:
+    policy = of(math.log(1.0), math.log(0.3)).requires_grad_()
+    given = known(policy, of(math.log(0.1), math.log(0.2)), of(-1.0, 1.0))
+    bypass = Objective.of(ObjectiveSection(kind="ppo", dual_clip=3.0, clip_high=0.2))
+    assert losses(bypass, policy, given).tolist() == pytest.approx([3.0, -1.2])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_objective_on_fresh_tokens_is_the_policy_gradient(kind: str) -> None:
+    """Where behaviour, proximal and policy agree nothing is corrected: the gradient of a token is -A, up to what the kind holds back."""
+    policy = of(-0.5, -1.0, -2.0).requires_grad_()
+    advantage = "dr_grpo" if kind == "mirror_descent" else "grpo"
+    objective = Objective.of(ObjectiveSection(kind=kind, advantage=advantage))  # type: ignore[arg-type]
+    given = known(policy, policy.detach().clone(), of(0.7, 0.7, 0.7))
+    losses(objective, policy, given).sum().backward()
+    assert policy.grad is not None
+    held_back = 1 if kind == "clip_cov" else 0  # the share of 2e-4 is at least one token
+    assert sum(abs(g + 0.7) > 1e-9 for g in policy.grad.tolist()) == held_back
+
+
+def test_masks_take_tokens_out_and_leave_the_denominator() -> None:
+    policy = of(math.log(0.5), math.log(0.2)).requires_grad_()
+    given = known(policy, of(math.log(0.1), math.log(0.19)), of(1.0, 1.0))
+    objective = Objective.of(correction=CorrectionSection(k3_max=0.01))
+    factors = objective.factors(given)
+    assert factors.masked["k3"].tolist() == [True, False]
+    found = objective.token_losses(policy, given, factors).loss
+    over = count_tokens(given.sequence, num_rollouts=1)
+    assert float(objective.reduce(found, given.sequence, over=over).detach()) == pytest.approx(-(0.2 / 0.19) / 2)
+
+
+def test_each_version_of_age_multiplies_by_the_decay() -> None:
+    policy = of(-1.0).requires_grad_()
+    objective = Objective.of(correction=CorrectionSection(age_decay=0.5))
+    assert float(losses(objective, policy, known(policy, of(-1.0), of(1.0), age=3)).detach()) == pytest.approx(-0.125)
+
+
+def test_the_interpolated_proximal_policy_needs_no_forward_and_is_the_policy_for_tokens_of_the_step() -> None:
+    objective = Objective.of(ObjectiveSection(proximal="interpolated"))
+    assert not objective.needs_scores(updates_per_step=4) and Objective().needs_scores(updates_per_step=2)
+    policy = of(-1.0, -1.0)
+    given = known(policy, of(-3.0, -3.0), of(1.0, 1.0), age=1)
+    # Half way through the step a token of age 1 is 1.5 versions behind: log proximal = -3 + (1 / 1.5) * 2.
+    assert objective.factors(given, progress=0.5).proximal.tolist() == pytest.approx([-3 + 4 / 3] * 2)
+    fresh = known(policy, of(-3.0, -3.0), of(1.0, 1.0), age=0)
+    assert objective.factors(fresh).proximal.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "correction", "expected"),
+    [
+        ({"kind": "ppo", "clip_high": 0.2}, {}, "areal/ppo"),
+        ({"kind": "ppo", "reduction": "sequence_mean"}, {}, "trl/loss_grpo"),
+        ({"kind": "ppo", "dual_clip": 3.0}, {}, "verl/vanilla/token-mean"),
+        ({}, {}, "trl/loss_dapo_tis_cap2"),
+        ({"clip_high": 0.2, "dual_clip": 3.0}, {"weight": "tis"}, "verl/vanilla+tis_token_2.0"),
+        ({"kind": "gspo", "clip_low": 0.2, "clip_high": 0.28}, {"weight": "off"}, "verl/gspo"),
+        ({"kind": "gmpo", "clip_low": 0.2, "clip_high": 0.28}, {"weight": "off"}, "verl/geo_mean"),
+        ({"kind": "sapo", "reduction": "sequence_mean"}, {"weight": "off"}, "verl/sapo"),
+    ],
+)
+def test_what_is_configured_gives_what_public_implementations_give(
+    objective: dict[str, object], correction: dict[str, object], expected: str
+) -> None:
+    data = oracles.inputs()
+    ours = Objective.of(ObjectiveSection.model_validate(objective), CorrectionSection.model_validate(correction))
+    advantage = grpo_advantages(torch.tensor(oracles.REWARDS), torch.tensor(oracles.GROUPS))[data.rollout]
+    given = Known(
+        now=data.logp.detach(),
+        proximal=data.old,
+        behaviour=data.old if ours.loss.is_bypass else data.roll,
+        advantage=advantage,
+        age=torch.zeros_like(data.rollout),
+        sequence=data.rollout,
+        num_sequences=6,
+    )
+    found = ours.token_losses(data.logp, given, ours.factors(given))
+    loss = ours.reduce(found.loss, data.rollout, over=count_tokens(data.rollout, num_rollouts=6))
+    loss.backward()
+    assert data.logp.grad is not None
+    assert (float(loss.detach()), float(data.logp.grad.norm())) == pytest.approx(
+        (oracles.KNOWN[expected].value, oracles.KNOWN[expected].grad_l2), abs=ABSOLUTE
+    )
