@@ -16,6 +16,7 @@ from midflight.models.adapter import CONFIG, FOLDER, WEIGHTS, adapter_of
 from midflight.models.load import load_model, save_model
 from midflight.models.lora import add_adapters, base_tensors, lora_config
 from midflight.models.names import assign, named_tensors
+from midflight.models.sizes import sizes_of
 
 from .tiny import tiny_adapted, tiny_model
 
@@ -140,3 +141,9 @@ def test_the_numbers_of_a_folders_adapters_are_read_without_torch(tmp_path: Path
     found = adapter_of(tmp_path)
     assert found is not None
     assert (found.rank, found.alpha, found.scale, found.targets) == (4, 6, 1.5, ("q_proj",))
+
+
+def test_the_number_of_their_parameters_follows_from_the_sizes(tmp_path: Path):
+    model = tiny_adapted()
+    save_model(model, tmp_path)
+    assert sizes_of(tmp_path).num_adapter_parameters(4) == sum(tensor.numel() for tensor in named_tensors(model).values())

@@ -54,8 +54,12 @@ def model_sizes(model: ModelSection) -> ModelSizes:
 def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]:
     """Worst case of each part: every slot full to `max_context`, every waiting rollout as long as can be."""
     m, e, t, r = config.model, config.engine, config.trainer, config.rollout
-    element = element_bytes(m.dtype)
-    weights, served = sizes.weight_bytes(m.dtype), sizes.weight_bytes(served_dtype(config))
+    element, served_element = element_bytes(m.dtype), element_bytes(served_dtype(config))
+    weights, served = sizes.num_parameters * element, sizes.num_parameters * served_element
+    trained = sizes.num_parameters if config.lora.rank is None else sizes.num_adapter_parameters(config.lora.rank)
+    handed = trained * served_element
+    added = 0 if config.lora.rank is None else trained * element  # adapters beside the weights; a warm start trains the weights first
+    optimised = trained * element if config.warm_start.target_accuracy is None else weights
     slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
     engines = 0 if e.urls else e.count  # servers that others started take their memory whether we run or not
     activations = (
@@ -66,14 +70,14 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     held = 0 if config.weights.transport == "file" else 4 if delta else 3  # live, under way, waiting; with differences see `DeltaPublisher`
     converted = served_dtype(config) != m.dtype
     return (
-        MemoryItem("trainer", "weights, gradients and AdamW's two moments", 4 * weights),
+        MemoryItem("trainer", "weights, gradients and AdamW's two moments", weights + added + 3 * optimised),
         MemoryItem(
             "trainer", f"activations of a micro-batch of {t.micro_batch_tokens} tokens", activations * t.micro_batch_tokens * element
         ),
-        MemoryItem("trainer", "the newest version as it is served", (delta + converted) * served),
-        MemoryItem("engines", "weights, live and staged", _copies(e, delta=delta) * served),
+        MemoryItem("trainer", "the newest version as it is served", (delta + converted) * handed),
+        MemoryItem("engines", "weights, live and staged", _weights(config, served=served, handed=handed)),
         MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
-        MemoryItem("weights", "published versions in memory", held * served),
+        MemoryItem("weights", "published versions in memory", held * handed),
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
         MemoryItem("processes", "interpreters and libraries", _processes(e)),
     )
@@ -83,10 +87,13 @@ def total_bytes(items: tuple[MemoryItem, ...]) -> int:
     return sum(item.num_bytes for item in items)
 
 
-def _copies(engine: EngineSection, *, delta: bool) -> int:
-    """Of the weights. Beside a server: two folders that it loads from, and what is fetched next. For differences: what they change."""
-    each = 2 if engine.kind == "embedded" else 3 if engine.urls else 4
-    return num_engines(engine) * (each + delta)
+def _weights(config: Config, *, served: int, handed: int) -> int:
+    """Of all engines. Beside a server: two folders that it loads from, and what is fetched or merged next; one more where it starts
+    with merged adapters. For differences: what they change."""
+    engine = config.engine
+    folders = (3 if engine.urls else 4) + (config.lora.rank is not None)
+    each = served + handed if engine.kind == "embedded" else folders * served
+    return num_engines(engine) * (each + config.weights.delta * handed)
 
 
 def _processes(engine: EngineSection) -> int:

@@ -57,6 +57,11 @@ class ModelSizes:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
 
+    def num_adapter_parameters(self, rank: int) -> int:
+        """Of low-rank adapters of all linear layers but the output layer."""
+        attention = 4 * self.hidden_size + 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
+
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * element_bytes(dtype)
 
