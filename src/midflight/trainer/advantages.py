@@ -43,7 +43,7 @@ def rloo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> 
 
         A_i = R_i - sum_{j != i} R_j / (n - 1) = n / (n - 1) (R_i - mean)
 
-    REINFORCE leave-one-out: Ahmadian et al. 2024 (2402.14740), eq. 8. A group of one has no others, and advantage 0.
+    REINFORCE leave-one-out: Ahmadian et al. 2024 (2402.14740). A group of one has no others, and advantage 0.
     """
     n = _counts(rewards, groups)
     return dr_grpo_advantages(rewards, groups) * (n / (n - 1).clamp(min=1))[groups]
@@ -54,7 +54,7 @@ def reinforce_pp_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " 
 
         A_i = B((R_i - mean of the group)),  B = batch_normalised
 
-    REINFORCE++ with a baseline: Hu et al. 2025 (2501.03262), section 3. A group whose rewards are all alike would otherwise be
+    REINFORCE++ with a baseline: Hu et al. 2025 (2501.03262). A group whose rewards are all alike would otherwise be
     lifted by a large deviation of its own. Every rollout counts once, however long.
     """
     return batch_normalised(dr_grpo_advantages(rewards, groups), counted=rewards.isfinite())
@@ -63,7 +63,7 @@ def reinforce_pp_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " 
 def batch_normalised(values: Float[Tensor, " N"], *, counted: Bool[Tensor, " N"] | None = None) -> Float[Tensor, " N"]:
     """Values minus their mean, in deviations: (x - mean) / (std + 1e-8), where std uses n - 1; 0 for what is not counted.
 
-    REINFORCE++ (2501.03262), eq. 8, of the values of a whole batch: of rewards per rollout, or spread over tokens.
+    REINFORCE++ (2501.03262), of the values of a whole batch: of rewards per rollout, or spread over tokens.
     """
     counted = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
     n = counted.sum()

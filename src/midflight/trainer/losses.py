@@ -80,7 +80,7 @@ def sapo(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, tau_posi
 
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau = tau_positive where A_t > 0, else tau_negative
 
-    SAPO (2511.20347), eq. 5 and 6. At r = 1 the gradient is that of r A; a larger tau lets it fade sooner. Usual: 1.0 and 1.05.
+    SAPO (2511.20347). At r = 1 the gradient is that of r A; a larger tau lets it fade sooner. Usual: 1.0 and 1.05.
     """
     positive = 4 / tau_positive * torch.sigmoid(tau_positive * (ratio - 1))
     negative = 4 / tau_negative * torch.sigmoid(tau_negative * (ratio - 1))
@@ -113,7 +113,7 @@ def geometric_mean_ratio(
 ) -> Float[Tensor, " T"]:
     """Geometric mean of the clipped r of the whole rollout that a token is of, without gradient.
 
-    Each log r is clipped to [-clip_low, clip_high] on the pessimistic side only, before the mean. GMPO (2507.20673), eq. 4.
+    Each log r is clipped to [-clip_low, clip_high] on the pessimistic side only, before the mean. GMPO (2507.20673).
     """
     clipped = _clip_logarithm(log_ratio.detach(), advantage, clip_low=clip_low, clip_high=clip_high)
     return sequences.means(clipped, sequence, num_sequences=num_sequences).exp()[sequence]
@@ -131,7 +131,7 @@ def geometric_mean_surrogate(
 
         L_t = -A g c_t / sg(c_t),  g = mean_ratio, c_t = clip(r_t, e^-clip_low, e^clip_high) on the pessimistic side
 
-    GMPO (2507.20673), eq. 4: the mean over a rollout is -A prod_t c_t^(1/n), in value and gradient. `mean_ratio` comes from
+    GMPO (2507.20673): the mean over a rollout is -A prod_t c_t^(1/n), in value and gradient. `mean_ratio` comes from
     `geometric_mean_ratio`. Clips are in logarithms, usual 0.4 and 0.4.
     """
     clipped = _clip_logarithm(log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)
@@ -150,7 +150,7 @@ def topr(policy: Float[Tensor, " T"], sequence_ratio: Float[Tensor, " T"], *, ad
 
         L_t = -w A_t log pi_theta,  w = 1 where A_t > 0, else sg(clip(R_seq, 0, 1))
 
-    TOPR (2503.14286), eq. 8. `sequence_ratio` is the product of R over the rollout, on each of its tokens. The paper sums over
+    TOPR (2503.14286). `sequence_ratio` is the product of R over the rollout, on each of its tokens. The paper sums over
     the tokens of a rollout; the reduction decides here.
     """
     weight = torch.where(advantage > 0, 1.0, sequence_ratio.detach().clamp(0, 1))
@@ -178,7 +178,7 @@ def dppo_tv(
         L_t = -sg(min(R_t, cap) M_t) A_t log pi_theta
         M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta]
 
-    DPPO with the binary total variation (2602.04879), section 4; usual delta 0.2 and cap 20. The gradient is that of M R A.
+    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20. The gradient is that of M R A.
     """
     now = policy.detach()
     gap = now.exp() - behaviour.exp()
@@ -195,7 +195,7 @@ def largest_covariance(
 
         cov_t = (log pi_t - mean) (A_t - mean), low < cov_t < high
 
-    Cui et al. 2025 (2505.22617), eq. 10 to 13; usual share 2e-4, and for Clip-Cov a band from 1 to 5. Over the tokens of the
+    Cui et al. 2025 (2505.22617), Clip-Cov and KL-Cov; usual share 2e-4, and for Clip-Cov a band from 1 to 5. Over the tokens of the
     whole batch. Clip-Cov draws from its band at random; we take the largest, so that ranks and resumed runs agree.
     """
     policy = policy.detach()
@@ -209,7 +209,7 @@ def largest_covariance(
 def clip_cov(
     ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, selected: Bool[Tensor, " T"], clip_low: float, clip_high: float
 ) -> Float[Tensor, " T"]:
-    """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected. Clip-Cov (2505.22617), eq. 12."""
+    """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected. Clip-Cov (2505.22617)."""
     return clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high).masked_fill(selected, 0)
 
 
@@ -220,7 +220,7 @@ def kl_cov(
 
         L_t = -r_t A_t + beta |log r_t| where selected
 
-    KL-Cov (2505.22617), eq. 14; like its authors' code we estimate the divergence by |log r|, whose gradient is 0 at r = 1.
+    KL-Cov (2505.22617); like its authors' code we estimate the divergence by |log r|, whose gradient is 0 at r = 1.
     `log_ratio` is log r with its gradient; usual penalty beta 1.
     """
     return -log_ratio.exp() * advantage + torch.where(selected, penalty * log_ratio.abs(), 0.0)
