@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -58,3 +59,30 @@ def test_results_are_observed_with_their_version_unless_nothing_was_scored():
     assert scores[1] == SourceScore("empty", None, 0, 1)
     (seen,) = rig.observer.evaluations
     assert (seen.version, seen.source, seen.num_tasks, seen.mean_reward) == (7, "spell", 1, pytest.approx(1.0))
+
+
+def test_what_is_unfinished_when_an_evaluation_is_over_has_failed_and_says_why():
+    """Answers take a second: two of four are there, one is under way, one has no slot yet."""
+    rig = Rig(answer)
+
+    async def main():
+        over = asyncio.Event()
+        asyncio.get_running_loop().call_later(2.5, over.set)
+        evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(1), observer=rig.observer)
+        scores = await evaluator.run([task(i) for i in range(4)], version=7, over=over)
+        assert asyncio.get_running_loop().time() == pytest.approx(2.5)
+        return scores
+
+    assert run_virtual(main) == (SourceScore("spell", 1.0, 2, 2),)
+    assert not rig.sessions.open_now
+    unfinished = [r for r in rig.observer.rollouts if r.reward is None]
+    assert [r.key for r in unfinished] == [evaluation_key(2), evaluation_key(3)]
+    assert all("over first" in r.error for r in unfinished)
+
+
+def test_a_task_that_several_versions_answered_is_not_scored():
+    rig = Rig(answer)
+    close = rig.sessions.close
+    rig.sessions.close = lambda session_id: replace(close(session_id), versions=frozenset({7, 8} if session_id == "s1" else {7}))
+    assert evaluate(rig, [task(i) for i in range(3)]) == (SourceScore("spell", 1.0, 2, 1),)
+    assert [r.error for r in rig.observer.rollouts if r.error] == ["asked of version 7 alone, it was answered by version 7, 8"]

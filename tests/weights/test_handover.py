@@ -374,3 +374,39 @@ def test_i7_holds_under_random_faults_cancellations_and_interleavings(seed: int)
             fleet.check_whole()
 
     run_virtual(main, seed=seed)
+
+
+@pytest.mark.parametrize("way", ["rolling", "barrier"])
+def test_a_reserved_engine_is_passed_over_and_catches_up_with_the_newest_version(way: Way) -> None:
+    async def main() -> None:
+        fleet, a, b = two()
+        h = handover(fleet, way=way)
+        await h.publish(manifest(1))
+        await h.catch_up("a")
+        fleet.reserved_engine = "a"
+        for version in (2, 3):
+            assert (await h.publish(manifest(version))).served_by == ("b",)
+        fleet.reserved_engine = None
+        assert (a.served.version, b.served.version) == (1, 3)
+        stagings = a.calls.count("stage")
+        await h.catch_up("a")
+        await h.catch_up("a")
+        assert a.served.version == 3 and a.calls.count("stage") == stagings + 1, "it catches up once, and only where it has to"
+        fleet.check_whole()
+
+    run_virtual(main())
+
+
+def test_an_engine_that_falls_out_while_catching_up_is_in_quarantine() -> None:
+    async def main() -> None:
+        fleet, a, _ = two()
+        h = handover(fleet)
+        fleet.reserved_engine = "a"
+        await h.publish(manifest(1))
+        fleet.reserved_engine = None
+        a.fail_next("stage", EngineUnavailable("gone"))
+        await h.catch_up("a")
+        assert list(fleet.in_quarantine) == ["a"]
+        assert await h.rejoin("a") and not fleet.in_quarantine
+
+    run_virtual(main())

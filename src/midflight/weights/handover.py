@@ -176,6 +176,7 @@ class Handover:
         turn = _Turn(self._current, self._fleet)
         if await self._stage(turn, engine):
             await self._commit(turn, engine, Barrier([engine.name]))
+        self._passed_over.discard(engine.name)
         return engine.name in turn.served
 
     async def _readmit_unchanged(self, engine: Engine) -> bool:
