@@ -67,6 +67,13 @@ def test_a_packed_batch_survives_the_wire(shape: list[list[list[int]]], version:
     assert_same(from_bytes(to_bytes(packed)), packed)
 
 
+def test_the_teachers_scores_survive_the_wire_and_without_a_teacher_there_are_none() -> None:
+    packed = pack(batch())
+    assert packed.teacher_logprobs is None and from_bytes(to_bytes(packed)).teacher_logprobs is None
+    scored = replace(packed, teacher_logprobs=np.array([0, -1, -2.5, 0, -0.5, 0, -4], np.float32))
+    assert_same(from_bytes(to_bytes(scored)), scored)
+
+
 def corrupted(**parts: object) -> bytes:
     return to_bytes(replace(pack(batch()), **parts))  # pyright: ignore[reportArgumentType]
 
@@ -90,6 +97,9 @@ def int32(*values: int) -> np.ndarray:
         (corrupted(rollout_group=int32(1, 1, 2)), "rollout_group"),
         (corrupted(rewards=np.array([0.5, np.nan, 1], np.float32)), "reward"),
         (corrupted(versions=int32(3, 3, 9, 2, 2, 4, 4)), "younger than train_version"),
+        (corrupted(teacher_logprobs=np.zeros(6, np.float32)), "lengths disagree"),
+        (corrupted(teacher_logprobs=np.zeros((7, 1), np.float32)), "teacher_logprobs"),
+        (corrupted(teacher_logprobs=np.array([0, np.nan, 0, 0, 0, 0, 0], np.float32)), "of the teacher is not finite"),
         (corrupted(lease=-1), "lease is '-1'"),
         (save(load(to_bytes(pack(batch())))), "format is None"),
         (to_bytes(pack(batch())).replace(b'"format_version":"1"', b'"format_version":"2"'), "format_version is '2'"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from midflight.config import Config, load_config
 from midflight.config.memory import model_sizes
+from midflight.config.teacher import check_teacher
 from midflight.errors import ConfigError
 from midflight.models.sizes import sizes_of
 
@@ -18,6 +19,7 @@ MAX_SERVED_CONTEXT = 4096
 def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, folder: Path | None) -> int:
     config = load_config(path, _with_folder(overrides, folder))
     model_sizes(config.model)  # a missing model folder is said now, not by a process that started
+    check_teacher(config)
     if dry_run:
         from midflight.cli.dry_run import print_report
 
@@ -32,6 +34,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
 def rollouts(path: Path, overrides: Sequence[str], *, folder: Path | None, token: str | None) -> int:
     config = load_config(path, _with_folder(overrides, folder))
     model_sizes(config.model)
+    check_teacher(config)
     _check_engine(config)
     from midflight.run import launch
 

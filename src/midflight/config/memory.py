@@ -77,6 +77,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         MemoryItem("trainer", "the newest version as it is served", (delta + converted) * handed),
         MemoryItem("engines", "weights, live and staged", _weights(config, served=served, handed=handed)),
         MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
+        *_teacher(config),
         MemoryItem("weights", "published versions in memory", held * handed),
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
         MemoryItem("processes", "interpreters and libraries", _processes(e)),
@@ -85,6 +86,13 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
 
 def total_bytes(items: tuple[MemoryItem, ...]) -> int:
     return sum(item.num_bytes for item in items)
+
+
+def _teacher(config: Config) -> tuple[MemoryItem, ...]:
+    if config.distillation.teacher is None:
+        return ()
+    weights = sizes_of(config.distillation.teacher).weight_bytes(served_dtype(config))
+    return (MemoryItem("teacher", "process and weights", TORCH_PROCESS_BYTES + weights),)
 
 
 def _weights(config: Config, *, served: int, handed: int) -> int:

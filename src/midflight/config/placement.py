@@ -24,6 +24,7 @@ def placement(config: Config) -> tuple[Place, ...]:
         Place("launcher", 1, 0, "cpu", "starts and supervises the others, terminal"),
         Place("rollout", 1, 1, "cpu", "gateway, environments, buffer, store"),
         _engine(config.engine),
+        *_teacher(config),
         Place("trainer", 1, config.trainer.threads, config.trainer.device, "takes steps, publishes weights"),
     )
 
@@ -37,11 +38,16 @@ def _engine(engine: EngineSection) -> Place:
     return Place("engine", engine.count, engine.threads, engine.device, f"a {engine.kind} server, which {generates}")
 
 
+def _teacher(config: Config) -> tuple[Place, ...]:
+    if config.distillation.teacher is None:
+        return ()
+    return (Place("teacher", 1, config.engine.threads, config.engine.device, "scores what the engines generate"),)
+
+
 def computing_threads(config: Config) -> int:
-    """Threads of engines and trainer that compete for CPU cores; those on a GPU count one each, servers started by others none."""
-    return sum(
-        p.count * (p.threads if p.device == "cpu" else min(p.threads, 1)) for p in placement(config) if p.process in ("engine", "trainer")
-    )
+    """Threads of engines, teacher and trainer that compete for CPU cores; those on a GPU count one each, servers started by others none."""
+    computing = [p for p in placement(config) if p.process in ("engine", "teacher", "trainer")]
+    return sum(p.count * (p.threads if p.device == "cpu" else min(p.threads, 1)) for p in computing)
 
 
 def core_note(config: Config, cores: int) -> str | None:

@@ -19,9 +19,11 @@ class RowLists(msgspec.Struct, frozen=True):
     kv_versions: list[int]
 
 
-class RolloutRow(RowLists, frozen=True):
+class RolloutRow(RowLists, frozen=True, omit_defaults=True):
     rollout: int
     """Which of the batch's rollouts it is of."""
+    teacher_logprobs: list[float] | None = None
+    """Of a run with a teacher, as long as the others; meaningful where `loss_mask` is true."""
 
 
 class RolloutFacts(msgspec.Struct, frozen=True):
@@ -60,6 +62,7 @@ def batch_as_lists(batch: PackedBatch) -> BatchLists:
                 batch.versions[span].tolist(),
                 batch.kv_versions[span].tolist(),
                 rollout,
+                None if batch.teacher_logprobs is None else batch.teacher_logprobs[span].tolist(),
             )
             for span, rollout in zip(spans, batch.row_rollout.tolist(), strict=True)
         ],

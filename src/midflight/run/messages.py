@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from midflight.observe.progress import Status
+
+TEACHER: Final = "teacher"
+"""Name of the engine process that scores what others generate."""
 
 
 class Part(StrEnum):
@@ -57,6 +61,8 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     """Of the gateway's control plane and of everything under `/midflight/v1`."""
     engines: dict[str, str]
     """URL by engine name."""
+    teacher: str | None = None
+    """URL of the engine that scores and generates nothing, where there is one."""
     purpose: Purpose = Purpose.TRAIN
     version: int = 0
     """The version that the engines start with."""

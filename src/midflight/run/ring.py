@@ -20,6 +20,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from midflight.config.sections import Config
 from midflight.errors import ConfigError, MidflightError, RunFailed
 from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.messages import (
+    TEACHER,
     EngineSpec,
     Failed,
     Message,
@@ -93,6 +95,21 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePart:
+    """One engine process, in all its lives. `url` is of a server that it attaches to; `model` of the teacher, which has its own."""
+
+    name: str
+    kind: str
+    listener: socket.socket
+    url: str | None = None
+    model: str | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+
 class Ring:
     """One attempt at a run. `on_message` hears everything the parts say; it must not raise or wait."""
 
@@ -107,10 +124,6 @@ class Ring:
         self._segment = segment_name(Path(config.run.folder))
         self.children: list[Child] = []
 
-    @property
-    def _engine_names(self) -> list[str]:
-        return [f"engine{index}" for index in range(num_engines(self._config.engine))]
-
     async def train(self, *, resume: bool) -> None:
         """Returns when the trainer has finished all steps and its last version is evaluated and exported."""
         await self._run(lambda: self._trainer(resume=resume), purpose=Purpose.TRAIN)
@@ -122,11 +135,11 @@ class Ring:
     async def _run(self, trainer: Callable[[], Coroutine[Any, Any, None]] | None, *, purpose: Purpose) -> None:
         gateway = self._config.gateway
         self._socket = listen(gateway.host, gateway.port)
-        self._engine_sockets = [listen("127.0.0.1", 0) for _ in self._engine_names]
+        self._engines = self._engine_parts(purpose)
         self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
         if self._given_model is not None:
             self._model.set_result(self._given_model)
-        engines = [self._engine(index) for index in range(len(self._engine_sockets))]
+        engines = [self._engine(part) for part in self._engines]
         rollout = self._rollout(purpose)
         try:
             if trainer is None:
@@ -134,12 +147,20 @@ class Ring:
             else:
                 await serve_while(trainer(), rollout, *engines)
         finally:
-            for made in (self._socket, *self._engine_sockets):
+            for made in (self._socket, *(part.listener for part in self._engines)):
                 made.close()
             await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
             await self._last_words()
             remove_left(self._segment)
             remove_endpoint(Path(self._config.run.folder), self._control_token)
+
+    def _engine_parts(self, purpose: Purpose) -> list[EnginePart]:
+        section, teacher = self._config.engine, self._config.distillation.teacher
+        urls = section.urls or (None,) * num_engines(section)
+        parts = [EnginePart(f"engine{index}", section.kind, listen("127.0.0.1", 0), url=url) for index, url in enumerate(urls)]
+        if teacher is not None and purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
+            parts.append(EnginePart(TEACHER, "embedded", listen("127.0.0.1", 0), model=str(teacher)))
+        return parts
 
     @property
     def url(self) -> str:
@@ -157,8 +178,8 @@ class Ring:
 
     async def _rollout(self, purpose: Purpose) -> None:
         rollout = await self._start(Part.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
-        ports = (made.getsockname()[1] for made in self._engine_sockets)
-        engines = {name: f"http://127.0.0.1:{port}" for name, port in zip(self._engine_names, ports, strict=True)}
+        addresses = {part.name: part.address for part in self._engines}
+        teacher = addresses.pop(TEACHER, None)
 
         def spec(model: ModelReady) -> Spec:
             return RolloutSpec(
@@ -168,7 +189,8 @@ class Ring:
                 port=self._socket.getsockname()[1],
                 token=self._engine_token,
                 control_token=self._control_token,
-                engines=engines,
+                engines=addresses,
+                teacher=teacher,
                 purpose=purpose,
                 version=model.version,
                 checkpoint=model.checkpoint,
@@ -178,24 +200,24 @@ class Ring:
         if purpose is Purpose.TRAIN:
             raise PartFailed("the rollout process ended before the trainer did")
 
-    async def _engine(self, index: int) -> None:
-        """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine."""
-        name, made, section = self._engine_names[index], self._engine_sockets[index], self._config.engine
+    async def _engine(self, part: EnginePart) -> None:
+        """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
+        name, made = part.name, part.listener
 
         def spec(model: ModelReady) -> Spec:
             return EngineSpec(
                 name=name,
-                model=model.folder,
+                model=part.model or model.folder,
                 config=self._config.model_dump_json(),
                 socket_fd=made.fileno(),
                 token=self._engine_token,
                 staging=str(staging(self._segment, name)),
                 version=model.version,
-                url=section.urls[index] if section.urls else None,
+                url=part.url,
             )
 
         while True:
-            engine = await self._start(Part.ENGINE, name, sockets=[made], arguments=[section.kind])
+            engine = await self._start(Part.ENGINE, name, sockets=[made], arguments=[part.kind])
             try:
                 await self._brief_and_follow(engine, spec)
                 failure = PartFailed(f"{name} ended, though nobody asked it to")

@@ -26,11 +26,12 @@ from midflight.observe.status import Phase
 from midflight.ports import Observer
 from midflight.run.child import Launcher
 from midflight.run.http_server import serve_app
-from midflight.run.messages import Progress, Purpose, Ready, RolloutSpec
+from midflight.run.messages import TEACHER, Progress, Purpose, Ready, RolloutSpec
 from midflight.run.parts import serve_while
 from midflight.run.routes import TrainerRoutes, info_route
 from midflight.run.session_routes import SessionRoutes
 from midflight.run.system import RolloutSystem, Serving, held_out, make_evaluator
+from midflight.run.teacher import Teacher, score_route
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import SamplingParams
@@ -51,7 +52,7 @@ async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
             Purpose.EVALUATE: process.evaluate,
             Purpose.SERVE: process.serve,
         }
-        await serve_while(mains[spec.purpose](), *(engine.run() for engine in process.engines), process.report())
+        await serve_while(mains[spec.purpose](), *(remote.run() for remote in process.remotes), process.report())
 
 
 class RolloutProcess:
@@ -66,7 +67,16 @@ class RolloutProcess:
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint))
         self._observer = Fanout(observers)
-        self.engines = [RemoteEngine(name, url, token=spec.token, observer=self._observer) for name, url in spec.engines.items()]
+        self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
+        self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
+
+    @property
+    def remotes(self) -> list[RemoteEngine]:
+        """Whose connections must run: the engines, and the teacher, to whom the gateway routes nothing."""
+        return self.engines if self._teacher is None else [*self.engines, self._teacher]
+
+    def _remote(self, name: str, url: str) -> RemoteEngine:
+        return RemoteEngine(name, url, token=self._spec.token, observer=self._observer)
 
     # --- Purposes ----------------------------------------------------------------------------------------------------
 
@@ -75,7 +85,7 @@ class RolloutProcess:
         sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
         serving = await self._attached(anonymous=False)
         async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
-            environment = load_environment(self._config.environment.entry)
+            environment, teacher = load_environment(self._config.environment.entry), self._scoring()
             system = RolloutSystem(
                 self._config,
                 serving,
@@ -87,6 +97,7 @@ class RolloutProcess:
                 phases=self,
                 version=self._spec.version,
                 checkpoint=self._spec.checkpoint,
+                teacher=teacher,
             )
             finished = asyncio.Event()  # the trainer's last answer was sent
             trainer = TrainerRoutes(
@@ -98,7 +109,8 @@ class RolloutProcess:
                 finished=finished.set,
             )
             board = environment.board if isinstance(environment, Claimed) else None
-            http = self._http(serving, trainer.routes(), board=board)
+            routes = [*trainer.routes(), score_route(teacher, token=self._spec.control_token)]
+            http = self._http(serving, routes, board=board)
             if self._spec.purpose is Purpose.TRAIN:
                 await serve_while(system.run(), http)
             else:
@@ -122,15 +134,20 @@ class RolloutProcess:
     # --- Parts -------------------------------------------------------------------------------------------------------
 
     async def _attached(self, *, anonymous: bool) -> Serving:
-        """Waits until every engine answers; ended by them, or by a deadline."""
+        """Waits until every engine answers, and the teacher; ended by them, or by a deadline."""
         section = self._config.engine
         starting = 0.0 if section.kind == "embedded" else section.start_seconds
-        for engine in self.engines:
-            await engine.connect(seconds=ATTACH_SECONDS + starting)
+        for remote in self.remotes:
+            await remote.connect(seconds=ATTACH_SECONDS + starting)
         tokenizer = Tokenizer.load(Path(self._spec.model))
         serving = Serving(self._config, tokenizer, self.engines, observer=self._observer, version=self._spec.version, anonymous=anonymous)
         serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
         return serving
+
+    def _scoring(self) -> Teacher | None:
+        if self._teacher is None:
+            return None
+        return Teacher(self._teacher, temperature=self._config.environment.temperature, seconds=self._config.distillation.score_seconds)
 
     def _clients(self, serving: Serving, requests: asyncio.TaskGroup) -> SharedClients:
         """The agents of this process talk to the gateway in memory; any other comes by HTTP. Neither may pause it."""

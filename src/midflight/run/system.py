@@ -41,6 +41,7 @@ from midflight.run.parts import serve_while
 from midflight.run.records import Records
 from midflight.run.rollouts import Fates, Recorded, Rollouts
 from midflight.run.service import StepDone
+from midflight.run.teacher import Teacher
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.packing import pack
@@ -175,7 +176,9 @@ class RolloutSystem:
         phases: Phases,
         version: Version = 0,
         checkpoint: Version | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
+        self._teacher = teacher
         self._observer, self._phases_told = observer, phases
         self._version = version
         self._writer = StoreWriter(store)
@@ -295,6 +298,7 @@ class RolloutSystem:
         await self._finished.wait()
 
     async def _leased(self, batch: Batch) -> PackedBatch:
-        """Waits until the lease is on disk."""
+        """Waits until the lease is on disk, then for the teacher, which scores while the step before is made."""
         await self._records.leased(batch)
-        return pack(batch)
+        packed = pack(batch)
+        return packed if self._teacher is None else await self._teacher.scored(packed)

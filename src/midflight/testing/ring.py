@@ -25,6 +25,7 @@ from midflight.ports import Engine, Observer, SessionHandle
 from midflight.run.parts import serve_while
 from midflight.run.service import RolloutService
 from midflight.run.system import RolloutSystem, Serving
+from midflight.run.teacher import Teacher
 from midflight.run.training import Outbox, Steps, TrainingLoop
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
@@ -92,6 +93,7 @@ async def open_ring(
     version: Version = 0,
     checkpoint: Version | None = None,
     client_for: Callable[[Serving, SessionHandle], AsyncOpenAI] | None = None,
+    teacher: Teacher | None = None,
 ) -> AsyncGenerator[Ring]:
     """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`; with `checkpoint` it goes on after a crash.
 
@@ -117,5 +119,6 @@ async def open_ring(
             phases=phases,
             version=version,
             checkpoint=checkpoint,
+            teacher=teacher,
         )
         yield Ring(config, serving, system, phases)

@@ -28,6 +28,8 @@ _TOKENS: Mapping[str, type[np.generic]] = {
 _ROWS: Mapping[str, type[np.generic]] = {"row_offsets": np.int32, "row_rollout": np.int32}
 _ROLLOUTS: Mapping[str, type[np.generic]] = {"rewards": np.float32, "rollout_group": np.int32, "truncated": np.bool_}
 _ARRAYS = {**_TOKENS, **_ROWS, **_ROLLOUTS}
+_TEACHER: Mapping[str, type[np.generic]] = {"teacher_logprobs": np.float32}
+"""As long as `_TOKENS`, and there or not."""
 
 
 def pack(batch: Batch) -> PackedBatch:
@@ -59,7 +61,8 @@ def _flat(rows: list[tuple[int, Row]], part: Callable[[Row], NDArray[Any]], dtyp
 
 def to_bytes(packed: PackedBatch) -> bytes:
     """A safetensors file whose metadata names the format, the lease and the version it trains at."""
-    arrays = {name: np.ascontiguousarray(getattr(packed, name), dtype=dtype) for name, dtype in _ARRAYS.items()}
+    parts = _ARRAYS if packed.teacher_logprobs is None else {**_ARRAYS, **_TEACHER}
+    arrays = {name: np.ascontiguousarray(getattr(packed, name), dtype=dtype) for name, dtype in parts.items()}
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, "lease": str(packed.lease), "train_version": str(packed.train_version)}
     return save(arrays, metadata=header)
 
@@ -72,13 +75,17 @@ def from_bytes(data: bytes) -> PackedBatch:
         raise BatchCorrupt(f"Reading a packed batch of {len(data)} bytes: {error}. Send the bytes of `to_bytes` whole.") from error
     header = _header(data)
     _check_arrays(arrays)
-    packed = PackedBatch(
-        lease=_number(header, "lease"), train_version=_number(header, "train_version"), **{name: arrays[name] for name in _ARRAYS}
-    )
+    packed = PackedBatch(lease=_number(header, "lease"), train_version=_number(header, "train_version"), **arrays)
     _check_offsets(packed)
     _check_numbering(packed)
     _require(not (packed.versions[packed.loss_mask] > packed.train_version).any(), "a token is younger than train_version")
+    _require(teacher_is_finite(packed), "a log-probability of the teacher is not finite")
     return packed
+
+
+def teacher_is_finite(packed: PackedBatch) -> bool:
+    """Whether the teacher, if there is one, gives every token to train on a finite log-probability."""
+    return packed.teacher_logprobs is None or bool(np.isfinite(packed.teacher_logprobs[packed.loss_mask]).all())
 
 
 def _header(data: bytes) -> Mapping[str, str]:
@@ -101,12 +108,12 @@ def _number(header: Mapping[str, str], name: str) -> int:
 
 def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
     """Every array is there, flat, of its type, and as long as those beside it."""
-    _require(arrays.keys() == _ARRAYS.keys(), f"arrays are {sorted(arrays)}, expected {sorted(_ARRAYS)}")
-    for name, dtype in _ARRAYS.items():
-        found = arrays[name]
+    _require(arrays.keys() - _TEACHER.keys() == _ARRAYS.keys(), f"arrays are {sorted(arrays)}, expected {sorted(_ARRAYS)}")
+    for name, found in arrays.items():
+        dtype = {**_ARRAYS, **_TEACHER}[name]
         _require(found.ndim == 1 and found.dtype == dtype, f"{name} is {found.dtype}{list(found.shape)}, expected flat {np.dtype(dtype)}")
-    for beside in (_TOKENS, _ROLLOUTS):
-        lengths = {name: len(arrays[name]) for name in beside}
+    for beside in ({**_TOKENS, **_TEACHER}, _ROLLOUTS):
+        lengths = {name: len(arrays[name]) for name in beside if name in arrays}
         _require(len(set(lengths.values())) == 1, f"lengths disagree: {lengths}")
 
 

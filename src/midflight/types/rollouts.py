@@ -162,3 +162,4 @@ class PackedBatch:
     rewards: Float32  # [M]
     rollout_group: Int32  # [M], groups numbered from 0 in the batch
     truncated: Bool  # [M]
+    teacher_logprobs: Float32 | None = None  # [N], of a teacher, for the token after those before it; None in a run without one
