@@ -64,7 +64,7 @@ class ObjectiveSection(Section):
     """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment. Unset: the kind's own."""
     proximal: Literal["start", "interpolated"] = "start"
     """start: log-probabilities under the weights that begin the step, by a forward when a step has several updates. interpolated (A-3PO): between behaviour and policy by their versions, without a forward."""
-    kl: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    kl: Literal["k2", "k3", "unbiased"] = "k3"
     """Estimator of the divergence from the reference, the weights that the run began with; `unbiased` weighs k3 by the ratio to the behaviour policy."""
     kl_coefficient: NonNegative = 0.0
     """Weight of that divergence; larger keeps the policy nearer to the reference. 0 keeps no reference in memory."""

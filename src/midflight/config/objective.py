@@ -14,7 +14,6 @@ _ADVANTAGES = {
     "reinforce_pp": "A = (reward - mean of group) / std of the batch",
 }
 _DIVERGENCES = {
-    "k1": "log(π / π_ref)",
     "k2": "log²(π / π_ref) / 2",
     "k3": "(x - 1 - log x),  x = π_ref / π",
     "unbiased": "R (x - 1 - log x),  x = π_ref / π",

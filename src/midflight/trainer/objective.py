@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from midflight.config.loss import CorrectionSection, Loss, ObjectiveSection, loss_contradictions, loss_of
 from midflight.errors import ConfigError
-from midflight.trainer import corrections, losses, masks, reductions
+from midflight.trainer import corrections, losses, masks, penalties, reductions
 from midflight.trainer.corrections import log_ratio
 
 
@@ -40,6 +41,11 @@ class Known:
     sequence: Int[Tensor, " T"]
     num_sequences: int
     reference: Float[Tensor, " T"] | None = None
+
+    @property
+    def sequences(self) -> dict[str, Any]:
+        """What functions of whole rollouts want to know."""
+        return {"sequence": self.sequence, "num_sequences": self.num_sequences}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +143,7 @@ class Objective:
         return corrections.interpolated_proximal(known.now, known.behaviour, alpha=alpha)
 
     def _weight(self, log_rho: Float[Tensor, " T"], known: Known) -> Float[Tensor, " T"]:
-        whole = {"sequence": known.sequence, "num_sequences": known.num_sequences}
+        whole = known.sequences
         match self.loss.weight:
             case "tis":
                 weight = corrections.truncated_weight(log_rho.exp(), **self.loss.bounds)
@@ -153,8 +159,8 @@ class Objective:
                 weight = torch.ones_like(log_rho)
         return corrections.self_normalised(weight, mean=weight.mean()) if self.self_normalised else weight
 
-    def _kept(self, name: str, bounds: Mapping[str, float], log_rho: Float[Tensor, " T"], known: Known) -> Bool[Tensor, " T"]:
-        whole = {"sequence": known.sequence, "num_sequences": known.num_sequences}
+    def _kept(self, name: str, bounds: Mapping[str, Any], log_rho: Float[Tensor, " T"], known: Known) -> Bool[Tensor, " T"]:
+        whole = known.sequences
         match name:
             case "geometric":
                 return masks.geometric_mask(log_rho, **whole, **bounds)
@@ -170,8 +176,8 @@ class Objective:
                 return masks.opsm_mask(log_ratio(known.behaviour, known.now), known.advantage, **whole, **bounds)
 
     def _context(self, known: Known, proximal: Float[Tensor, " T"]) -> Tensor | None:
-        whole = {"sequence": known.sequence, "num_sequences": known.num_sequences}
-        knobs = {name: value for name, value in self.loss.knobs.items() if value is not None}
+        whole = known.sequences
+        knobs: dict[str, Any] = {name: value for name, value in self.loss.knobs.items() if value is not None}
         match self.loss.kind:
             case "gspo":
                 return losses.sequence_log_ratio(log_ratio(known.now, proximal), **whole)
@@ -202,7 +208,7 @@ class Objective:
         return TokenLosses(loss, factors.context if is_of_sequence and factors.context is not None else log_r.detach())
 
     def _surrogate(self, policy: Float[Tensor, " T"], log_r: Float[Tensor, " T"], known: Known, factors: Factors) -> Float[Tensor, " T"]:
-        knobs = {name: value for name, value in self.loss.knobs.items() if value is not None and name != "dual_clip"}
+        knobs: dict[str, Any] = {name: value for name, value in self.loss.knobs.items() if value is not None and name != "dual_clip"}
         ratio, advantage, context = log_r.exp(), known.advantage, factors.context
         match self.loss.kind:
             case "ppo" | "decoupled_ppo":
@@ -239,10 +245,9 @@ class Objective:
         self, policy: Float[Tensor, " T"], reference: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]
     ) -> Float[Tensor, " T"]:
         estimators: Mapping[str, Callable[..., Tensor]] = {
-            "k1": losses.k1_divergence,
-            "k2": losses.k2_divergence,
-            "k3": losses.k3_divergence,
-            "unbiased": partial(losses.unbiased_divergence, behaviour=behaviour),
+            "k2": penalties.k2_divergence,
+            "k3": penalties.k3_divergence,
+            "unbiased": partial(penalties.unbiased_divergence, behaviour=behaviour),
         }
         return estimators[self.kl](policy, reference)
 

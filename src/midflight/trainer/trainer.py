@@ -233,10 +233,7 @@ class Trainer:
         at = micro.predictions
         now = policy.detach()
         known = update.known(now, now if update.proximal is None else update.proximal[at], at)
-        if whole is None:
-            factors = self.objective.factors(known, progress=update.progress)
-        else:
-            factors = whole[1].at(update.position(at))
+        factors = self.objective.factors(known, progress=update.progress) if whole is None else whole[1].at(update.position(at))
         found = self.objective.token_losses(policy, known, factors, entropy=entropy)
         if record is not None:
             record.note(at, factors, found, known, self.objective)
