@@ -1,0 +1,142 @@
+"""Our trainer against trl's `GRPOTrainer`: the step alone, and the whole way to the same reward. Same model, batch and cores.
+
+    python3 -m venv .venv-trl && .venv-trl/bin/pip install -c constraints.txt -r benchmarks/requirements-trl.txt
+    python benchmarks/training.py --trl-python .venv-trl/bin/python --json training.json
+
+**step**: forward, backward and optimiser step on 64 written completions (8 groups of 8, prompts of 32 tokens, 3.2 M parameters with
+a byte vocabulary, float32, DAPO's loss). trl's preparing of inputs is left out; ours is in. The first gradients of both are compared:
+what is timed is the same mathematics. `equal` has only completions of 64 tokens, where padding costs trl nothing; `spread` has 8 to
+64, as answers do; the others the vocabularies of real models, with which memory counts.
+
+**reward**: see `training_reward.py`.
+
+Both sides are processes of their own, in turn, each round anew: one thread each for the step. On busy cores compare CPU seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+sys.path.insert(0, str(HERE))
+
+import numpy as np  # noqa: E402
+from training_batches import SHAPES, Shape, write  # noqa: E402
+
+UNMEASURED = 2
+"""Steps of a process before those that count: allocations, caches, the optimiser's first state."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Medians over rounds of the medians over steps; `memory` is the largest peak during steps, in MiB above the loaded trainer."""
+
+    tokens: int
+    wall: float
+    cpu: float
+    memory: float
+    peak: float
+
+    @property
+    def rate(self) -> float:
+        """Completion tokens per second of wall time."""
+        return self.tokens / self.wall
+
+
+def main() -> None:
+    options = _options()
+    found: dict[str, Any] = {}
+    if "step" in options.parts:
+        found["step"] = [_step(options, shape) for shape in SHAPES if shape.name in options.shapes]
+        print(_step_table(found["step"]), flush=True)
+    if "reward" in options.parts:
+        from training_reward import compare, table
+
+        found["reward"] = compare(options)
+        print(table(found["reward"]))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", type=Path, default=Path(".venv-trl/bin/python"), help="interpreter with trl")
+    parser.add_argument("--parts", nargs="+", choices=("step", "reward"), default=("step", "reward"))
+    parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES], choices=[shape.name for shape in SHAPES])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each round, part `step`")
+    parser.add_argument("--folder", type=Path, default=Path("runs/training"))
+    parser.add_argument("--json", type=Path, default=None)
+    return parser.parse_args()
+
+
+# --- The step --------------------------------------------------------------------------------------------------------
+
+
+def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    folder = options.folder / shape.name
+    write(shape, folder)
+    commands = {"midflight": [sys.executable, HERE / "training_ours.py"], "trl": [options.trl_python, HERE / "training_trl.py", "step"]}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    for _ in range(options.rounds):
+        for name, command in commands.items():
+            runs[name].append(_measured([*command, folder, folder / f"{name}.json", UNMEASURED + options.steps], folder / f"{name}.json"))
+    sides = {name: _side(found) for name, found in runs.items()}
+    difference = _difference(*(folder / f"{name}.npz" for name in commands))
+    print(f"{shape.name}: gradients differ by {difference:.1e} of their norm", flush=True)
+    return {"shape": shape.name, "gradients_differ": difference, **{name: vars(side) | {"rate": side.rate} for name, side in sides.items()}}
+
+
+def _measured(command: Sequence[object], result: Path) -> dict[str, Any]:
+    result.with_suffix(".npz").unlink(missing_ok=True)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} {command[1]} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(result.read_text())
+
+
+def _side(runs: Sequence[dict[str, Any]]) -> Side:
+    return Side(
+        tokens=runs[0]["tokens"],
+        wall=statistics.median(statistics.median(run["wall"][UNMEASURED:]) for run in runs),
+        cpu=statistics.median(statistics.median(run["cpu"][UNMEASURED:]) for run in runs),
+        memory=max(run["peak_mib"] - run["loaded_mib"] for run in runs),
+        peak=max(run["peak_mib"] for run in runs),
+    )
+
+
+def _difference(ours: Path, theirs: Path) -> float:
+    """Norm of the difference of two gradients over the norm of one."""
+    a, b = np.load(ours), np.load(theirs)
+    if set(a) != set(b):
+        raise SystemExit(f"the sides train different parameters: {sorted(set(a) ^ set(b))}")
+    squares = [(np.sum((a[k] - b[k]) ** 2, dtype=np.float64), np.sum(b[k] ** 2, dtype=np.float64)) for k in a]
+    return float(np.sqrt(np.sum(squares, axis=0)[0] / np.sum(squares, axis=0)[1]))
+
+
+def _step_table(found: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| step | tokens | midflight: s (CPU) | tokens/s | memory | trl: s (CPU) | tokens/s | memory | times as fast (CPU) | memory of trl's |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        a, b = row["midflight"], row["trl"]
+        sides = " | ".join(f"{s['wall']:.2f} ({s['cpu']:.2f}) | {s['rate']:,.0f} | {s['memory']:,.0f} MiB" for s in (a, b))
+        ratios = f"**{b['wall'] / a['wall']:.2f}** ({b['cpu'] / a['cpu']:.2f}) | {a['memory'] / b['memory']:.0%}"
+        lines.append(f"| {row['shape']} | {a['tokens']} | {sides} | {ratios} |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

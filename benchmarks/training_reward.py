@@ -1,0 +1,169 @@
+"""Part `reward` of `training.py`: how long `midflight train` and trl take to the same mean reward, from the same model.
+
+The task is the demo's (`training_reward.toml`); tasks, groups, batch, learning rate, clips and sampling are the same, and both may
+use all cores: ours by its processes, trl by threads. Ours is asynchronous, as it is by default in the demo; trl's loop generates
+with `transformers`, then trains. The clock begins when model and libraries are loaded (the first rollouts start) and stops when the
+mean reward over 20 steps reaches the threshold. Memory is the sum over processes, each at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from training_meter import peak_mib
+
+from midflight.config import load_config
+from midflight.config.sections import Config
+from midflight.run.messages import Message, ModelReady, Progress, Ready
+
+HERE = Path(__file__).parent
+TARGET = 0.6
+"""From 0.42 after the warm start: a stretch that neither side crosses by luck."""
+WINDOW = 20
+"""Steps, as in `run.stop_at_reward`."""
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both sides in turn, `options.rounds` times. Each row holds what every side found in that round."""
+    folder = options.folder / "reward"
+    model, plan = _model(folder), folder / "plan"
+    _write_plan(_config(folder / "ours", model), plan, model)
+    commands = {
+        "midflight": [sys.executable, HERE / "training_reward.py", plan, folder / "midflight.json"],
+        "trl": [options.trl_python, HERE / "training_trl.py", "reward", plan, folder / "trl.json", _config(folder, model).run.steps],
+    }
+    rounds: list[dict[str, Any]] = []
+    for _ in range(options.rounds):
+        rounds.append({})
+        for name, command in commands.items():
+            # Ours sets the threads of its processes by its configuration: one each.
+            surroundings = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() if name == "trl" else 1)}
+            done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=surroundings)
+            if done.returncode:
+                raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+            rounds[-1][name] = json.loads((folder / f"{name}.json").read_text())
+    return rounds
+
+
+def table(rounds: list[dict[str, Any]]) -> str:
+    lines = [f"| to a mean reward of {TARGET} | seconds (spread) | steps | s/step | CPU s/step | memory |", "|---|---|---|---|---|---|"]
+    for name in rounds[0]:
+        found = [row[name] for row in rounds]
+        seconds, steps = [run["seconds"] for run in found], statistics.median(run["steps"] for run in found)
+        pace, cpu = (statistics.median(run[key] / run["steps"] for run in found) for key in ("seconds", "cpu"))
+        lines.append(
+            f"| {name} | {statistics.median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f}) | {steps:g} | {pace:.2f} | {cpu:.2f} "
+            f"| {max(run['peak_mib'] for run in found):,.0f} MiB |"
+        )
+    ratio = statistics.median(row["trl"]["seconds"] / row["midflight"]["seconds"] for row in rounds)
+    reached = all(run["reached"] for row in rounds for run in row.values())
+    return "\n" + "\n".join(lines) + f"\n\n{ratio:.1f} times as fast{'' if reached else '; NOT ALL RUNS REACHED IT'}"
+
+
+# --- What both start from --------------------------------------------------------------------------------------------
+
+
+def _config(folder: Path, model: Path | None, *more: str) -> Config:
+    path = [] if model is None else [f"model.path={model}", f"run.stop_at_reward={TARGET}"]
+    return load_config(HERE / "training_reward.toml", [f"run.folder={folder}", *path, *more])
+
+
+def _model(folder: Path) -> Path:
+    """Made once: random weights, then supervised until 0.42 of the held-out words are right."""
+    start = folder / "first" / "start"
+    if not (start / "config.json").exists():
+        warm = ["warm_start.target_accuracy=0.42", "warm_start.evaluate_every=5", "run.steps=1"]
+        command = [sys.executable, "-m", "midflight", "train", HERE / "training_reward.toml", "--folder", folder / "first"]
+        subprocess.run([str(part) for part in [*command, *(word for option in warm for word in ("--set", option))]], check=True)
+    return start
+
+
+def _write_plan(config: Config, plan: Path, model: Path) -> None:
+    """For the side that has no Midflight: tasks and numbers."""
+    from midflight.environments.sources import load_sources
+
+    tasks = load_sources(config.environment.sources, seed=config.run.seed)[0].training
+    plan.mkdir(parents=True, exist_ok=True)
+    (plan / "config.json").write_text(config.model_dump_json())
+    (plan / "tasks.json").write_text(json.dumps([[task.data["question"], task.data["answer"]] for task in tasks]))
+    numbers = {
+        "model": str(model),
+        "groups": config.rollout.groups_per_step,
+        "group_size": config.rollout.group_size,
+        "max_tokens": config.environment.max_tokens,
+        "learning_rate": config.trainer.learning_rate,
+        "target": TARGET,
+        "window": WINDOW,
+    }
+    (plan / "numbers.json").write_text(json.dumps(numbers))
+
+
+# --- Our side, in a process of its own -------------------------------------------------------------------------------
+
+
+class Watch:
+    """Hears the ring: when it began to serve, the reward of each step, and the peaks of its processes."""
+
+    def __init__(self, config: Config) -> None:
+        from midflight.run.ring import Ring
+
+        self.ring = Ring(config, on_message=self.hear)
+        self.serving, self.ended = 0.0, 0.0
+        self._peaks: dict[str, float] = {}
+        self._cpu: dict[str, float] = {}
+        self._cpu_before = 0.0
+
+    def hear(self, message: Message) -> None:
+        if isinstance(message, Ready) and message.url is not None and not self.serving:
+            self._look()
+            self.serving, self._cpu_before = time.monotonic(), sum(self._cpu.values())
+        if isinstance(message, Progress | ModelReady):
+            self._look()
+            self.ended = time.monotonic()
+
+    def _look(self) -> None:
+        from overlap_runs import cpu_seconds
+
+        for child in self.ring.children:
+            if child.running:
+                self._peaks[child.name] = max(peak_mib(child.pid), self._peaks.get(child.name, 0.0))
+                self._cpu[child.name] = cpu_seconds(child.pid)
+
+    def found(self, rewards: list[float]) -> dict[str, Any]:
+        last = deque(rewards, maxlen=WINDOW)
+        return {
+            "seconds": self.ended - self.serving,
+            "steps": len(rewards),
+            "cpu": sum(self._cpu.values()) - self._cpu_before,
+            "peak_mib": sum(self._peaks.values()) + peak_mib(),
+            "peaks": self._peaks | {"launcher": peak_mib()},
+            "reached": len(last) == WINDOW and sum(last) / WINDOW >= TARGET,
+            "rewards": rewards,
+        }
+
+
+def main(plan: Path, out: Path) -> None:
+    from overlap_runs import fresh
+
+    from midflight.observe.journal import read_journal
+
+    config = Config.model_validate_json((plan / "config.json").read_text())
+    fresh(config)
+    watch = Watch(config)
+    asyncio.run(watch.ring.train(resume=False))
+    steps = read_journal(config.run.folder / "metrics.jsonl").steps
+    out.write_text(json.dumps(watch.found([step.reward or 0.0 for step in steps])))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
