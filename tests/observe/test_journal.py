@@ -104,10 +104,10 @@ def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run, _, _ = opened(path)
     run.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5)
-    run.evaluated(version=0, source="b", num_tasks=40, mean_reward=0.25)
-    assert [(line["kind"], line["source"], line["mean_reward"]) for line in lines(path)] == [
-        ("evaluation", "a", 0.5),
-        ("evaluation", "b", 0.25),
+    run.evaluated(version=0, source="b", num_tasks=0, mean_reward=None, num_failed=2, error="the sandbox is gone")
+    assert [(line["kind"], line["source"], line["mean_reward"], line["num_failed"], line["error"]) for line in lines(path)] == [
+        ("evaluation", "a", 0.5, 0, None),
+        ("evaluation", "b", None, 2, "the sandbox is gone"),
     ]
 
 

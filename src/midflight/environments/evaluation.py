@@ -15,6 +15,9 @@ from midflight.types import GroupKey, RolloutKey, Task, Trajectory, Version
 EVALUATION_ATTEMPT = 2**20
 """Attempt number of every evaluation rollout. Training counts attempts from 0 and is bounded far below, so keys never meet."""
 
+UNFINISHED = "its evaluation was over first: a new version came, or the engine fell out that served the old one"
+"""Error of a rollout that was ended with its evaluation."""
+
 
 class RolloutsOfOneVersion(Protocol):
     """What runs one rollout; `RolloutRunner` is one."""
@@ -33,7 +36,9 @@ class SourceScore:
     """Over the scored tasks; None if there is none (I10: a failure is no zero)."""
     num_scored: int
     num_failed: int
-    """Tasks without reward; their errors are in the observer's `rollout_finished`."""
+    """Tasks without reward."""
+    error: str | None = None
+    """Why the first of them has none; each says so in the observer's `rollout_finished`."""
 
     @property
     def num_tasks(self) -> int:
@@ -64,45 +69,51 @@ class Evaluator:
             ending = group.create_task(_end(running, over or asyncio.Event()))
             await asyncio.gather(*running, return_exceptions=True)
             ending.cancel()
-        for i in (i for i, rollout in enumerate(running) if rollout.cancelled()):
-            self._tell_unfinished(i, tasks[i], seconds=asyncio.get_running_loop().time() - started)
-        scores = _scores((task.source, None if tried.cancelled() else tried.result()) for task, tried in zip(tasks, running, strict=True))
+        seconds = asyncio.get_running_loop().time() - started
+        scores = _scores(
+            self._unfinished(i, tasks[i], seconds=seconds) if rollout.cancelled() else rollout.result() for i, rollout in enumerate(running)
+        )
         for score in scores:
-            if score.mean_reward is not None:
-                self._observer.evaluated(version=version, source=score.source, num_tasks=score.num_scored, mean_reward=score.mean_reward)
+            self._observer.evaluated(
+                version=version,
+                source=score.source,
+                num_tasks=score.num_scored,
+                mean_reward=score.mean_reward,
+                num_failed=score.num_failed,
+                error=score.error,
+            )
         return scores
 
-    async def _try(self, position: int, task: Task, *, version: Version) -> float | None:
+    async def _try(self, position: int, task: Task, *, version: Version) -> Trajectory:
         """Waits for a slot, freed by another rollout's end, and for the rollout."""
         async with self._slots:
-            return (await self._rollouts.run(evaluation_key(position), task, version=version)).reward
+            return await self._rollouts.run(evaluation_key(position), task, version=version)
 
-    def _tell_unfinished(self, position: int, task: Task, *, seconds: float) -> None:
+    def _unfinished(self, position: int, task: Task, *, seconds: float) -> Trajectory:
+        """What a rollout left that was ended; `seconds` since the evaluation began."""
+        key, error = evaluation_key(position), UNFINISHED
         self._observer.rollout_finished(
-            key=evaluation_key(position),
-            source=task.source,
-            reward=None,
-            num_tokens=0,
-            num_versions=0,
-            seconds=seconds,
-            error="its evaluation was over first: a new version came, or the engine fell out that served the old one",
+            key=key, source=task.source, reward=None, num_tokens=0, num_versions=0, seconds=seconds, error=error
         )
+        return Trajectory(key, task.id, task.source, reward=None, rows=(), error=error, seconds=seconds)
 
 
-async def _end(rollouts: Sequence[asyncio.Task[float | None]], over: asyncio.Event) -> None:
+async def _end(rollouts: Sequence[asyncio.Task[Trajectory]], over: asyncio.Event) -> None:
+    """Waits for the evaluation to be over; ended with it."""
     await over.wait()
     for rollout in rollouts:
         rollout.cancel()
 
 
-def _scores(found: Iterable[tuple[str, float | None]]) -> tuple[SourceScore, ...]:
-    rewards: dict[str, list[float | None]] = {}
-    for source, reward in found:
-        rewards.setdefault(source, []).append(reward)
-    return tuple(_score(source, of_source) for source, of_source in rewards.items())
+def _scores(trajectories: Iterable[Trajectory]) -> tuple[SourceScore, ...]:
+    by_source: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_source.setdefault(trajectory.source, []).append(trajectory)
+    return tuple(_score(source, found) for source, found in by_source.items())
 
 
-def _score(source: str, rewards: Sequence[float | None]) -> SourceScore:
-    scored = [reward for reward in rewards if reward is not None]
-    mean = math.fsum(scored) / len(scored) if scored else None
-    return SourceScore(source=source, mean_reward=mean, num_scored=len(scored), num_failed=len(rewards) - len(scored))
+def _score(source: str, found: Sequence[Trajectory]) -> SourceScore:
+    rewards = [trajectory.reward for trajectory in found if trajectory.reward is not None]
+    mean = math.fsum(rewards) / len(rewards) if rewards else None
+    error = next((trajectory.error for trajectory in found if trajectory.error is not None), None)
+    return SourceScore(source=source, mean_reward=mean, num_scored=len(rewards), num_failed=len(found) - len(rewards), error=error)

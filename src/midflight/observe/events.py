@@ -108,7 +108,9 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
     version: Version
     source: str
     num_tasks: int
-    mean_reward: float
+    mean_reward: float | None
+    num_failed: int = 0
+    error: str | None = None
 
 
 Event = (
@@ -186,5 +188,7 @@ class Relay:
     def engine_rejoined(self, *, engine: str, version: Version) -> None:
         self._send(EngineRejoined(engine, version))
 
-    def evaluated(self, *, version: Version, source: str, num_tasks: int, mean_reward: float) -> None:
-        self._send(Evaluated(version, source, num_tasks, mean_reward))
+    def evaluated(
+        self, *, version: Version, source: str, num_tasks: int, mean_reward: float | None, num_failed: int = 0, error: str | None = None
+    ) -> None:
+        self._send(Evaluated(version, source, num_tasks, mean_reward, num_failed, error))

@@ -55,6 +55,9 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"
     source: str
     num_tasks: int
     mean_reward: float | None
+    num_failed: int = 0
+    error: str | None = None
+    """Of one of those that failed."""
 
 
 Line = StepLine | EvaluationLine
@@ -76,8 +79,7 @@ class History:
             last = self.steps[-1]
             state.restore(step=last.step, version=last.version, totals=last.totals)
         for line in self.evaluations:
-            if line.mean_reward is not None:
-                state.evaluated(version=line.version, source=line.source, num_tasks=line.num_tasks, mean_reward=line.mean_reward)
+            state.evaluated(version=line.version, source=line.source, num_tasks=line.num_tasks, mean_reward=line.mean_reward)
 
 
 def read_journal(path: Path, *, until: Version | None = None) -> History:
@@ -149,13 +151,24 @@ class Journal(Silent):
         self._write(self._step_line(version, ended - started, num_tokens, metrics))
         self._forget()
 
-    def evaluated(self, *, version: Version, source: str, num_tasks: int, mean_reward: float) -> None:
+    def evaluated(
+        self, *, version: Version, source: str, num_tasks: int, mean_reward: float | None, num_failed: int = 0, error: str | None = None
+    ) -> None:
         if (version, source) in self._evaluations:
             return
         self._evaluations.add((version, source))
         s = self._state
         self._write(
-            EvaluationLine(version=version, step=s.step, seconds=s.seconds, source=source, num_tasks=num_tasks, mean_reward=mean_reward)
+            EvaluationLine(
+                version=version,
+                step=s.step,
+                seconds=s.seconds,
+                source=source,
+                num_tasks=num_tasks,
+                mean_reward=mean_reward,
+                num_failed=num_failed,
+                error=error,
+            )
         )
 
     def _step_line(self, version: Version, step_seconds: float, num_tokens: int, metrics: Mapping[str, float]) -> StepLine:

@@ -143,7 +143,11 @@ class RunState(Silent):
     def engine_rejoined(self, *, engine: str, version: Version) -> None:
         self._quarantined.pop(engine, None)
 
-    def evaluated(self, *, version: Version, source: str, num_tasks: int, mean_reward: float) -> None:
+    def evaluated(
+        self, *, version: Version, source: str, num_tasks: int, mean_reward: float | None, num_failed: int = 0, error: str | None = None
+    ) -> None:
+        if mean_reward is None:
+            return
         state = self.sources.setdefault(source, SourceState())
         state.num_heldout = num_tasks
         state.heldout.append((version, mean_reward))
