@@ -118,8 +118,8 @@ def test_a_sequence_is_judged_by_its_mean_or_by_its_worst_token() -> None:
 
 
 def test_one_catastrophic_token_vetoes_its_rollout() -> None:
-    found = masks.veto_mask(of(1.0, 1e-5, 1.0, 99.0).log(), **whole(0, 0, 1, 1), low=1e-4, high=100.0)
-    assert found.tolist() == [False, False, True, True]
+    found = masks.veto_mask(of(1.0, 1e-5, 1.0, 99.0, 101.0, 1.0).log(), **whole(0, 0, 1, 1, 2, 2), low=1e-4, high=100.0)
+    assert found.tolist() == [False, False, True, True, False, False]
 
 
 def test_m2po_drops_the_largest_until_the_rest_is_below_the_bound() -> None:
@@ -172,7 +172,7 @@ OF_WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OF_WHOLE)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(drawn=shuffled_tokens())
 def test_no_weight_or_mask_depends_on_the_order_of_tokens(name: str, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
     log_rho, sequence, order = drawn
@@ -180,7 +180,7 @@ def test_no_weight_or_mask_depends_on_the_order_of_tokens(name: str, drawn: tupl
     assert shuffled.double().tolist() == pytest.approx(found[order].double().tolist())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(shuffled_tokens())
 def test_what_m2po_keeps_is_below_the_bound_and_no_larger_than_what_it_drops(drawn: tuple[Tensor, Tensor, Tensor]) -> None:
     squared = drawn[0] ** 2

@@ -195,8 +195,8 @@ def largest_covariance(
 
         cov_t = (log pi_t - mean) (A_t - mean), low < cov_t < high
 
-    Cui et al. 2025 (2505.22617), Clip-Cov and KL-Cov; usual share 2e-4, and for Clip-Cov a band from 1 to 5. Over the tokens of the
-    whole batch. Clip-Cov draws from its band at random; we take the largest, so that ranks and resumed runs agree.
+    Cui et al. 2025 (2505.22617), Clip-Cov and KL-Cov; usual share 2e-4, and for Clip-Cov a band from 1 to 5. Over the
+    tokens of the whole batch. Clip-Cov draws from its band at random; we take the largest, so that ranks and resumed runs agree.
     """
     policy = policy.detach()
     covariance = (policy - policy.mean()) * (advantage - advantage.mean())

@@ -71,8 +71,8 @@ def veto_mask(
 def m2po_mask(log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T"]:
     """Drops the tokens of largest log^2 rho until the mean of the rest is below the bound. `log_rho` is that of the whole batch.
 
-    M2PO (2510.01161), usual bound 0.04; there on pi_theta / mu, which rho is at the first update of a step. Tokens equal to the smallest that is dropped go with it, so that the answer does not
-    depend on the order of tokens.
+    M2PO (2510.01161), usual bound 0.04; there on pi_theta / mu, which rho is at the first update of a step.
+    Tokens equal to the smallest that is dropped go with it, so that the answer does not depend on the order of tokens.
     """
     squared = log_rho.detach().double() ** 2
     ascending = squared.sort().values
