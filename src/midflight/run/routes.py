@@ -155,7 +155,7 @@ class TrainerRoutes:
         return json_answer({"version": step.version})
 
     async def _weights(self, request: Request) -> Response:
-        """Waits until every engine serves the version or is in quarantine; `served_version` says what came of it."""
+        """Waits until every engine serves the version, is reserved or in quarantine; `served_version` says what came of it."""
         body = await body_of(request, WeightsBody)
         self._book.check_version(body.version)
         manifest = await self._manifest(body)

@@ -30,7 +30,7 @@ class RolloutService(Protocol):
         ...
 
     async def publish(self, manifest: WeightManifest) -> None:
-        """Brings a version to the engines; returns when each serves it or is in quarantine."""
+        """Brings a version to the engines; returns when each serves it, is in quarantine, or is reserved for an evaluation."""
         ...
 
     async def checkpointed(self, version: Version) -> None:
