@@ -7,7 +7,8 @@ import random
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,13 +56,16 @@ class Life:
         try:
             async with self.site.opened(version=self.trainer.version, checkpoint=self.checkpoint) as ring:
                 slow = SlowSteps(ring.system, seconds=lambda: 0.4)
-                await ring.train(self.trainer, self.trainer, self._death(seconds, grave), service=slow, save=self._save)
+                await ring.train(self.trainer, self.trainer, self._death(seconds, grave), service=slow, stage=self._stage)
         except* Killed:
             died = True
         return not died
 
-    def _save(self) -> None:
-        self.saved = self.trainer.version
+    def _stage(self) -> Callable[[], None]:
+        return partial(self._save, self.trainer.version)
+
+    def _save(self, version: Version) -> None:
+        self.saved = version
 
     async def _death(self, seconds: float | None, grave: Path) -> None:
         """Waits for its instant. What follows in this process, such as the writer's last words, is not in `grave`."""

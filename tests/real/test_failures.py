@@ -112,6 +112,6 @@ def test_a_damaged_checkpoint_is_named_and_a_crash_shows_its_traceback_within_a_
     assert "rollout ended with signal SIGKILL" in command.errors.read_text()
     assert not [pid for pid in parts if alive(pid)]
 
-    weights = latest.parent / latest.read_text().strip() / "model.safetensors"
+    weights = latest.parent / latest.read_text().strip() / "rank-00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    check_one_message(train("--resume"), 2, "model.safetensors", "does not match the hash", "older checkpoint")
+    check_one_message(train("--resume"), 2, "rank-00000.safetensors", "does not match the hash", "older checkpoint")

@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import pickle
+import random
 import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
 from midflight.errors import CheckpointCorrupt, ConfigError
-from midflight.trainer.checkpoint import FILES, latest_checkpoint, load_checkpoint, save_checkpoint
+from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, stage
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.trainer import Fork, Trainer
 
@@ -78,7 +88,7 @@ def test_i8_saving_a_version_again_never_removes_the_one_that_latest_names(tmp_p
     assert [load_checkpoint(save_checkpoint(tmp_path, ours, cursor=c, keep=1), fresh()).cursor for c in "defg"] == list("defg")
 
 
-@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_file_is_named_with_the_remedy_and_nothing_is_loaded(tmp_path: Path, name: str, damage: str) -> None:
     saved = fresh()
@@ -120,3 +130,108 @@ def test_a_checkpoint_is_whole_wherever_it_is_moved(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "a", fresh(), cursor="x", keep=1)
     shutil.move(folder, tmp_path / "elsewhere")
     assert load_checkpoint(tmp_path / "elsewhere", fresh()).cursor == "x"
+
+
+def test_the_trainer_steps_on_while_its_copy_is_written(tmp_path: Path) -> None:
+    ours = fresh()
+    ours.step(batch())
+    before = weights(ours.model)
+    copied = stage(ours, cursor="row 4")
+    ours.step(batch(seed=1, version=1))
+    copied.write(tmp_path, keep=1)
+    again = fresh(seed=5)
+    assert load_checkpoint(tmp_path / "version-00000001", again).cursor == "row 4"
+    assert torch.equal(weights(again.model), before)
+    again.step(batch(seed=1, version=1))
+    assert torch.equal(weights(again.model), weights(ours.model)), "the moments were those of then, too"
+
+
+def keep_writing(ours: Trainer, root: Path, ready: Connection) -> None:
+    """Every weight is the version's number; the next version is made while this one is written."""
+    torch.set_num_threads(1)
+    ready.send(None)
+    with torch.no_grad(), ThreadPoolExecutor(1) as disk:
+        while True:
+            for parameter in ours.model.parameters():
+                parameter.fill_(ours.version)
+            copied = stage(ours, cursor="")
+            writing = disk.submit(copied.write, root, keep=2)
+            ours.version += 1
+            for parameter in ours.model.parameters():
+                parameter.fill_(ours.version)
+            writing.result()
+
+
+def test_i8_death_at_any_of_a_hundred_instants_leaves_a_whole_checkpoint_and_never_an_older_one(tmp_path: Path) -> None:
+    """Ten processes are killed. Each is stopped nine times before, for that leaves on disk what a kill would, and costs no new process."""
+    dice, fork = random.Random(0), multiprocessing.get_context("fork")
+    ours, read, versions = fresh(), fresh(), [0]
+    save_checkpoint(tmp_path, ours, cursor="", keep=2)
+    for _ in range(10):
+        ours.version = versions[-1] + 1
+        here, there = fork.Pipe()
+        process = fork.Process(target=keep_writing, args=(ours, tmp_path, there))
+        process.start()
+        here.recv()
+        pid = process.pid
+        assert pid is not None
+        for instant in range(10):
+            time.sleep(dice.uniform(0, 0.04))  # from nothing to a whole write or more
+            os.kill(pid, signal.SIGKILL if instant == 9 else signal.SIGSTOP)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+            versions.append(whole_version(tmp_path, read))
+            os.kill(pid, signal.SIGCONT)
+        process.join()
+        assert process.exitcode == -9, "it was killed at work"
+    assert versions == sorted(versions) and len(set(versions)) > 20
+
+
+def whole_version(root: Path, read: Trainer) -> int:
+    """Of the latest checkpoint, whose weights must be those of its version."""
+    folder = latest_checkpoint(root)
+    assert folder is not None
+    version = load_checkpoint(folder, read).version
+    assert version == 0 or set(weights(read.model).tolist()) == {version}
+    return version
+
+
+def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = fresh()
+    saved.step(batch())
+    folder = save_checkpoint(tmp_path, saved, cursor="", keep=1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, name, refuse)
+    ours = fresh(seed=5)
+    load_checkpoint(folder, ours)
+    assert torch.equal(weights(ours.model), weights(saved.model))
+
+
+def test_a_file_that_is_not_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, fresh(), cursor="", keep=1)
+    shutil.copy(folder / "rank-00000.safetensors", folder / "rank-00001.safetensors")
+    with pytest.raises(CheckpointCorrupt, match=r"rank-00001.safetensors is not of this checkpoint"):
+        load_checkpoint(folder, fresh())
+
+
+def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, fresh(), cursor="", keep=1)
+    state = json.loads((folder / "state.json").read_text())
+    del state["format"]  # as the first format, which did not have the number
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "manifest.json").write_text(json.dumps({"files": {"state.json": sha256((folder / "state.json").read_bytes()).hexdigest()}}))
+    with pytest.raises(ConfigError, match=r"has format 1, this version of midflight reads 2"):
+        load_checkpoint(folder, fresh())
+
+
+def test_moments_of_parameters_that_are_not_trained_now_are_refused(tmp_path: Path) -> None:
+    saved = fresh()
+    saved.step(batch())
+    folder = save_checkpoint(tmp_path, saved, cursor="", keep=1)
+    ours = fresh()
+    next(iter(ours.model.parameters())).requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"was training '.*embed.*', this run does not"):
+        load_checkpoint(folder, ours)

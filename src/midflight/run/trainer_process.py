@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from midflight.run.training import TrainingLoop
 from midflight.run.warm_start import warm_start
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, stage
 from midflight.trainer.configure import trainer_of
 from midflight.trainer.trainer import Trainer
 from midflight.types import Version, WeightManifest
@@ -122,7 +123,10 @@ class ModelWeights:
 
 async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published: PublishedVersions) -> None:
     folder = Path(config.run.folder)
-    save = partial(save_checkpoint, folder / "checkpoints", trainer, cursor="", keep=config.trainer.keep_checkpoints)
+
+    def staged() -> Callable[[], None]:
+        return partial(stage(trainer, cursor="").write, folder / "checkpoints", keep=config.trainer.keep_checkpoints)
+
     await asyncio.to_thread(remove_stale, spec.segment)  # of a trainer of this run that was killed
     section = config.weights
     full_every = section.full_every if section.delta else 1
@@ -137,10 +141,11 @@ async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published:
                 service,
                 steps=config.run.steps,
                 prefetch=config.rollout.max_staleness > 0,
-                save=save,
+                stage=staged,
                 save_every=config.trainer.checkpoint_every,
                 stop_at_reward=config.run.stop_at_reward,
             )
             if trainer.num_steps == 0:
-                await asyncio.to_thread(save)  # what a crash in the first steps goes back to: the warm start is not made twice
+                # What a crash in the first steps goes back to: the warm start is not made twice.
+                await asyncio.to_thread(await asyncio.to_thread(staged))
             await loop.run()

@@ -2,7 +2,7 @@
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `TrainingLoop.run` | batches | a batch; its own step; the handover before the last | the group queue; the engines' commits; the step's thread |
+| `TrainingLoop.run` | batches | a batch; its own step; the handover before the last; the write of the checkpoint before | the group queue; the engines' commits; the threads of step and write |
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from midflight.types import PackedBatch, Version, WeightManifest
 REWARD_WINDOW = 20
 """Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
 
+Stage = Callable[[], Callable[[], object]]
+"""Copies the trainer's state, and returns what puts the copy on disk. Both block; the trainer may step on before the second is called."""
 
 MAX_HANDOVERS = 2
 """One under way and one that waits for it. The outbox holds one version more: the one that is live."""
@@ -58,6 +60,9 @@ class TrainingLoop:
     handover of version v runs beside the steps after it, at most `MAX_HANDOVERS` at once: a slow engine slows the trainer
     before it falls behind without bound. A version's bytes stay until the next one is live everywhere, so that an engine
     which restarts can always fetch the current version.
+
+    A checkpoint holds the loop while it is copied. It is written beside the steps after it, one at a time: a disk slower than the
+    checkpoints slows the trainer before copies fill the memory.
     """
 
     def __init__(
@@ -68,22 +73,23 @@ class TrainingLoop:
         *,
         steps: int,
         prefetch: bool,
-        save: Callable[[], object],
+        stage: Stage,
         save_every: int,
         stop_at_reward: float | None = None,
     ) -> None:
         self._trainer, self._outbox, self._service = trainer, outbox, service
         self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
-        self._save, self._save_every = save, save_every
+        self._stage, self._save_every = stage, save_every
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._live: Version | None = None
-        self._saved: Version | None = None
+        self._staged: Version | None = None
 
     async def run(self) -> None:
         """Ends by itself after the last step; any failure ends it and cancels what it started."""
         async with asyncio.TaskGroup() as tasks:
             drawn = tasks.create_task(self._service.take(self._trainer.version))
             handovers = deque([tasks.create_task(self._hand_over(await self._publish()))])
+            written: asyncio.Task[None] | None = None
             while not self._over():
                 batch = await drawn
                 if self._prefetch and self._trainer.num_steps + 1 < self._steps:
@@ -95,10 +101,11 @@ class TrainingLoop:
                 if not self._prefetch and not self._over():
                     drawn = tasks.create_task(self._service.take(self._trainer.version))
                 if self._save_every and self._trainer.num_steps % self._save_every == 0:
-                    await self._checkpoint(handovers[-1])
+                    copied = await self._copied(after=written)
+                    written = tasks.create_task(self._write(copied, self._trainer.version, after=handovers[-1]))
             drawn.cancel()
-        if self._saved != self._trainer.version:
-            await self._checkpoint(None)
+        if self._staged != self._trainer.version:
+            await self._write(await self._copied(), self._trainer.version)
         await self._service.finish(self._trainer.version)
 
     async def _step(self, batch: PackedBatch) -> StepDone:
@@ -124,13 +131,19 @@ class TrainingLoop:
             self._outbox.release(self._live)
         self._live = manifest.version
 
-    async def _checkpoint(self, reported: asyncio.Task[None] | None) -> None:
-        """Waits for that handover, then saves: a checkpoint ahead of the journal would lose a step's line in a crash (I8)."""
-        if reported is not None:
-            await reported
-        await asyncio.to_thread(self._save)
-        self._saved = self._trainer.version
-        await self._service.checkpointed(self._saved)
+    async def _copied(self, *, after: asyncio.Task[None] | None = None) -> Callable[[], object]:
+        """Waits for that write, so that memory holds one copy; copies the trainer's state before the next step may change it."""
+        if after is not None:
+            await after
+        self._staged = self._trainer.version
+        return await asyncio.to_thread(self._stage)
+
+    async def _write(self, write: Callable[[], object], version: Version, *, after: asyncio.Task[None] | None = None) -> None:
+        """Waits for that handover, then for the disk: a checkpoint ahead of the journal would lose a step's line in a crash (I8)."""
+        if after is not None:
+            await after
+        await asyncio.to_thread(write)
+        await self._service.checkpointed(version)
 
     def _over(self) -> bool:
         full = len(self._rewards) == REWARD_WINDOW

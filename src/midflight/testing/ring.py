@@ -26,7 +26,7 @@ from midflight.run.parts import serve_while
 from midflight.run.service import RolloutService
 from midflight.run.system import RolloutSystem, Serving
 from midflight.run.teacher import Teacher
-from midflight.run.training import Outbox, Steps, TrainingLoop
+from midflight.run.training import Outbox, Stage, Steps, TrainingLoop
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Version
@@ -65,7 +65,7 @@ class Ring:
         outbox: Outbox,
         *beside: Coroutine[object, object, None],
         service: RolloutService | None = None,
-        save: Callable[[], object] = lambda: None,
+        stage: Stage = lambda: lambda: None,
     ) -> None:
         """The whole run: `run.steps` steps. Waits for its end; see `serve`. `service` may stand between trainer and system, to slow or to watch."""
         loop = TrainingLoop(
@@ -74,7 +74,7 @@ class Ring:
             service or self.system,
             steps=self.config.run.steps,
             prefetch=self.config.rollout.max_staleness > 0,
-            save=save,
+            stage=stage,
             save_every=self.config.trainer.checkpoint_every,
         )
         await self.serve(loop.run(), *beside)

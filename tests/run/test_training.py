@@ -1,0 +1,103 @@
+"""The trainer's loop and its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from midflight.run.service import StepDone
+from midflight.run.training import TrainingLoop
+from midflight.testing.simulated_trainer import SimulatedTrainer
+from midflight.types import PackedBatch, Version, WeightManifest
+
+
+class Said:
+    """A rollout side with a batch for every step. Keeps what it was told, in order."""
+
+    def __init__(self) -> None:
+        self.facts: list[tuple[str, Version]] = []
+
+    async def take(self, train_version: Version) -> PackedBatch:
+        made = SimpleNamespace(lease=train_version, train_version=train_version, rewards=np.zeros(1), loss_mask=np.ones(1))
+        return cast(PackedBatch, made)
+
+    async def done(self, report: StepDone) -> None:
+        self.facts.append(("done", report.version))
+
+    async def publish(self, manifest: WeightManifest) -> None:
+        self.facts.append(("served", manifest.version))
+
+    async def checkpointed(self, version: Version) -> None:
+        self.facts.append(("checkpointed", version))
+
+    async def finish(self, version: Version) -> None:
+        self.facts.append(("finish", version))
+
+
+class Disk:
+    """Where copies are written. A write ends when the trainer has made so many steps more; copies in memory are counted."""
+
+    def __init__(self, *, steps_per_write: int, fails: bool = False) -> None:
+        self.trainer = SimulatedTrainer(on_step=self._step)
+        self.num_copies = self.max_copies = 0
+        self.written: list[Version] = []
+        self._steps_per_write, self._fails = steps_per_write, fails
+        self._stepped = threading.Condition()
+
+    def _step(self, batch: PackedBatch) -> None:
+        with self._stepped:
+            self._stepped.notify_all()
+
+    def stage(self) -> Callable[[], None]:
+        version = self.trainer.version
+        self.num_copies += 1
+        self.max_copies = max(self.max_copies, self.num_copies)
+
+        def write() -> None:
+            if self._fails:
+                raise OSError("no space left")
+            with self._stepped:
+                assert self._stepped.wait_for(lambda: self.trainer.num_steps >= min(version + self._steps_per_write, 6), timeout=5), "held"
+            self.written.append(version)
+            self.num_copies -= 1
+
+        return write
+
+
+def run(disk: Disk, *, every: int) -> list[tuple[str, Version]]:
+    said = Said()
+    loop = TrainingLoop(disk.trainer, disk.trainer, said, steps=6, prefetch=True, stage=disk.stage, save_every=every)
+    asyncio.run(loop.run())
+    return said.facts
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_i8_it_is_told_after_its_step_and_its_write() -> None:
+    disk = Disk(steps_per_write=1)
+    facts = run(disk, every=2)
+    assert disk.written == [2, 4, 6]
+    for version in disk.written:
+        assert facts.index(("done", version)) < facts.index(("checkpointed", version)) < facts.index(("finish", 6))
+
+
+def test_a_checkpoint_waits_for_the_write_before_so_that_memory_holds_one_copy() -> None:
+    disk = Disk(steps_per_write=0)
+    facts = run(disk, every=1)
+    assert disk.written == [1, 2, 3, 4, 5, 6]
+    assert disk.max_copies == 1
+    assert [version for fact, version in facts if fact == "checkpointed"] == disk.written
+
+
+def test_the_last_version_is_saved_once_whatever_the_interval() -> None:
+    assert run(Disk(steps_per_write=0), every=0)[-2:] == [("checkpointed", 6), ("finish", 6)]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run(Disk(steps_per_write=0, fails=True), every=2)
+    assert caught.group_contains(OSError, match="no space left")
