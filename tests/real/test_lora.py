@@ -24,18 +24,17 @@ async def solve(task, client):
 """
 
 
-def test_adapters_are_trained_shipped_resumed_and_merged_and_the_base_is_never_touched(tmp_path: Path) -> None:
+def test_adapters_are_trained_shipped_and_merged_and_the_base_is_never_touched(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(CONFIG + LORA)
     (tmp_path / "letters.py").write_text(LETTERS)
     run = tmp_path / "run"
-    for number, more in ((3, ()), (5, ("--resume",))):
-        words = ("--folder", run, "--set", f"run.steps={number}", "--set", "environment.entry=letters:solve", *more)
-        command = Command("train", "small.toml", *words, folder=tmp_path)
-        try:
-            assert command.wait(90) == 0, command.said
-        finally:
-            command.end()
-    assert [line["step"] for line in steps(run)] == [1, 2, 3, 4, 5]
+    words = ("--folder", run, "--set", "run.steps=4", "--set", "environment.entry=letters:solve")
+    command = Command("train", "small.toml", *words, folder=tmp_path)
+    try:
+        assert command.wait(90) == 0, command.said
+    finally:
+        command.end()
+    assert [line["step"] for line in steps(run)] == [1, 2, 3, 4]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["weight_updates"] > 0 and summary["failed_requests"] == 0
     base, adapters, plain = (
