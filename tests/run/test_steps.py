@@ -7,9 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from peft import PeftModel
 from safetensors.numpy import save_file
+from tests.models.tiny import tiny_adapted
+from transformers import AutoModelForCausalLM
 
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease
+from midflight.models.adapter import FOLDER, WEIGHTS
+from midflight.models.load import save_model
+from midflight.models.names import named_tensors
 from midflight.run.steps import DoneBody, ModelTensors, StepBook
 from midflight.types import PackedBatch, TensorSpec, WeightManifest
 from midflight.weights.transports.published_file import manifest_of, read_specs
@@ -129,3 +135,14 @@ def test_a_file_that_its_trainer_cuts_while_it_is_read_is_refused(tmp_path: Path
 
     with pytest.raises(RequestRejected, match="it ends within tensor 'w'"):
         manifest_of(path, version=1, fitting=cutting)
+
+
+def test_a_file_of_adapters_that_peft_saved_fits_a_model_with_adapters_and_whole_weights_do_not(tmp_path: Path) -> None:
+    save_model(tiny_adapted(seed=1), tmp_path / "model")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "model" / FOLDER)
+    theirs.save_pretrained(tmp_path / "saved")
+    tensors = ModelTensors.of(tmp_path / "model")
+    manifest = manifest_of(tmp_path / "saved" / WEIGHTS, version=1, fitting=tensors.fitting)
+    assert {spec.name for spec in manifest.tensors} == named_tensors(tiny_adapted()).keys()
+    with pytest.raises(RequestRejected, match=r"no tensor 'model\.embed_tokens\.weight'"):
+        manifest_of(tmp_path / "model" / "model.safetensors", version=1, fitting=tensors.fitting)
