@@ -45,6 +45,4 @@ def test_adapters_are_trained_shipped_and_merged_and_the_base_is_never_touched(t
     assert all(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name), "they were 0 and have learnt"
     expected = merged(base, adapters, scale=2)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in plain.items())
-    last = load_file(run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip() / "model.safetensors")
-    assert all(torch.equal(tensor, last[name]) for name, tensor in adapters.items())
     assert not hasattr(load_model(run / "model", dtype="float32"), "peft_config")
