@@ -48,7 +48,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 def shard(policy: Policy, ranks: Ranks, *, compute_dtype: torch.dtype | None) -> None:
     """FSDP2 (Zhao et al. 2023, 2304.11277): each rank keeps its share of every parameter, and gathers a layer when it is used.
 
-    Gradients are reduced in full precision, as means: who adds up shares of a loss multiplies by the number of ranks.
+    Gradients are summed over the ranks in full precision, not averaged: each rank has its share of one loss.
     """
     if ranks.size == 1:
         return
@@ -58,6 +58,9 @@ def shard(policy: Policy, ranks: Ranks, *, compute_dtype: torch.dtype | None) ->
     for layer in decoder_layers(policy.model):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in _sharded(policy):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def forget_gathered(policy: Policy) -> None:

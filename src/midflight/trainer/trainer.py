@@ -211,7 +211,7 @@ class Trainer:
             ):
                 share = self._share(update, micro, policy, entropy, whole, over=over, record=record if is_mine else None)
                 if trains:
-                    (share * (self.ranks.size if is_mine else 0)).backward()
+                    (share if is_mine else share * 0).backward()
                 if is_mine:
                     total += share.detach()
                     record.num_micro_batches += 1

@@ -1,0 +1,64 @@
+"""T2, T3: any number of ranks takes the step of one. Gloo processes on the CPU, in double precision."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from midflight.config.loss import CorrectionSection, ObjectiveSection
+from midflight.models.names import named_tensors
+from midflight.trainer.objective import Objective
+from midflight.trainer.ranks import Ranks
+
+from .fixtures import batch, tiny_model, trainer
+
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}, {}),
+    "beyond tokens": (
+        {"kind": "gspo", "kl_coefficient": 0.1, "entropy_coefficient": 0.01},
+        {"weight": "tis_sequence", "self_normalised": True, "m2po": 0.2},
+        {"updates_per_step": 2, "activation_checkpointing": True},
+    ),
+}
+
+
+def steps(name: str, ranks: Ranks) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    """The weights after three steps of AdamW, whole, and what the steps reported."""
+    first, second, options = LOSSES[name]
+    objective = Objective.of(ObjectiveSection.model_validate(first), CorrectionSection.model_validate(second))
+    model = tiny_model()
+    ours = trainer(model, objective, ranks=ranks, micro_batch_tokens=60, learning_rate=1e-2, weight_decay=0.1, **options)
+    metrics = [dict(ours.step(batch(seed=version, version=version, num_groups=3)).metrics) for version in range(3)]
+    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in named_tensors(model).values())
+    return torch.cat([t.detach().flatten() for t in whole]), metrics
+
+
+def one_rank(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    try:
+        torch.save({name: steps(name, Ranks.joined()) for name in LOSSES}, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_ranks_reach_the_weights_of_one(size: int, tmp_path: Path) -> None:
+    multiprocessing.set_forkserver_preload([__name__])  # imports once for all ranks
+    mp.start_processes(one_rank, args=(size, str(tmp_path)), nprocs=size, start_method="forkserver")
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    for name in LOSSES:
+        weights, metrics = steps(name, Ranks())
+        for found, reported in (result[name] for result in results):
+            assert float((found - weights).norm() / weights.norm()) < 1e-12
+            for ours, theirs in zip(reported, metrics, strict=True):
+                assert ours.keys() == theirs.keys()
+                same = ours.keys() - {"step/micro_batches"}
+                assert [ours[k] for k in sorted(same)] == pytest.approx([theirs[k] for k in sorted(same)], rel=1e-9, abs=1e-12)
