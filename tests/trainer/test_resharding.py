@@ -132,15 +132,14 @@ def test_a_shard_that_is_missing_is_refused_also_where_the_manifest_does_not_tel
 
 def apart(folder: Path) -> None:
     """Each rank sees a disk of its own."""
-    mine = folder / f"machine-{dist.get_rank()}"
-    (mine / ".writing-version-00000000").mkdir(parents=True)
-    copied = stage(fresh(), cursor="")
+    copied, mine = stage(fresh(), cursor=""), folder / f"machine-{dist.get_rank()}"
     if dist.get_rank():
-        copied.write(mine, keep=1)
-    else:
-        with pytest.raises(ConfigError, match="file system they share"):
+        with pytest.raises(ConfigError, match=r"rank 1 does not see .*that all ranks share"):
             copied.write(mine, keep=1)
-        dist.barrier()  # in place of the one it did not come to
+        dist.barrier()  # in place of the one it did not come to; its death would end the other's wait as well
+    else:
+        with pytest.raises(FileNotFoundError):
+            copied.write(mine, keep=1)
 
 
 def test_ranks_that_do_not_share_a_disk_are_told_so_and_no_checkpoint_comes_of_it(tmp_path: Path) -> None:

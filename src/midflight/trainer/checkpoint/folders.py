@@ -52,7 +52,7 @@ def finish(root: Path, state: CheckpointState, *, keep: int) -> None:
     """Makes the draft, whose shards are all on disk, the newest checkpoint; a crash at any instant leaves `latest` on a whole one (I8)."""
     draft = draft_of(root, state.version)
     _write(draft / "state.json", msgspec.json.encode(state))
-    _write(draft / "manifest.json", msgspec.json.encode(Manifest({name: _hash_written(draft / name) for name in _files(state)})))
+    _write(draft / "manifest.json", msgspec.json.encode(Manifest({name: _hash(draft / name) for name in _files(state)})))
     sync(draft)
     final = _free_name(root, f"version-{state.version:08d}")
     draft.rename(final)
@@ -107,14 +107,6 @@ def _decode(path: Path, kind: type[Stored]) -> Stored:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise corrupt(path, f"cannot be read ({error})") from error
-
-
-def _hash_written(path: Path) -> str:
-    if not path.is_file():
-        raise ConfigError(
-            f"writing a checkpoint: {path} never came. All ranks must see the folder: put run.folder on a file system they share."
-        )
-    return _hash(path)
 
 
 def _hash(path: Path) -> str:

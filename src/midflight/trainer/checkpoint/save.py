@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from midflight.errors import ConfigError
 from midflight.models.names import named_tensors
 from midflight.trainer.checkpoint.folders import begin, draft_of, finish, latest_checkpoint, sync
 from midflight.trainer.checkpoint.shards import write_shards
@@ -37,6 +38,10 @@ class Staged:
         if self.rank == 0:
             begin(root, self.state.version)
         self._meet(group)
+        if not draft.is_dir():
+            raise ConfigError(
+                f"rank {self.rank} does not see {draft}, which rank 0 made. Put run.folder on a file system that all ranks share."
+            )
         write_shards(draft / shard_name(self.rank), self.tensors)
         sync(draft / shard_name(self.rank))
         self._meet(group)
