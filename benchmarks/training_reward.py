@@ -12,11 +12,11 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ WINDOW = 20
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both sides in turn, `options.rounds` times. Each row holds what every side found in that round."""
+    """Both sides in turn, `options.reward_rounds` times. Each row holds what every side found in that round."""
     folder = options.folder / "reward"
     model, plan = _model(folder), folder / "plan"
     _write_plan(_config(folder / "ours", model), plan, model)
@@ -43,7 +43,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         "trl": [options.trl_python, HERE / "training_trl.py", "reward", plan, folder / "trl.json", _config(folder, model).run.steps],
     }
     rounds: list[dict[str, Any]] = []
-    for _ in range(options.rounds):
+    for _ in range(options.reward_rounds):
         rounds.append({})
         for name, command in commands.items():
             # Ours sets the threads of its processes by its configuration: one each.
@@ -102,6 +102,7 @@ def _write_plan(config: Config, plan: Path, model: Path) -> None:
         "group_size": config.rollout.group_size,
         "max_tokens": config.environment.max_tokens,
         "learning_rate": config.trainer.learning_rate,
+        "warmup_steps": config.trainer.warmup_steps,
         "target": TARGET,
         "window": WINDOW,
     }
@@ -117,7 +118,7 @@ class Watch:
     def __init__(self, config: Config) -> None:
         from midflight.run.ring import Ring
 
-        self.ring = Ring(config, on_message=self.hear)
+        self.ring = Ring(config, on_message=self.hear, control_token=secrets.token_urlsafe())
         self.serving, self.ended = 0.0, 0.0
         self._peaks: dict[str, float] = {}
         self._cpu: dict[str, float] = {}
@@ -139,15 +140,15 @@ class Watch:
                 self._peaks[child.name] = max(peak_mib(child.pid), self._peaks.get(child.name, 0.0))
                 self._cpu[child.name] = cpu_seconds(child.pid)
 
-    def found(self, rewards: list[float]) -> dict[str, Any]:
-        last = deque(rewards, maxlen=WINDOW)
+    def found(self, rewards: list[float], *, steps: int) -> dict[str, Any]:
+        """`steps` is how many there would have been without reaching the target."""
         return {
             "seconds": self.ended - self.serving,
             "steps": len(rewards),
             "cpu": sum(self._cpu.values()) - self._cpu_before,
             "peak_mib": sum(self._peaks.values()) + peak_mib(),
             "peaks": self._peaks | {"launcher": peak_mib()},
-            "reached": len(last) == WINDOW and sum(last) / WINDOW >= TARGET,
+            "reached": len(rewards) < steps,
             "rewards": rewards,
         }
 
@@ -162,7 +163,7 @@ def main(plan: Path, out: Path) -> None:
     watch = Watch(config)
     asyncio.run(watch.ring.train(resume=False))
     steps = read_journal(config.run.folder / "metrics.jsonl").steps
-    out.write_text(json.dumps(watch.found([step.reward or 0.0 for step in steps])))
+    out.write_text(json.dumps(watch.found([step.reward or 0.0 for step in steps], steps=config.run.steps)))
 
 
 if __name__ == "__main__":

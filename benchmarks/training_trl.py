@@ -107,7 +107,7 @@ def reward(plan: Path, out: Path, steps: int) -> None:
         args=options(
             output_dir=str(out.with_suffix("")), per_device_train_batch_size=numbers["groups"] * numbers["group_size"],
             num_generations=numbers["group_size"], max_completion_length=numbers["max_tokens"], max_steps=steps,
-            learning_rate=numbers["learning_rate"], lr_scheduler_type="constant",
+            learning_rate=numbers["learning_rate"], warmup_steps=numbers["warmup_steps"], lr_scheduler_type="constant_with_warmup",
         ),
         callbacks=[until],
     )  # fmt: skip
