@@ -134,7 +134,7 @@ class _Until(TrainerCallback):
 
     def on_step_end(self, _args: Any, _state: Any, control: Any, **__: Any) -> None:
         self.seconds, self.cpu = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
-        control.should_training_stop = self.reached
+        control.should_training_stop |= self.reached
 
 
 if __name__ == "__main__":
