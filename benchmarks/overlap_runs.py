@@ -85,7 +85,13 @@ async def _take_all(config: Config, model: Path, watch: Watch, steps: NoSteps) -
         outbox = SameWeights(weights.publish(0, named_tensors(loaded)))
         async with RolloutClient(url, token=watch.ring.token) as service:
             await TrainingLoop(
-                steps, outbox, service, steps=config.run.steps, prefetch=config.rollout.max_staleness > 0, save=lambda: None, save_every=0
+                steps,
+                outbox,
+                service,
+                steps=config.run.steps,
+                prefetch=config.rollout.max_staleness > 0,
+                stage=lambda: lambda: None,
+                save_every=0,
             ).run()
 
 
@@ -218,8 +224,10 @@ async def _train_all(config: Config, model: Path, replay: Replay) -> None:
 
     trainer = trainer_of(config, load_model(model, dtype=config.model.dtype, device=config.trainer.device))
     with publisher(config.weights.transport, name=config.run.name, folder=config.run.folder / "weights") as weights:
-        outbox = ModelWeights(trainer.model, weights, PublishedVersions(config.run.folder / "published"))
-        await TrainingLoop(trainer, outbox, replay, steps=config.run.steps, prefetch=True, save=lambda: None, save_every=0).run()
+        outbox = ModelWeights(
+            lambda: named_tensors(trainer.model), weights, PublishedVersions(config.run.folder / "published"), dtype=config.model.dtype
+        )
+        await TrainingLoop(trainer, outbox, replay, steps=config.run.steps, prefetch=True, stage=lambda: lambda: None, save_every=0).run()
 
 
 class Replay:

@@ -147,7 +147,7 @@ def test_i2_without_staleness_three_steps_of_the_ring_are_those_of_the_synchrono
     trainer = Watched(trainer_of(CONFIG, model))
     observer = Recorder()
     with publisher("file", name="twin", folder=tmp_path / "weights") as weights:
-        outbox = ModelWeights(model, weights, PublishedVersions(tmp_path / "published"))
+        outbox = ModelWeights(lambda: named_tensors(model), weights, PublishedVersions(tmp_path / "published"), dtype="float64")
         assert asyncio.run(ring(folder, tmp_path, source, trainer, outbox, observer)) == 3
 
     for step, batch, report in zip(steps, trainer.batches, trainer.reports, strict=True):

@@ -25,7 +25,7 @@ def placement(config: Config) -> tuple[Place, ...]:
         Place("rollout", 1, 1, "cpu", "gateway, environments, buffer, store"),
         _engine(config.engine),
         *_teacher(config),
-        Place("trainer", 1, config.trainer.threads, config.trainer.device, "takes steps, publishes weights"),
+        Place("trainer", config.trainer.ranks, config.trainer.threads, config.trainer.device, "takes steps, publishes weights"),
     )
 
 

@@ -39,7 +39,7 @@ PRODUCTS = (
     "store.sqlite-shm",
     "published",
 )
-FOLDERS = ("checkpoints", "first", "start", "model", "adapter", "weights", "logs")
+FOLDERS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights", "logs")
 
 
 class Run:

@@ -77,6 +77,9 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     segment: str
     """Begins the names of the files of shared memory; no other run has it."""
     resume: bool = False
+    rank: int = 0
+    meeting: str = ""
+    """The file through which several ranks find each other; no other attempt has it."""
 
 
 Spec = EngineSpec | RolloutSpec | TrainerSpec

@@ -2,7 +2,7 @@
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `Ring._trainer` | the trainer's messages | its end | the trainer process |
+| `Ring._rank` (one each) | a trainer process's messages | its end; that of the first is the trainer's | the process |
 | `Ring._rollout` | the rollout process's messages | its end, which is an error before the trainer's | cancellation |
 | `Ring._engine` (one each) | the engine's messages | its end; then it starts it again | cancellation, or a spent budget |
 
@@ -23,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from midflight.config.derived import num_engines
 from midflight.config.sections import Config
@@ -168,8 +170,16 @@ class Ring:
         return f"http://{host}:{port}"
 
     async def _trainer(self, *, resume: bool) -> None:
-        trainer = await self._start(Part.TRAINER, "trainer")
-        await trainer.tell(TrainerSpec(self._config.model_dump_json(), self.url, self._control_token, self._segment, resume))
+        """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
+        spec = TrainerSpec(self._config.model_dump_json(), self.url, self._control_token, self._segment, resume)
+        with tempfile.TemporaryDirectory(prefix="midflight-") as meeting:
+            specs = [msgspec.structs.replace(spec, rank=rank, meeting=f"{meeting}/ranks") for rank in range(self._config.trainer.ranks)]
+            first, *others = [self._rank(spec) for spec in specs]
+            await serve_while(first, *others)
+
+    async def _rank(self, spec: TrainerSpec) -> None:
+        trainer = await self._start(Part.TRAINER, f"trainer{spec.rank or ''}")
+        await trainer.tell(spec)
         try:
             await self._follow(trainer)
         except PartLost as lost:

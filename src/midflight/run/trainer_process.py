@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.config.derived import lora_alpha, num_engines, served_dtype
@@ -19,17 +20,19 @@ from midflight.models.dtypes import torch_dtype
 from midflight.models.export import export_model
 from midflight.models.load import load_model, make_model
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
-from midflight.models.names import in_dtype, named_tensors
+from midflight.models.names import assign, in_dtype
 from midflight.run.child import Launcher
 from midflight.run.client import RolloutClient
 from midflight.run.lineage import PublishedVersions
 from midflight.run.messages import ModelReady, TrainerSpec
+from midflight.run.team import Team, follow
 from midflight.run.training import TrainingLoop
 from midflight.run.warm_start import warm_start
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, stage
+from midflight.trainer.checkpoint import latest_checkpoint
 from midflight.trainer.configure import trainer_of
+from midflight.trainer.ranks import Ranks, join
 from midflight.trainer.trainer import Trainer
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.publish import Publisher
@@ -64,28 +67,80 @@ def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
 
 
 async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
-    """Runs to the last step. Waits for batches and handovers (see `TrainingLoop`); ended by its steps or by the launcher."""
+    """Runs to the last step. Waits for batches and handovers (see `TrainingLoop`); ended by its steps or by the launcher.
+
+    The first rank makes or loads the model and warms it up; the others begin with what it wrote.
+    """
     config = Config.model_validate_json(spec.config)
+    if spec.rank > 0:
+        await asyncio.to_thread(_follow, config, spec)
+        return
     run = Path(config.run.folder)
-    checkpoints, published = run / "checkpoints", PublishedVersions(run / "published")
-    checkpoint = latest_checkpoint(checkpoints) if spec.resume else None
-    source = run / "start" if checkpoint else await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
+    checkpoint = latest_checkpoint(run / "checkpoints") if spec.resume else None
+    model = await _first(config, launcher) if checkpoint is None else await asyncio.to_thread(_started, config)
+    published = PublishedVersions(run / "published")
+    team = await asyncio.to_thread(_team, config, model, spec)
+    resumed = None
+    if checkpoint is not None:
+        version = int(checkpoint.name.rpartition("-")[2])
+        resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=published.resumed_as(version)))
+        await asyncio.to_thread(_export, config, team, run / "start")
+    launcher.tell(ModelReady(str(run / "start"), team.version, resumed))
+    await _train(config, team, spec, published)
+    await asyncio.to_thread(_export, config, team, run / "model", merged=True)
+    await asyncio.to_thread(team.end)
+
+
+async def _first(config: Config, launcher: Launcher) -> PreTrainedModel:
+    """The model that the ring starts with, warmed up. Waits for the warm start, between whose steps it may be cancelled.
+
+    It is written down for engines and other ranks; and, where the loss asks for one, as the reference, which a resumed run keeps.
+    """
+    run = Path(config.run.folder)
+    source = await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
     model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
-    tokenizer = Tokenizer.load(source)
-    adapters = _adapters(config, model) if checkpoint is None else None  # a resumed model has them; a wrong one is told before a warm start
-    if checkpoint is None:
-        sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
-        await warm_start(model, tokenizer, sources, config, launcher.tell)
+    adapters = _adapters(config, model)  # a wrong one is told before a warm start
+    sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
+    await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
-    trainer = trainer_of(config, model)
-    resumed = await asyncio.to_thread(_resume, trainer, checkpoint, published) if checkpoint else None
-    await asyncio.to_thread(export_model, model, source, run / "start")
-    launcher.tell(ModelReady(str(run / "start"), trainer.version, resumed))
-    await _train(config, trainer, spec, published)
-    await asyncio.to_thread(export_model, model, run / "start", run / "model", merged=True)
-    if is_adapted(model):
-        await asyncio.to_thread(save_adapters, model, run / "adapter")
+    for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
+        await asyncio.to_thread(export_model, model, source, run / name)
+    return model
+
+
+def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
+    """What the ring started with, this time or before."""
+    return load_model(Path(config.run.folder) / "start", dtype=config.model.dtype, device=device or config.trainer.device)
+
+
+def _team(config: Config, model: PreTrainedModel, spec: TrainerSpec) -> Team:
+    return Team(_trainer(config, model, spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
+
+
+def _follow(config: Config, spec: TrainerSpec) -> None:
+    """Blocking; ended by the first rank, or by its death."""
+    join(spec.meeting, rank=spec.rank, size=config.trainer.ranks)
+    follow(_trainer(config, _started(config), spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
+
+
+def _trainer(config: Config, model: PreTrainedModel, spec: TrainerSpec) -> Trainer:
+    if config.trainer.ranks > 1 and spec.rank == 0:
+        join(spec.meeting, rank=0, size=config.trainer.ranks)
+    reference = None
+    if config.objective.kl_coefficient:
+        reference = load_model(Path(config.run.folder) / "reference", dtype=config.model.dtype, device=config.trainer.device)
+    return trainer_of(config, model, reference=reference, ranks=Ranks.joined())
+
+
+def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -> None:
+    """The model as it is now, in a folder that others load. The trainer's own may be in pieces, so a copy is filled with its weights."""
+    start = Path(config.run.folder) / "start"
+    model = _started(config, device="cpu")
+    assign(model, team.weights())
+    export_model(model, start, folder, merged=merged)
+    if merged and is_adapted(model):
+        save_adapters(model, Path(config.run.folder) / "adapter")
 
 
 def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
@@ -93,59 +148,51 @@ def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
     return None if rank is None else lora_config(model, rank=rank, alpha=lora_alpha(config.lora), targets=config.lora.targets)
 
 
-def _resume(trainer: Trainer, checkpoint: Path, published: PublishedVersions) -> int:
-    """Loads a checkpoint under a number that was never handed out; returns the checkpoint's own version."""
-    version = int(checkpoint.name.rpartition("-")[2])
-    return load_checkpoint(checkpoint, trainer, as_version=published.resumed_as(version)).version
-
-
 class ModelWeights:
-    """The outbox of a model: every version is noted before its bytes can reach an engine (DECISIONS 1).
+    """The outbox of the trainer: every version is noted before its bytes can reach an engine (DECISIONS 1).
 
-    Weights leave in `dtype`, that which engines serve in, so that a fingerprint is of what is served; none is the model's own.
+    Weights leave in `dtype`, that which engines serve in, so that a fingerprint is of what is served.
     `release` is called while another thread publishes, so versions are given back at the next publication: a publisher has one caller.
     """
 
-    def __init__(self, model: PreTrainedModel, publisher: Publisher, published: PublishedVersions, *, dtype: str | None = None) -> None:
-        self._model, self._publisher, self._published = model, publisher, published
-        self._dtype = model.dtype if dtype is None else torch_dtype(dtype)
+    def __init__(
+        self, weights: Callable[[], Mapping[str, Tensor]], publisher: Publisher, published: PublishedVersions, *, dtype: str
+    ) -> None:
+        """`weights` gives the trainer's tensors as they are now."""
+        self._weights, self._publisher, self._published = weights, publisher, published
+        self._dtype = torch_dtype(dtype)
         self._released: deque[Version] = deque()
 
     def publish(self, version: Version) -> WeightManifest:
         while self._released:
             self._publisher.release(self._released.popleft())
         self._published.note(version)
-        return self._publisher.publish(version, in_dtype(named_tensors(self._model), self._dtype))
+        return self._publisher.publish(version, in_dtype(self._weights(), self._dtype))
 
     def release(self, version: Version) -> None:
         self._released.append(version)
 
 
-async def _train(config: Config, trainer: Trainer, spec: TrainerSpec, published: PublishedVersions) -> None:
-    folder = Path(config.run.folder)
-
-    def staged() -> Callable[[], None]:
-        return partial(stage(trainer, cursor="").write, folder / "checkpoints", keep=config.trainer.keep_checkpoints)
-
+async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions) -> None:
     await asyncio.to_thread(remove_stale, spec.segment)  # of a trainer of this run that was killed
     section = config.weights
     full_every = section.full_every if section.delta else 1
     engines = num_engines(config.engine)
     with make_publisher(
-        section.transport, name=spec.segment, folder=folder / "weights", full_every=full_every, num_engines=engines
+        section.transport, name=spec.segment, folder=Path(config.run.folder) / "weights", full_every=full_every, num_engines=engines
     ) as weights:
         async with RolloutClient(spec.rollout_url, token=spec.token) as service:
             loop = TrainingLoop(
-                trainer,
-                ModelWeights(trainer.model, weights, published, dtype=served_dtype(config)),
+                team,
+                ModelWeights(team.weights, weights, published, dtype=served_dtype(config)),
                 service,
                 steps=config.run.steps,
                 prefetch=config.rollout.max_staleness > 0,
-                stage=staged,
+                stage=team.stage,
                 save_every=config.trainer.checkpoint_every,
                 stop_at_reward=config.run.stop_at_reward,
             )
-            if trainer.num_steps == 0:
+            if team.num_steps == 0:
                 # What a crash in the first steps goes back to: the warm start is not made twice.
-                await asyncio.to_thread(await asyncio.to_thread(staged))
+                await asyncio.to_thread(await asyncio.to_thread(team.stage))
             await loop.run()

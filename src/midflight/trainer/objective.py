@@ -143,18 +143,18 @@ class Objective:
         return corrections.interpolated_proximal(known.now, known.behaviour, alpha=alpha)
 
     def _weight(self, log_rho: Float[Tensor, " T"], known: Known) -> Float[Tensor, " T"]:
-        whole = known.sequences
+        whole, bounds = known.sequences, dict[str, Any](self.loss.bounds)
         match self.loss.weight:
             case "tis":
-                weight = corrections.truncated_weight(log_rho.exp(), **self.loss.bounds)
+                weight = corrections.truncated_weight(log_rho.exp(), **bounds)
             case "tis_sequence":
-                weight = corrections.truncated_sequence_weight(log_rho, **whole, **self.loss.bounds)
+                weight = corrections.truncated_sequence_weight(log_rho, **whole, **bounds)
             case "mis":
-                weight = corrections.masked_weight(log_rho.exp(), **self.loss.bounds)
+                weight = corrections.masked_weight(log_rho.exp(), **bounds)
             case "mis_sequence":
-                weight = corrections.masked_sequence_weight(log_rho, **whole, **self.loss.bounds)
+                weight = corrections.masked_sequence_weight(log_rho, **whole, **bounds)
             case "icepop":
-                weight = corrections.icepop_weight(log_rho.exp(), **self.loss.bounds)
+                weight = corrections.icepop_weight(log_rho.exp(), **bounds)
             case _:
                 weight = torch.ones_like(log_rho)
         return corrections.self_normalised(weight, mean=weight.mean()) if self.self_normalised else weight

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+PATIENCE = timedelta(days=7)
+"""A rank may wait this long for another, which may be at its warm start. A death is noticed at once, by its connection."""
+
+
+def join(meeting: str, *, rank: int, size: int) -> None:
+    """Makes this process one of `size`, which meet through a file that all of them see. Waits until all have come."""
+    device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device is not None else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=PATIENCE)
 
 
 @dataclass(frozen=True, slots=True)
