@@ -217,6 +217,7 @@ def _train(config_json: str, model: str, batches: list[PackedBatch], warmup: int
 
 async def _train_all(config: Config, model: Path, replay: Replay) -> None:
     from midflight.models.load import load_model
+    from midflight.models.names import named_tensors
     from midflight.run.lineage import PublishedVersions
     from midflight.run.trainer_process import ModelWeights
     from midflight.trainer.configure import trainer_of

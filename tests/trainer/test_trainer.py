@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
+from midflight.trainer.attention import Runs
 from midflight.trainer.configure import trainer_of
 from midflight.trainer.schedule import Schedule
-from midflight.trainer.step import Skip
+from midflight.trainer.step import Scoring, Skip, step_tokens
 from midflight.types import PackedBatch, Reason
 
 from .fixtures import batch, tiny_model, trainer, weights
@@ -205,3 +207,71 @@ def test_a_configuration_becomes_a_trainer() -> None:
     ours = trainer_of(config, tiny_model(torch.float32))
     assert ours.objective.loss.kind == "gspo" and ours.objective.loss.weight == "tis_sequence"
     assert ours.step(batch()).version == 1
+
+
+def test_a_teacher_makes_an_advantage_of_each_token() -> None:
+    data = batch()
+    teacher = data.logprobs + np.where(np.arange(len(data.logprobs)) % 2, 0.5, -0.5).astype(np.float32)
+    scoring = Scoring(max_length=16, teacher_weight=2.0, counts_rewards=False)
+    step = step_tokens(
+        replace(data, teacher_logprobs=teacher),
+        scoring,
+        max_staleness=0,
+        max_missing_share=0.1,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    assert step.advantage.tolist() == pytest.approx([1.0 if position % 2 else -1.0 for position in trained_positions(data)], abs=1e-5)
+    with pytest.raises(RunFailed, match="no log-probabilities of a teacher"):
+        trainer(tiny_model(), scoring=scoring).step(data)
+
+
+def test_distillation_brings_the_student_to_the_teacher() -> None:
+    """Tokens are drawn from the student after one prompt; the divergence there, over all of the vocabulary, falls."""
+    student, teacher = tiny_model(), tiny_model(seed=7)
+    prompt = torch.tensor([[5, 6, 7]])
+    ours = trainer(student, scoring=Scoring(teacher_weight=1.0, counts_rewards=False), learning_rate=1e-2)
+    attend_raggedly(teacher)
+
+    def next_token(model: PreTrainedModel) -> torch.Tensor:
+        with torch.no_grad():
+            return model(prompt, position_ids=torch.arange(3)[None], runs=Runs((1,), (3,))).logits[0, -1].log_softmax(-1)
+
+    def divergence() -> float:
+        p, q = next_token(student), next_token(teacher)
+        return float((p.exp() * (p - q)).sum())
+
+    before = divergence()
+    torch.manual_seed(0)
+    for version in range(20):
+        p, q = next_token(student), next_token(teacher)
+        drawn = torch.multinomial(p.exp(), 128, replacement=True)
+        ours.step(answers(prompt[0], drawn, version=version, logprobs=p[drawn], teacher=q[drawn]))
+    assert divergence() < 0.5 * before
+
+
+def answers(prompt: torch.Tensor, drawn: torch.Tensor, *, version: int, logprobs: torch.Tensor, teacher: torch.Tensor) -> PackedBatch:
+    """Each drawn token behind the prompt, a row and a rollout of its own, in one group."""
+    count, width = len(drawn), len(prompt) + 1
+    rows = torch.cat([prompt.expand(count, -1), drawn[:, None]], 1).numpy().astype(np.int32)
+
+    def last(values: torch.Tensor) -> np.ndarray:
+        table = np.zeros((count, width), np.float32)
+        table[:, -1] = values.numpy()
+        return table.ravel()
+
+    return PackedBatch(
+        lease=version,
+        train_version=version,
+        token_ids=rows.ravel(),
+        loss_mask=last(torch.ones(count)).astype(np.bool_),
+        logprobs=last(logprobs),
+        versions=np.full(rows.size, version, np.int32),
+        kv_versions=np.full(rows.size, version, np.int32),
+        row_offsets=np.arange(0, rows.size + 1, width, dtype=np.int32),
+        row_rollout=np.arange(count, dtype=np.int32),
+        rewards=np.zeros(count, np.float32),
+        rollout_group=np.zeros(count, np.int32),
+        truncated=np.zeros(count, np.bool_),
+        teacher_logprobs=last(teacher),
+    )

@@ -35,7 +35,7 @@ def _lines(config: Config) -> Iterator[str]:
         yield f"loss += {o.kl_coefficient:g} {_DIVERGENCES[o.kl]},  π_ref = the weights that the run began with"
     if o.entropy_coefficient:
         yield f"loss -= {o.entropy_coefficient:g} entropy of π"
-    yield _ADVANTAGES[o.advantage]
+    yield from _advantage(config)
     yield _reduction(loss, config.environment.max_tokens)
     if o.overlong_buffer:
         start = config.environment.max_tokens - o.overlong_buffer
@@ -65,6 +65,14 @@ def _ratios(config: Config, loss: Loss) -> Iterator[str]:
         yield "ρ = sg[π] / µ,  r = π / sg[π]: one update per step, so r is 1 and no clip acts"
     else:
         yield "ρ = π_prox / µ,  r = π / π_prox,  π_prox from the start of the step"
+
+
+def _advantage(config: Config) -> Iterator[str]:
+    d = config.distillation
+    if d.teacher is None or d.rewards:
+        yield _ADVANTAGES[config.objective.advantage]
+    if d.teacher is not None:
+        yield f"A {'+=' if d.rewards else '='} {d.weight:g} log(π_teacher / µ), token by token"
 
 
 def _bounds(correction: CorrectionSection) -> dict[str, float]:

@@ -31,6 +31,8 @@ def trainer_of(
             max_length=config.environment.max_tokens,
             overlong_buffer=config.objective.overlong_buffer,
             overlong_penalty=config.objective.overlong_penalty,
+            teacher_weight=0.0 if config.distillation.teacher is None else config.distillation.weight,
+            counts_rewards=config.distillation.teacher is None or config.distillation.rewards,
         ),
         schedule=Schedule(kind=section.schedule, warmup_steps=section.warmup_steps, total_steps=config.run.steps),
         adam=Adam(section.learning_rate, (section.beta1, section.beta2), section.weight_decay, section.max_grad_norm),

@@ -22,6 +22,7 @@ from midflight.trainer.advantages import (
     rloo_advantages,
 )
 from midflight.trainer.microbatch import Index, Predictions, on_device, predictions_of
+from midflight.trainer.penalties import distillation_advantage
 from midflight.trainer.shift import shift
 from midflight.types import PackedBatch, Reason, Version
 
@@ -62,6 +63,10 @@ class Scoring:
     """Tokens of the longest answer, where the over-long penalty is full."""
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
+    teacher_weight: float = 0.0
+    """Of a teacher's log-probabilities beside rewards, per token; 0 is no teacher."""
+    counts_rewards: bool = True
+    """Without them the teacher is all that is learned from."""
 
     def advantages(self, rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"], *, lengths: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
         """Per rollout, in float64; `lengths` in generated tokens."""
@@ -119,7 +124,7 @@ def step_tokens(
     return StepTokens(
         predictions=predictions_of(batch.token_ids, batch.row_offsets, mask=mask),
         behaviour=on_device(shift(batch.logprobs, batch.row_offsets)[admitted], device).to(dtype),
-        advantage=on_device(_advantages(batch, scoring, rollout_of_token)[rollout], device).to(dtype),
+        advantage=on_device(_token_advantages(batch, scoring, rollout_of_token)[admitted], device).to(dtype),
         age=on_device(batch.train_version - shift(batch.versions, batch.row_offsets)[admitted], device),
         has_older_keys=on_device(shift(batch.kv_versions < batch.versions, batch.row_offsets)[admitted], device),
         rollout=on_device(rollout, device),
@@ -138,6 +143,23 @@ def check_staleness(batch: PackedBatch, *, max_staleness: int) -> None:
             "The buffer must not lease such groups; report this with the run's journal."
         )
     assert not batch.loss_mask[batch.row_offsets[:-1]].any(), "I6: a row's first token is context"
+
+
+def _token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
+    """[N - R], shifted: the rollout's advantage on each of its tokens, and what the teacher thinks of that token."""
+    rollout = shift(rollout_of_token, batch.row_offsets)
+    advantages = _advantages(batch, scoring, rollout_of_token)[rollout] if scoring.counts_rewards else np.zeros(len(rollout))
+    if not scoring.teacher_weight:
+        return advantages
+    if batch.teacher_logprobs is None:
+        raise RunFailed(
+            f"the batch of version {batch.train_version} has no log-probabilities of a teacher, and distillation.weight is "
+            f"{scoring.teacher_weight:g}. Send teacher_logprobs with each batch, or set distillation.weight = 0."
+        )
+    teacher, behaviour = (
+        torch.from_numpy(shift(values, batch.row_offsets).astype(np.float64)) for values in (batch.teacher_logprobs, batch.logprobs)
+    )
+    return advantages + scoring.teacher_weight * distillation_advantage(teacher, behaviour).numpy()
 
 
 def _advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
