@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
-from midflight.trainer.attention import Runs
+from midflight.trainer.attention import Runs, attend_raggedly
 from midflight.trainer.configure import trainer_of
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring, Skip, step_tokens
