@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.trainer.head import token_scores
@@ -59,7 +61,11 @@ def test_the_gradient_does_not_depend_on_packing_split_or_recomputation(name: st
     reordered = with_rows_in_order(data, list(reversed(range(len(data.row_rollout)))))
     whole, value, metrics = move(data, loss, updates_per_step=2)
     assert float(whole.norm()) > 1e-6
-    for source, options in ((data, {"micro_batch_tokens": 40}), (data, {"activation_checkpointing": True}), (reordered, {"micro_batch_tokens": 70})):
+    for source, options in (
+        (data, {"micro_batch_tokens": 40}),
+        (data, {"activation_checkpointing": True}),
+        (reordered, {"micro_batch_tokens": 70}),
+    ):
         found, other, read = move(source, loss, updates_per_step=2, **options)
         assert float((found - whole).norm() / whole.norm()) < 1e-12
         assert other == pytest.approx(value, rel=1e-12)
@@ -85,7 +91,34 @@ def test_scores_of_a_large_vocabulary_in_chunks_have_the_values_and_gradients_of
         gradients = torch.autograd.grad(found[0] @ by_logprob + found[1] @ by_entropy, [hidden, weight, bias])
         for ours, theirs in zip((*found, *gradients), (*plain, *expected), strict=True):
             assert ours is not None and torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
-        assert torch.autograd.gradcheck(lambda h, w, c=chunk: token_scores(h, w, bias, targets, temperature=temperature, with_entropy=True, chunk=c), (hidden, weight))
+        assert torch.autograd.gradcheck(
+            lambda h, w, c=chunk: token_scores(h, w, bias, targets, temperature=temperature, with_entropy=True, chunk=c), (hidden, weight)
+        )
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that any tensor has which is made under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))])
+        return found
+
+
+def test_no_tensor_grows_with_predictions_times_vocabulary() -> None:
+    """T3 at 150 000 entries: the logits of 600 predictions would be 90 million numbers; forward and backward make a hundredth of them at once."""
+    vocabulary, width, count, chunk = 150_000, 4, 600, 10**6
+    hidden = torch.randn(count, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    with Largest() as largest:
+        scores, entropy = token_scores(hidden, weight, None, torch.arange(count), temperature=1.0, with_entropy=True, chunk=chunk)
+        assert entropy is not None
+        (scores.sum() + entropy.sum()).backward()
+    assert largest.elements <= max(chunk, vocabulary * width) < vocabulary * count / 80
 
 
 def test_bfloat16_forwards_leave_full_precision_weights_that_take_small_steps() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from midflight.config.loss import ObjectiveSection
 from midflight.errors import ConfigError
+from midflight.trainer import attention
 from midflight.trainer.attention import attend_raggedly
 from midflight.trainer.microbatch import Predictions, predictions_of, split
 from midflight.trainer.objective import Objective
@@ -102,3 +104,29 @@ def test_what_the_attention_does_not_compute_is_refused() -> None:
     (micro,) = split(all_predictions(), np.arange(1), budget=64, device=CPU)
     with pytest.raises(ConfigError, match="softcap"):
         model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, runs=micro.runs, softcap=30.0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_one_kernel_for_all_rows_is_told_where_they_begin(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention needs a GPU: a stand-in with its signature attends row by row, as its documentation says."""
+
+    def stand_in(q, k, v, begins, key_begins, longest, longest_key, *, softmax_scale, causal, window_size):
+        assert causal and torch.equal(begins, key_begins) and begins.dtype == torch.int32
+        assert longest == longest_key == int(begins.diff().max())
+        rows = []
+        for start, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+            seen = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
+            parts = (x[start:end].transpose(0, 1) for x in (q, k, v))
+            rows.append(
+                nn.functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=softmax_scale, enable_gqa=True).transpose(0, 1)
+            )
+        return torch.cat(rows)
+
+    torch.manual_seed(0)
+    runs = attention.Runs(counts=(2, 1), lengths=(3, 8))
+    query, key, value = (torch.randn(1, heads, 14, 4) for heads in (4, 2, 2))
+    expected, _ = attention.ragged_attention(nn.Module(), query, key, value, None, runs=runs, scaling=0.3, sliding_window=window)
+    monkeypatch.setattr(attention, "flash_varlen", stand_in)
+    found = attention._flash(query, key, value, runs, scaling=0.3, sliding_window=window)
+    assert torch.allclose(found, expected, atol=1e-6)

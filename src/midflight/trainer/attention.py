@@ -8,7 +8,10 @@ backward, and the gap grows with the spread of lengths.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -21,6 +24,10 @@ from midflight.errors import ConfigError
 NAME = "midflight_ragged"
 UNKNOWN = ("softcap", "s_aux", "position_bias")
 """What some architectures hand to their attention function and this one does not compute."""
+
+
+flash_varlen: Callable[..., Any] | None = import_module("flash_attn").flash_attn_varlen_func if find_spec("flash_attn") else None
+"""FlashAttention's kernel for rows of different lengths, where that package is installed; for half precision on GPUs only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,8 @@ def ragged_attention(
     """Block-causal attention: a token attends to its own row, up to itself (and at most `sliding_window` back)."""
     _refuse_unknown(unknown)
     assert runs is not None and runs.num_tokens == query.shape[2], "a micro-batch names its runs"
+    if flash_varlen is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _flash(query, key, value, runs, scaling=scaling, sliding_window=sliding_window), None
     sizes = [n * t for n, t in zip(runs.counts, runs.lengths, strict=True)]
     parts: list[Tensor] = []
     for q, k, v, n, t in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), runs.counts, runs.lengths, strict=True):
@@ -59,6 +68,26 @@ def ragged_attention(
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[None], None
+
+
+def _flash(
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 K N D"],
+    value: Float[Tensor, "1 K N D"],
+    runs: Runs,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Float[Tensor, "1 N H D"]:
+    """The same by one kernel for all rows. Dao 2023, FlashAttention-2 (2307.08691)."""
+    assert flash_varlen is not None
+    lengths = torch.tensor(runs.lengths).repeat_interleave(torch.tensor(runs.counts))
+    begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(query.device, torch.int32)
+    longest = max(runs.lengths)
+    window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    found = flash_varlen(q, k, v, begins, begins, longest, longest, softmax_scale=scaling, causal=True, window_size=window)
+    return cast(Tensor, found)[None]
 
 
 def attend_raggedly(model: PreTrainedModel) -> None:
