@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tests.models import tiny
 from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from midflight.trainer.objective import Objective
 from midflight.trainer.schedule import Schedule
@@ -20,6 +21,11 @@ from midflight.types import PackedBatch
 def tiny_model(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> PreTrainedModel:
     """In double precision, so that numbers may be compared closely."""
     return tiny.tiny_model(seed=seed, dtype=dtype)
+
+
+def exact_norm(norm: Qwen3RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+    """RMSNorm in the precision of its input: that of `transformers` rounds to float32 inside, which lifts differences of 1e-16 to 1e-8."""
+    return norm.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
 def trainer(model: PreTrainedModel, objective: Objective | None = None, **options: Any) -> Trainer:

@@ -111,21 +111,24 @@ def test_one_kernel_for_all_rows_is_told_where_they_begin(window: int | None, mo
     """FlashAttention needs a GPU: a stand-in with its signature attends row by row, as its documentation says."""
 
     def stand_in(q, k, v, begins, key_begins, longest, longest_key, *, softmax_scale, causal, window_size):
-        assert causal and torch.equal(begins, key_begins) and begins.dtype == torch.int32
-        assert longest == longest_key == int(begins.diff().max())
+        assert causal and begins.dtype == key_begins.dtype == torch.int32
+        assert (longest, longest_key) == (int(begins.diff().max()), int(key_begins.diff().max()))
         rows = []
-        for start, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
-            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
-            seen = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
-            parts = (x[start:end].transpose(0, 1) for x in (q, k, v))
-            rows.append(
-                nn.functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=softmax_scale, enable_gqa=True).transpose(0, 1)
-            )
+        for number in range(len(begins) - 1):
+            own, seen = (slice(int(x[number]), int(x[number + 1])) for x in (begins, key_begins))
+            late = (seen.stop - seen.start) - (own.stop - own.start)  # causal from the lower right
+            distance = late + torch.arange(own.stop - own.start)[:, None] - torch.arange(seen.stop - seen.start)
+            allowed = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
+            parts = (x[span].transpose(0, 1) for x, span in ((q, own), (k, seen), (v, seen)))
+            out = nn.functional.scaled_dot_product_attention(*parts, attn_mask=allowed, scale=softmax_scale, enable_gqa=True)
+            rows.append(out.transpose(0, 1))
         return torch.cat(rows)
 
     torch.manual_seed(0)
-    runs = attention.Runs(counts=(2, 1), lengths=(3, 8))
-    query, key, value = (torch.randn(1, heads, 14, 4) for heads in (4, 2, 2))
+    # A prompt of 3 tokens that two rows of 4 share, and a row of 8 by itself.
+    keys = torch.tensor([*range(3), *range(3), *range(3, 7), *range(3), *range(7, 11), *range(11, 19)])
+    runs = attention.Runs(counts=(1, 2, 1), lengths=(3, 4, 8), contexts=(0, 3, 0), keys=keys)
+    query, key, value = (torch.randn(1, heads, 19, 4) for heads in (4, 2, 2))
     expected, _ = attention.ragged_attention(nn.Module(), query, key, value, None, runs=runs, scaling=0.3, sliding_window=window)
     monkeypatch.setattr(attention, "flash_varlen", stand_in)
     found = attention._flash(query, key, value, runs, scaling=0.3, sliding_window=window)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -30,16 +30,32 @@ flash_varlen: Callable[..., Any] | None = import_module("flash_attn").flash_attn
 """FlashAttention's kernel for rows of different lengths, where that package is installed; for half precision on GPUs only."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """A flat row of tokens is these runs, in order: `counts[i]` rows of `lengths[i]` tokens each."""
+    """A flat row of tokens is these runs, in order: `counts[i]` rows of `lengths[i]` tokens each.
+
+    A row may go on from `contexts[i]` tokens that lie elsewhere in the flat row, where other rows share them.
+    """
 
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    keys: Int[Tensor, " S"] | None = None
+    """Where the tokens lie that each row attends to, row after row: its context, then itself. None where there are no contexts."""
+
+    @classmethod
+    def of_one(cls, length: int) -> Runs:
+        """One row by itself."""
+        return cls((1,), (length,), (0,))
 
     @property
     def num_tokens(self) -> int:
         return sum(n * t for n, t in zip(self.counts, self.lengths, strict=True))
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Of each run: rows, tokens of a row, tokens of its context."""
+        return list(zip(self.counts, self.lengths, self.contexts, strict=True))
 
 
 def ragged_attention(
@@ -59,15 +75,23 @@ def ragged_attention(
     assert runs is not None and runs.num_tokens == query.shape[2], "a micro-batch names its runs"
     if flash_varlen is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _flash(query, key, value, runs, scaling=scaling, sliding_window=sliding_window), None
-    sizes = [n * t for n, t in zip(runs.counts, runs.lengths, strict=True)]
     parts: list[Tensor] = []
-    for q, k, v, n, t in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), runs.counts, runs.lengths, strict=True):
-        band = _band(t, sliding_window, q.device) if sliding_window is not None and t > sliding_window else None
+    queries = query.split([n * t for n, t, _ in runs.shapes], 2)
+    for q, k, v, (n, t, context) in zip(queries, _attended(key, runs), _attended(value, runs), runs.shapes, strict=True):
+        window = sliding_window if sliding_window is not None and context + t > sliding_window else None
+        band = _band(t, context, window, device=q.device) if context or window else None
         out = nn.functional.scaled_dot_product_attention(
-            _rows(q, n, t), _rows(k, n, t), _rows(v, n, t), attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
+            _rows(q, n, t), k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[None], None
+
+
+def _attended(x: Float[Tensor, "1 K N D"], runs: Runs) -> list[Float[Tensor, "n K s D"]]:
+    """Of each run, the keys or values that its rows attend to."""
+    laid = x if runs.keys is None else x.index_select(2, runs.keys)
+    parts = laid.split([n * (context + t) for n, t, context in runs.shapes], 2)
+    return [_rows(part, n, context + t) for part, (n, t, context) in zip(parts, runs.shapes, strict=True)]
 
 
 def _flash(
@@ -81,12 +105,14 @@ def _flash(
 ) -> Float[Tensor, "1 N H D"]:
     """The same by one kernel for all rows. Dao 2023, FlashAttention-2 (2307.08691)."""
     assert flash_varlen is not None
-    lengths = torch.tensor(runs.lengths).repeat_interleave(torch.tensor(runs.counts))
-    begins = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(query.device, torch.int32)
-    longest = max(runs.lengths)
+    counts = torch.tensor(runs.counts)
+    own, attended = (torch.tensor(lengths).repeat_interleave(counts) for lengths in (runs.lengths, [t + c for _, t, c in runs.shapes]))
+    begins, key_begins = (nn.functional.pad(x.cumsum(0), (1, 0)).to(query.device, torch.int32) for x in (own, attended))
+    laid = (x if runs.keys is None else x.index_select(2, runs.keys) for x in (key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, *laid))
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    found = flash_varlen(q, k, v, begins, begins, longest, longest, softmax_scale=scaling, causal=True, window_size=window)
+    longest, longest_key = int(own.max()), int(attended.max())
+    found = flash_varlen(q, k, v, begins, key_begins, longest, longest_key, softmax_scale=scaling, causal=True, window_size=window)
     return cast(Tensor, found)[None]
 
 
@@ -106,9 +132,11 @@ def _rows(x: Float[Tensor, "1 H S D"], count: int, length: int) -> Float[Tensor,
     return x[0].unflatten(1, (count, length)).transpose(0, 1)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
+def _band(length: int, context: int, window: int | None, *, device: torch.device) -> Tensor:
+    """[length, context + length]: True where a token may look."""
+    at, upto = torch.arange(context, context + length, device=device), torch.arange(context + length, device=device)
+    distance = at[:, None] - upto[None, :]
+    return (distance >= 0) & (distance < (window or context + length))
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""Splitting rows into micro-batches by a budget of tokens, packed end to end without padding."""
+"""Splitting rows into micro-batches by a budget of tokens, packed end to end without padding, what rows share only once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midflight.trainer.attention import Runs
+from midflight.trainer.families import Family, families, fill
 from midflight.trainer.shift import inputs, shift, shifted_offsets
 
 Index = NDArray[np.int64]
@@ -46,7 +48,7 @@ class MicroBatch:
 
     input_ids: Int[Tensor, "1 N"]
     position_ids: Int[Tensor, "1 N"]
-    """Restarts at 0 with every row."""
+    """Of a token in its row."""
     runs: Runs
     inputs: Int[Tensor, " k"]
     """Where in `input_ids` the predictions are made."""
@@ -69,32 +71,35 @@ def predictions_of(token_ids: NDArray[np.int32], row_offsets: NDArray[np.int32],
 def split(predictions: Predictions, chosen: Index, *, budget: int, device: torch.device) -> Iterator[MicroBatch]:
     """Micro-batches of at most `budget` tokens that hold the `chosen` predictions (ascending indices) and no others.
 
-    Rows are taken shortest first, so that equal lengths lie together; a row ends with its last chosen prediction, because what
+    Rows that begin alike share what they begin with: it is computed once. A row ends with its last chosen prediction, because what
     follows can't change it. A row longer than the budget goes alone.
     """
-    row = predictions.row[chosen]
-    rows, first = np.unique(row, return_index=True)
-    ends = np.append(first[1:], len(chosen))
-    lengths = predictions.inputs[chosen[ends - 1]] - predictions.offsets[rows] + 1 if len(rows) else np.zeros(0, np.int64)
-    order = np.argsort(lengths, kind="stable")
-    for part in _fill(lengths, order, budget):
-        picked = [chosen[first[i] : ends[i]] for i in part]
-        yield _pack(predictions, rows[part], lengths[part], picked, device=device)
+    rows = _rows(predictions, chosen)
+    found = families([predictions.input_ids[row.begin : row.begin + row.length] for row in rows])
+    for part in fill(found, [row.length for row in rows], budget=budget):
+        yield _pack(predictions, rows, part, device=device)
 
 
 def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -> Index:
-    """The chosen predictions that one of `size` ranks computes: whole rows, dealt out by length so that ranks have equal work."""
-    if size == 1:
+    """The chosen predictions that one of `size` ranks computes: whole rows, dealt out so that ranks have equal work.
+
+    Rows that share a beginning stay together, unless there are so few of such families that some ranks would have much more to do.
+    """
+    if size == 1 or not len(chosen):
         return chosen
-    row = predictions.row[chosen]
-    rows, counts = np.unique(row, return_counts=True)
-    last = chosen[np.cumsum(counts) - 1]
-    lengths = predictions.inputs[last] - predictions.offsets[rows]
-    place = np.empty(len(rows), np.int64)
-    place[np.argsort(-lengths, kind="stable")] = np.arange(len(rows))
-    turn, seat = np.divmod(place, size)
-    dealt = np.where(turn % 2, size - 1 - seat, seat)  # back and forth: the longest of each turn goes where the shortest went before
-    return chosen[np.repeat(dealt == rank, counts)]
+    rows = _rows(predictions, chosen)
+    found = families([predictions.input_ids[row.begin : row.begin + row.length] for row in rows])
+    if len(found) < 4 * size:
+        found = [Family((i,), 0) for i in range(len(rows))]
+    work = [family.shared + sum(rows[i].length - family.shared for i in family.rows) for family in found]
+    mine = [found[i] for place, i in enumerate(np.argsort(-np.array(work), kind="stable")) if _dealt(place, size) == rank]
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *(rows[i].chosen for family in mine for i in family.rows)]))
+
+
+def _dealt(place: int, size: int) -> int:
+    """Back and forth: the largest of each turn goes where the smallest went before."""
+    turn, seat = divmod(place, size)
+    return size - 1 - seat if turn % 2 else seat
 
 
 def num_oversized(predictions: Predictions, *, budget: int) -> int:
@@ -106,29 +111,71 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
-def _fill(lengths: Index, order: Index, budget: int) -> Iterator[Index]:
-    start, total = 0, 0
-    for i, row in enumerate(order):
-        if i > start and total + lengths[row] > budget:
-            yield order[start:i]
-            start, total = i, 0
-        total += int(lengths[row])
-    if start < len(order):
-        yield order[start:]
+class _Row(NamedTuple):
+    """A row as far as it is needed: where it begins in `input_ids`, its tokens, and its chosen predictions."""
+
+    begin: int
+    length: int
+    chosen: Index
 
 
-def _pack(predictions: Predictions, rows: Index, lengths: Index, picked: list[Index], *, device: torch.device) -> MicroBatch:
-    begins = predictions.offsets[rows]
-    positions = np.concatenate([np.arange(t) for t in lengths])
-    tokens = positions + np.repeat(begins, lengths)
-    chosen = np.concatenate(picked)
-    moved = np.repeat(np.cumsum(lengths) - lengths - begins, [len(p) for p in picked])
-    values, counts = np.unique(lengths, return_counts=True)
+def _rows(predictions: Predictions, chosen: Index) -> list[_Row]:
+    numbers, first = np.unique(predictions.row[chosen], return_index=True)
+    if not len(numbers):
+        return []
+    begins = predictions.offsets[numbers]
+    return [
+        _Row(int(begin), int(predictions.inputs[own[-1]] - begin) + 1, own)
+        for begin, own in zip(begins, np.split(chosen, first[1:]), strict=True)
+    ]
+
+
+class _Piece(NamedTuple):
+    """Tokens that lie together in a micro-batch: what a family shares (`row` -1), or what a row has of its own after that."""
+
+    context: int
+    length: int
+    family: int
+    row: int
+
+
+def _pack(predictions: Predictions, rows: Sequence[_Row], part: Sequence[Family], *, device: torch.device) -> MicroBatch:
+    """Pieces of one context and length lie together, so that each such run is one call of attention."""
+    shared = [_Piece(0, family.shared, f, -1) for f, family in enumerate(part) if family.shared]
+    own = [_Piece(family.shared, rows[i].length - family.shared, f, i) for f, family in enumerate(part) for i in family.rows]
+    pieces = sorted(shared + own)
+    kinds = Counter((piece.context, piece.length) for piece in pieces)
+    starts = np.cumsum([0, *(piece.length for piece in pieces)])[:-1]
+    start_of_family = {piece.family: start for start, piece in zip(starts, pieces, strict=True) if piece.row < 0}
+    positions = [np.arange(piece.context, piece.context + piece.length) for piece in pieces]
+    begins = [rows[piece.row if piece.row >= 0 else part[piece.family].rows[0]].begin for piece in pieces]
+    where = [
+        _places(predictions, rows[piece.row], piece, start=start, shared=start_of_family.get(piece.family, 0))
+        for start, piece in zip(starts, pieces, strict=True)
+        if piece.row >= 0
+    ]
+    chosen = np.concatenate([rows[piece.row].chosen for piece in pieces if piece.row >= 0])
+    keys = [
+        np.concatenate([start_of_family.get(piece.family, 0) + np.arange(piece.context), start + np.arange(piece.length)])
+        for start, piece in zip(starts, pieces, strict=True)
+    ]
+    tokens = np.concatenate([begin + at for begin, at in zip(begins, positions, strict=True)])
     return MicroBatch(
         input_ids=on_device(predictions.input_ids[tokens], device)[None],
-        position_ids=on_device(positions, device)[None],
-        runs=Runs(counts=tuple(counts.tolist()), lengths=tuple(values.tolist())),
-        inputs=on_device(predictions.inputs[chosen] + moved, device),
+        position_ids=on_device(np.concatenate(positions), device)[None],
+        runs=Runs(
+            counts=tuple(kinds.values()),
+            lengths=tuple(length for _, length in kinds),
+            contexts=tuple(context for context, _ in kinds),
+            keys=on_device(np.concatenate(keys), device) if shared else None,
+        ),
+        inputs=on_device(np.concatenate(where), device),
         targets=on_device(predictions.targets[chosen], device),
         predictions=on_device(chosen, device),
     )
+
+
+def _places(predictions: Predictions, row: _Row, piece: _Piece, *, start: int, shared: int) -> Index:
+    """Where in the micro-batch a row's predictions are made: its first ones may lie in what its family shares, which is at `shared`."""
+    at = predictions.inputs[row.chosen] - row.begin
+    return np.where(at < piece.context, shared + at, start + at - piece.context)
