@@ -217,9 +217,10 @@ def test_every_number_of_a_decision_or_promise_in_the_code_is_explained() -> Non
 # --- The gateway's pages ---------------------------------------------------------------------------------------------
 
 
-def test_the_map_of_the_gateway_names_each_of_its_files_once() -> None:
-    listed = [path for cells in rows(section("The gateway, file by file")) for path in linked(cells[0])]
-    files = {path for path in (SRC / "gateway").rglob("*.py") if path.name != "__init__.py"}
+@pytest.mark.parametrize("station", ["gateway", "trainer"])
+def test_the_map_of_a_station_names_each_of_its_files_once(station: str) -> None:
+    listed = [path for cells in rows(section(f"The {station}, file by file")) for path in linked(cells[0])]
+    files = {path for path in (SRC / station).rglob("*.py") if path.name != "__init__.py"}
     assert len(listed) == len(set(listed)) and set(listed) == files, sorted(str(path) for path in files ^ set(listed))
 
 
