@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.models.names import named_tensors
+from midflight.trainer.critic import Valuation
 from midflight.trainer.objective import Objective
 from midflight.trainer.ranks import Ranks
+from midflight.trainer.step import Scoring
 
-from .fixtures import batch, tiny_model, trainer
+from .fixtures import batch, exact_norm, tiny_model, trainer
 
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}, {}),
@@ -25,6 +28,11 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"kind": "gspo", "kl_coefficient": 0.1, "entropy_coefficient": 0.01},
         {"weight": "tis_sequence", "self_normalised": True, "m2po": 0.2},
         {"updates_per_step": 2, "activation_checkpointing": True},
+    ),
+    "critic": (
+        {"advantage": "gae"},
+        {},
+        {"scoring": Scoring("gae"), "valuation": Valuation(trace_decay=0.9), "updates_per_step": 2, "activation_checkpointing": True},
     ),
 }
 
@@ -42,6 +50,7 @@ def steps(name: str, ranks: Ranks) -> tuple[torch.Tensor, list[dict[str, float]]
 
 def one_rank(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
+    Qwen3RMSNorm.forward = exact_norm  # type: ignore[method-assign]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
         torch.save({name: steps(name, Ranks.joined()) for name in LOSSES}, f"{folder}/{rank}.pt")

@@ -17,39 +17,45 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
 from midflight.errors import CheckpointCorrupt, ConfigError
-from midflight.models.names import named_tensors
 from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, stage
+from midflight.trainer.checkpoint.state import parts_of
+from midflight.trainer.critic import Valuation
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.ranks import Ranks
+from midflight.trainer.step import Scoring
 from midflight.trainer.trainer import Trainer
 
 from .fixtures import tiny_model, trainer
 
 
 def fresh(seed: int = 0) -> Trainer:
-    """With a parameter of fewer rows than three ranks, and a buffer without any. Sharded, if there are other ranks."""
+    """With a parameter of fewer rows than three ranks, a buffer without any, and a critic. Sharded, if there are other ranks."""
     model = tiny_model(seed=seed)
     model.scale = nn.Parameter(torch.full((2,), float(seed)))
     model.register_buffer("count", torch.tensor(seed))
-    return trainer(model, ranks=Ranks.joined())
+    return trainer(model, ranks=Ranks.joined(), scoring=Scoring("gae"), valuation=Valuation())
 
 
 def trained() -> Trainer:
     """With moments, from gradients that nobody made."""
     ours = fresh(seed=3)
     draw = torch.Generator().manual_seed(7)
-    for _, parameter in named_parameters(ours.model):
-        parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=draw)
-    for _ in range(2):
-        ours.optimizer.step()
+    for _, _, model, optimizer in parts_of(ours):
+        for _, parameter in named_parameters(model):
+            parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=draw)
+        for _ in range(2):
+            optimizer.step()
     ours.version = ours.num_steps = 2
     return ours
 
 
 def contents(of: Trainer) -> dict[str, Tensor]:
     """Weights and moments, whole. A collective."""
-    moments = {f"{key} of {name}": value for name, p in named_parameters(of.model) for key, value in of.optimizer.state[p].items()}
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in (named_tensors(of.model) | moments).items()}
+    found: dict[str, Tensor] = {}
+    for prefix, weights, model, optimizer in parts_of(of):
+        moments = {f"{key} of {name}": value for name, p in named_parameters(model) for key, value in optimizer.state[p].items()}
+        found |= {prefix + name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in (weights | moments).items()}
+    return found
 
 
 def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -67,9 +73,10 @@ def read_and_write(source: Path, expected: dict[str, Tensor], target: Path) -> N
     with ThreadPoolExecutor() as threads:
         writing = threads.submit(copied.write, target, keep=1, group=group)
         with torch.no_grad():
-            for parameter in ours.model.parameters():
-                parameter.zero_()
-                dist.all_reduce(torch.ones(3))
+            for _, _, model, _ in parts_of(ours):
+                for parameter in model.parameters():
+                    parameter.zero_()
+                    dist.all_reduce(torch.ones(3))
         writing.result()
     folder = latest_checkpoint(target)
     assert folder is not None and load_checkpoint(folder, ours).cursor == "row 5", "on disk for every rank"

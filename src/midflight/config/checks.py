@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from midflight.config.derived import batch_rollouts, engine_slots, in_flight, served_dtype
-from midflight.config.loss import KINDS, loss_contradictions
+from midflight.config.loss import KINDS, CriticSection, loss_contradictions
 from midflight.config.sections import Config
 from midflight.types import StalePolicy
 
@@ -22,6 +22,7 @@ def contradictions(config: Config) -> tuple[str, ...]:
         *_rollout(config),
         *_model(config),
         *_trainer(config),
+        *_critic(config),
         *_distillation(config),
         *_lora(config),
         *_engine(config),
@@ -69,6 +70,17 @@ def _trainer(config: Config) -> Iterator[str]:
         yield 'trainer.compute_dtype = "bfloat16" with model.dtype = "float64" would keep what it cannot use; set model.dtype = "float32"'
     if t.compute_dtype == "bfloat16" and config.model.dtype == "bfloat16":
         yield 'trainer.compute_dtype = "bfloat16" is for full-precision weights, and model.dtype is "bfloat16"; set model.dtype = "float32" and engine.dtype = "bfloat16"'
+
+
+def _critic(config: Config) -> Iterator[str]:
+    advantage = config.objective.advantage
+    if advantage == "gae":
+        if config.distillation.teacher is not None:
+            yield 'objective.advantage = "gae" has no place for what distillation.teacher says of a token; choose another advantage, or remove the teacher'
+        return
+    for name, value in config.critic:
+        if value != getattr(CriticSection(), name):
+            yield f'critic.{name} ({value:g}) does nothing with objective.advantage = "{advantage}"; remove it, or set objective.advantage = "gae"'
 
 
 def _lora(config: Config) -> Iterator[str]:
@@ -133,7 +145,7 @@ def _notes(config: Config) -> Iterator[str]:
             "rollout.max_staleness = 0 is the synchronous loop: exactly one batch of groups is admitted per version, nothing is prefetched, "
             "engines wait while the trainer steps, and the pause mode does not matter."
         )
-    if r.group_size == 1 and config.distillation.teacher is None:
+    if r.group_size == 1 and config.distillation.teacher is None and config.objective.advantage != "gae":
         yield "rollout.group_size = 1 has nothing to compare with: every advantage is 0."
     if r.stale_policy in (StalePolicy.MASK, StalePolicy.REQUEUE):
         yield f"rollout.stale_policy = {r.stale_policy.value} is biased: long answers lose credit or are drawn less often."

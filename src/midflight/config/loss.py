@@ -30,7 +30,7 @@ ObjectiveKind = Literal[
 ]
 WeightKind = Literal["tis", "tis_sequence", "mis", "mis_sequence", "icepop", "off"]
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"]
 
 
 class ObjectiveSection(Section):
@@ -59,7 +59,7 @@ class ObjectiveSection(Section):
     penalty: NonNegative | None = None
     """kl_cov: weight of the divergence on the tokens that are held back."""
     advantage: Advantage = "grpo"
-    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the others. reinforce_pp: reward - mean of the group, in deviations of the batch."""
+    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the others. reinforce_pp: reward - mean of the group, in deviations of the batch. gae: reward to come - what a critic expected, per token, in deviations of the batch; see `[critic]`."""
     reduction: Reduction | None = None
     """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment. Unset: the kind's own."""
     proximal: Literal["start", "interpolated"] = "start"
@@ -107,6 +107,19 @@ class CorrectionSection(Section):
     """Masks the tokens of largest log(rho)^2 until the mean of the rest is below this (0.04 is usual)."""
     opsm: Above0 | None = None
     """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
+
+
+class CriticSection(Section):
+    """The critic of `objective.advantage = "gae"`: a model of the policy's size that learns beside it. What is not said here is as in `[trainer]`."""
+
+    learning_rate: Above0 = 3e-4
+    """Peak step size of its AdamW; larger follows the policy sooner."""
+    discount: Fraction = 1.0
+    """What a reward one token later is worth; smaller looks less far ahead."""
+    trace_decay: Fraction = 1.0
+    """λ of the advantages: 1 goes by the reward alone, smaller trusts the critic more and varies less."""
+    clip: Above0 = 0.2
+    """How far one step may move a value before its loss stops counting that as better, in units of the reward; acts when a step has several updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +189,8 @@ MASKS: Mapping[str, str] = {
 }
 """What is kept."""
 
+_OF_ROLLOUTS = frozenset({"gmpo", "topr"})
+"""They take one advantage for a whole rollout."""
 _BEYOND = frozenset({"gspo", "gmpo", "topr", "clip_cov", "kl_cov"})
 _WEIGHTS_BEYOND = frozenset({"tis_sequence", "mis_sequence"})
 _MASKS_BEYOND = frozenset({"geometric", "veto", "m2po", "opsm"})
@@ -258,8 +273,18 @@ def loss_contradictions(objective: ObjectiveSection, correction: CorrectionSecti
         yield f'objective.kind = "gmpo" is a mean over each rollout, so objective.reduction = "{objective.reduction}" cannot be; remove it'
     if objective.kind == "mirror_descent" and objective.advantage != "dr_grpo":
         yield f'objective.kind = "mirror_descent" is derived for reward - mean; set objective.advantage = "dr_grpo", got "{objective.advantage}"'
+    yield from _token_contradictions(objective, correction)
     if objective.proximal == "interpolated" and kind.form == "bypass":
         yield f'objective.proximal = "interpolated" does nothing with objective.kind = "{objective.kind}", which has no proximal policy; remove it'
+
+
+def _token_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:
+    if objective.advantage != "gae":
+        return
+    if objective.kind in _OF_ROLLOUTS:
+        yield f'objective.kind = "{objective.kind}" takes one advantage for a whole rollout, and objective.advantage = "gae" gives one to each token; change one'
+    if correction.opsm is not None:
+        yield f'correction.opsm ({correction.opsm:g}) goes by the sign of a whole rollout\'s advantage, and objective.advantage = "gae" gives one to each token; remove it'
 
 
 def _weight_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:

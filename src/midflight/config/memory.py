@@ -68,6 +68,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     rollouts = buffer_groups(r) * r.group_size + in_flight(r)
     delta = config.weights.delta
     held = 0 if config.weights.transport == "file" else 4 if delta else 3  # live, under way, waiting; with differences see `DeltaPublisher`
+    has_critic = config.objective.advantage == "gae"
     converted = served_dtype(config) != m.dtype
     return (
         MemoryItem("trainer", "weights, gradients and AdamW's two moments", weights + added + 3 * optimised),
@@ -77,6 +78,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         MemoryItem("trainer", "the newest version as it is served", (delta + converted) * handed),
         MemoryItem("engines", "weights, live and staged", _weights(config, served=served, handed=handed)),
         MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
+        *([MemoryItem("trainer", "the critic's weights, gradients and moments", weights + added + 3 * trained * element)] * has_critic),
         *_teacher(config),
         MemoryItem("weights", "published versions in memory", held * handed),
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),

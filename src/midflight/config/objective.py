@@ -12,6 +12,7 @@ _ADVANTAGES = {
     "dr_grpo": "A = reward - mean of group",
     "rloo": "A = reward - mean of the others of the group",
     "reinforce_pp": "A = (reward - mean of group) / std of the batch",
+    "gae": "A_t = (Â_t - mean) / std over the batch's tokens,  Â_t = δ_t + {trace:g} Â_t+1,  δ_t = {discount:g} V_t+1 - V_t, at the end reward - V_t",
 }
 _DIVERGENCES = {
     "k2": "log²(π / π_ref) / 2",
@@ -70,7 +71,10 @@ def _ratios(config: Config, loss: Loss) -> Iterator[str]:
 def _advantage(config: Config) -> Iterator[str]:
     d = config.distillation
     if d.teacher is None or d.rewards:
-        yield _ADVANTAGES[config.objective.advantage]
+        c = config.critic
+        yield _ADVANTAGES[config.objective.advantage].format(discount=c.discount, trace=c.discount * c.trace_decay)
+    if config.objective.advantage == "gae":
+        yield f"critic: loss = max((V - G)², (clip(V, V_start ± {config.critic.clip:g}) - G)²) / 2,  G = Â + V_start, mean over the batch's tokens"
     if d.teacher is not None:
         yield f"A {'+=' if d.rewards else '='} {d.weight:g} log(π_teacher / µ), token by token"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from midflight.config.loss import CorrectionSection, ObjectiveSection
+from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
 from midflight.config.section import Count, Fraction, Positive, Seconds, Section
 from midflight.types import PauseMode, StalePolicy
 
@@ -282,6 +282,7 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     objective: ObjectiveSection = ObjectiveSection()
     correction: CorrectionSection = CorrectionSection()
+    critic: CriticSection = CriticSection()
     lora: LoraSection = LoraSection()
     distillation: DistillationSection = DistillationSection()
     warm_start: WarmStartSection = WarmStartSection()

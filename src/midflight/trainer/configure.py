@@ -6,11 +6,13 @@ import torch
 from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
+from midflight.trainer.critic import Valuation
 from midflight.trainer.objective import Objective
+from midflight.trainer.optimizer import Adam
 from midflight.trainer.ranks import Ranks
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring
-from midflight.trainer.trainer import Adam, Scale, Trainer
+from midflight.trainer.trainer import Scale, Trainer
 from midflight.types import Version
 
 
@@ -22,7 +24,7 @@ def trainer_of(
     config: Config, model: PreTrainedModel, *, reference: PreTrainedModel | None = None, version: Version = 0, ranks: Ranks | None = None
 ) -> Trainer:
     """The trainer a configuration asks for. The longest answer is the environment's `max_tokens`."""
-    section = config.trainer
+    section, c = config.trainer, config.critic
     return Trainer(
         model,
         objective_of(config),
@@ -43,6 +45,7 @@ def trainer_of(
             compile=section.compile,
         ),
         reference=reference,
+        valuation=Valuation(c.learning_rate, c.discount, c.trace_decay, c.clip) if config.objective.advantage == "gae" else None,
         updates_per_step=section.updates_per_step,
         temperature=config.environment.temperature,
         max_staleness=config.rollout.max_staleness,

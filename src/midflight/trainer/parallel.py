@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError
-from midflight.trainer.policy import Policy
+from midflight.trainer.policy import Reader
 from midflight.trainer.ranks import Ranks
 
 
@@ -45,37 +45,37 @@ def compile_layers(model: PreTrainedModel) -> None:
                 setattr(layer, name, torch.compile(child, dynamic=True))
 
 
-def shard(policy: Policy, ranks: Ranks, *, compute_dtype: torch.dtype | None) -> None:
+def shard(reader: Reader, ranks: Ranks, *, compute_dtype: torch.dtype | None) -> None:
     """FSDP2 (Zhao et al. 2023, 2304.11277): each rank keeps its share of every parameter, and gathers a layer when it is used.
 
     Gradients are summed over the ranks in full precision, not averaged: each rank has its share of one loss.
     """
     if ranks.size == 1:
         return
-    device = next(policy.parameters()).device
+    device = next(reader.parameters()).device
     mesh = init_device_mesh(device.type, (ranks.size,))
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(policy.parameters()).dtype if compute_dtype else None)
-    for layer in decoder_layers(policy.model):
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(reader.parameters()).dtype if compute_dtype else None)
+    for layer in decoder_layers(reader.model):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    for module in _sharded(policy):
+    fully_shard(reader, mesh=mesh, mp_policy=precision)
+    for module in _sharded(reader):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def forget_gathered(policy: Policy) -> None:
+def forget_gathered(reader: Reader) -> None:
     """After the optimiser's step: what a forward had gathered is of the weights before."""
-    if isinstance(policy, FSDPModule):
-        for module in _sharded(policy):
+    if isinstance(reader, FSDPModule):
+        for module in _sharded(reader):
             module.reshard()
 
 
-def precision(policy: Policy, compute_dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def precision(reader: Reader, compute_dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """The forward's precision beside weights of a higher one. A sharded model has its own way (`shard`)."""
-    if compute_dtype is None or isinstance(policy, FSDPModule):
+    if compute_dtype is None or isinstance(reader, FSDPModule):
         return nullcontext()
-    return torch.autocast(next(policy.parameters()).device.type, dtype=compute_dtype)
+    return torch.autocast(next(reader.parameters()).device.type, dtype=compute_dtype)
 
 
-def _sharded(policy: Policy) -> Iterator[FSDPModule]:
-    return (module for module in policy.modules() if isinstance(module, FSDPModule))
+def _sharded(reader: Reader) -> Iterator[FSDPModule]:
+    return (module for module in reader.modules() if isinstance(module, FSDPModule))

@@ -16,14 +16,31 @@ from midflight.trainer.microbatch import MicroBatch
 Scores = tuple[Float[Tensor, " k"], "Float[Tensor, ' k'] | None"]
 
 
-class Policy(nn.Module):
-    """Gives the log-probability of tokens instead of logits. Its parameters are those of `model`, under `model.`"""
+class Reader(nn.Module):
+    """A decoder that reads a micro-batch and says a number of each of its predictions. Its parameters are those of `model`, under `model.`"""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         attend_raggedly(model)
         model.eval()  # No dropout: the log-probabilities must be those of the distribution that an engine samples.
         self.model = model
+
+    def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
+        """At each prediction, from the state before its token."""
+        raise NotImplementedError
+
+    def _hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
+        found = self.model.base_model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, runs=micro.runs)
+        hidden: Tensor = found.last_hidden_state[0, micro.inputs]
+        kind = hidden.device.type
+        return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+
+
+class Policy(Reader):
+    """Gives the log-probability of tokens instead of logits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
         self._has_plain_head = has_plain_head(model)
 
     def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
@@ -43,12 +60,6 @@ class Policy(nn.Module):
         entropy = -(table.exp() * table).sum(-1) if with_entropy else None
         return table.gather(-1, micro.targets[:, None]).squeeze(-1), entropy
 
-    def _hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
-        found = self.model.base_model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, runs=micro.runs)
-        hidden: Tensor = found.last_hidden_state[0, micro.inputs]
-        kind = hidden.device.type
-        return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
-
     def _logits(self, micro: MicroBatch) -> Float[Tensor, "k V"]:
         return self.model(
             input_ids=micro.input_ids,
@@ -67,7 +78,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         return False
     device = layer.weight.device
     ids = torch.tensor([[1, 2, 3]], device=device)
-    options = {"position_ids": torch.arange(3, device=device)[None], "use_cache": False, "runs": Runs(counts=(1,), lengths=(3,))}
+    options = {"position_ids": torch.arange(3, device=device)[None], "use_cache": False, "runs": Runs.of_one(3)}
     hidden: Tensor = model.base_model(input_ids=ids, **options).last_hidden_state
     logits: Tensor = model(input_ids=ids, **options).logits
     return torch.allclose(nn.functional.linear(hidden, layer.weight, layer.bias), logits, rtol=1e-3, atol=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,8 @@ class Record:
     """Updates that an alarm kept from being made."""
     num_micro_batches: int = 0
     num_oversized: int = 0
+    critic: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What a critic measured, by name."""
 
     @classmethod
     def of(cls, tokens: StepTokens, *, masks: Sequence[str]) -> Record:
@@ -100,6 +102,7 @@ def report_of(record: Record, batch: PackedBatch, tokens: StepTokens, *, version
         "step/alarms": float(len(record.alarms)),
         "step/learning_rate": learning_rate,
         **{f"masked/{reason}": n / int(batch.loss_mask.sum()) for reason, n in tokens.masked.items()},
+        **record.critic,
     }
     scored = batch.rewards[np.isfinite(batch.rewards)]
     if scored.size:

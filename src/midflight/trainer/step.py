@@ -74,11 +74,17 @@ class Scoring:
         return _ADVANTAGES[self.advantage](shaped, groups)
 
 
+def _as_they_are(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """A critic makes advantages of them, per token (`trainer.critic`)."""
+    return rewards
+
+
 _ADVANTAGES = {
     "grpo": grpo_advantages,
     "dr_grpo": dr_grpo_advantages,
     "rloo": rloo_advantages,
     "reinforce_pp": reinforce_pp_advantages,
+    "gae": _as_they_are,
 }
 
 

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 
 from midflight.errors import RunFailed
 from midflight.trainer import diagnostics
+from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.microbatch import Index, MicroBatch
 from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
-from midflight.trainer.optimizer import adamw, clear_gradients, clipped_step
+from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
 from midflight.trainer.parallel import compile_layers, forget_gathered, recompute_activations, shard
 from midflight.trainer.passes import Passes
-from midflight.trainer.policy import Policy
+from midflight.trainer.policy import Policy, Reader
 from midflight.trainer.ranks import Ranks
 from midflight.trainer.record import Record, report_of, token_metrics
 from midflight.trainer.schedule import Schedule
@@ -34,16 +35,6 @@ class Fork:
 
     parent: Version
     version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """How gradients become steps."""
-
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +67,7 @@ class Trainer:
         adam: Adam,
         scale: Scale | None = None,
         reference: PreTrainedModel | None = None,
+        valuation: Valuation | None = None,
         updates_per_step: int = 1,
         temperature: float = 1.0,
         max_staleness: int = 4,
@@ -84,7 +76,8 @@ class Trainer:
         version: Version = 0,
         ranks: Ranks | None = None,
     ) -> None:
-        """`reference`: what a divergence is taken from; none is `model` as it is now."""
+        """`reference`: what a divergence is taken from; none is `model` as it is now. `valuation`: of the critic, for generalised advantages."""
+        assert (valuation is not None) == (scoring.advantage == "gae"), "a critic is there for generalised advantages, and for nothing else"
         scale, self.ranks = scale or Scale(), ranks or Ranks()
         self.model = model
         self.objective = objective
@@ -103,19 +96,23 @@ class Trainer:
         self._reference: Passes | None = None
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
-            self._reference = self._passes(held, scale, temperature)
+            self._reference = self._passes(Policy(held), scale, temperature)
+        judge = None if valuation is None else value_model_of(model)
         if scale.activation_checkpointing:
-            recompute_activations(model)
-        self._passes_of_policy = self._passes(model, scale, temperature)
+            for reader in (model, judge.model) if judge is not None else (model,):
+                recompute_activations(reader)
+        self._passes_of_policy = self._passes(Policy(model), scale, temperature)
         self.optimizer = adamw(model, learning_rate=adam.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
+        self.critic: Critic | None = None
+        if judge is not None and valuation is not None:
+            self.critic = Critic(self._passes(judge, scale, temperature), valuation, adam=adam, ranks=self.ranks)
 
-    def _passes(self, model: PreTrainedModel, scale: Scale, temperature: float) -> Passes:
-        policy = Policy(model)
+    def _passes(self, reader: Reader, scale: Scale, temperature: float) -> Passes:
         if scale.compile:
-            compile_layers(model)
-        shard(policy, self.ranks, compute_dtype=scale.compute_dtype)
+            compile_layers(reader.model)
+        shard(reader, self.ranks, compute_dtype=scale.compute_dtype)
         return Passes(
-            policy,
+            reader,
             self.ranks,
             budget=scale.micro_batch_tokens,
             temperature=temperature,
@@ -142,13 +139,23 @@ class Trainer:
             dtype=self._dtype,
             device=self._device,
         )
-        record = self._update(tokens)
+        record, tokens = self._update_all(tokens)
         report = report_of(record, batch, tokens, version=self.version + 1, learning_rate=self.learning_rate)
         self.version, self.num_steps = report.version, self.num_steps + 1
         self.num_skipped += report.skipped is not None
         return report
 
     # --- Updates -----------------------------------------------------------------------------------------------------
+
+    def _update_all(self, tokens: StepTokens) -> tuple[Record, StepTokens]:
+        """The policy, and the critic if there is one. Returns the tokens with the advantages that were trained on."""
+        if self.critic is None or not tokens.num_tokens:
+            return self._update(tokens), tokens
+        judged = self.critic.judge(tokens)
+        record = self._update(judged.tokens)
+        factor = self._schedule.factor(self.num_steps)
+        record.critic = self.critic.learn(judged, tokens.mini_batches(self._updates_per_step), rate_factor=factor)
+        return record, judged.tokens
 
     def _update(self, tokens: StepTokens) -> Record:
         record = Record.of(tokens, masks=tuple(self.objective.loss.masks))
@@ -180,7 +187,7 @@ class Trainer:
         held_back = bool(alarms) and self._on_alarm == "skip"
         if math.isfinite(loss) and not held_back:
             norm = clipped_step(self.optimizer, learning_rate=self.learning_rate, max_norm=self._adam.max_grad_norm)
-            forget_gathered(self._passes_of_policy.policy)
+            forget_gathered(self._passes_of_policy.reader)
         record.updated(loss, norm, held_back=held_back)
 
     def _known(self, update: Update) -> tuple[Known, Factors] | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import AdamW
 
 from midflight.errors import ConfigError
-from midflight.models.names import named_tensors
 from midflight.trainer.checkpoint.folders import corrupt, verified
-from midflight.trainer.checkpoint.shards import Shards
-from midflight.trainer.checkpoint.state import GENERATORS, MOMENTS, WEIGHTS, CheckpointState
+from midflight.trainer.checkpoint.shards import Shapes, Shards
+from midflight.trainer.checkpoint.state import CRITIC, GENERATORS, MOMENTS, WEIGHTS, CheckpointState, parts_of, prefixed
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import Fork, Trainer
 from midflight.types import Version
@@ -25,14 +26,20 @@ def load_checkpoint(folder: Path, trainer: Trainer, *, as_version: Version | Non
     """
     state = verified(folder)
     shards = _opened(folder)
-    _check_same_model(folder, shards, named_tensors(trainer.model))
+    _check_same_critic(folder, shards, trainer)
+    room: dict[str, Tensor] = {}
+    for prefix, weights, model, _ in parts_of(trainer):
+        _check_same_model(folder, shards.named(prefix + WEIGHTS), weights)
+        moments = _room_for_moments(folder, shards.named(prefix + MOMENTS), model)
+        room |= prefixed(prefix + WEIGHTS, weights) | prefixed(prefix + MOMENTS, moments)
     if as_version is not None and as_version < state.version:
         raise ConfigError(
             f"checkpoint {folder.name} can't go on as version {as_version}: that number is used. Name one from {state.version} on."
         )
-    moments, generators = _room_for_moments(folder, shards, trainer), _room_for_generators(shards, trainer.ranks.rank)
-    shards.read({WEIGHTS + name: tensor for name, tensor in named_tensors(trainer.model).items()} | moments | generators)
-    _take_moments(trainer, moments)
+    generators = _room_for_generators(shards, trainer.ranks.rank)
+    shards.read(room | generators)
+    for prefix, _, model, optimizer in parts_of(trainer):
+        _take_moments(model, optimizer, _named(prefix + MOMENTS, room))
     _take_generators(generators)
     trainer.version = state.version if as_version is None else as_version
     trainer.num_steps, trainer.num_skipped = state.num_steps, state.num_skipped
@@ -47,8 +54,14 @@ def _opened(folder: Path) -> Shards:
         raise corrupt(folder / "*.safetensors", f"cannot be read ({error})") from error
 
 
-def _check_same_model(folder: Path, shards: Shards, ours: dict[str, Tensor]) -> None:
-    stored, here = shards.named(WEIGHTS), {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ours.items()}
+def _check_same_critic(folder: Path, shards: Shards, trainer: Trainer) -> None:
+    if bool(shards.named(CRITIC)) != (trainer.critic is not None):
+        has, wants = ("no critic", 'objective.advantage is "gae"') if trainer.critic is not None else ("a critic", "this run has none")
+        raise ConfigError(f"checkpoint {folder} has {has}, and {wants}. Set objective.advantage as it was, or start in another folder.")
+
+
+def _check_same_model(folder: Path, stored: Shapes, ours: Mapping[str, Tensor]) -> None:
+    here = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ours.items()}
     for name in sorted(stored.keys() | here.keys()):
         one, other = (f"{list(t[name][0])} {t[name][1]}" if name in t else "nothing" for t in (stored, here))
         if one != other:
@@ -58,11 +71,11 @@ def _check_same_model(folder: Path, shards: Shards, ours: dict[str, Tensor]) -> 
             )
 
 
-def _room_for_moments(folder: Path, shards: Shards, trainer: Trainer) -> dict[str, Tensor]:
+def _room_for_moments(folder: Path, stored: Shapes, model: nn.Module) -> dict[str, Tensor]:
     """Empty tensors in the layout of their parameters; what is of another shape, as counts of steps, is whole on every rank."""
-    parameters = dict(named_parameters(trainer.model))
+    parameters = dict(named_parameters(model))
     room: dict[str, Tensor] = {}
-    for path, (shape, dtype) in shards.named(MOMENTS).items():
+    for path, (shape, dtype) in stored.items():
         name = path.split("/", 1)[1]
         if name not in parameters:
             raise ConfigError(
@@ -70,18 +83,16 @@ def _room_for_moments(folder: Path, shards: Shards, trainer: Trainer) -> dict[st
             )
         parameter = parameters[name].detach()
         alike = shape == tuple(parameter.shape)
-        room[MOMENTS + path] = (
-            torch.empty_like(parameter, dtype=dtype) if alike else torch.empty(shape, dtype=dtype, device=parameter.device)
-        )
+        room[path] = torch.empty_like(parameter, dtype=dtype) if alike else torch.empty(shape, dtype=dtype, device=parameter.device)
     return room
 
 
-def _take_moments(trainer: Trainer, moments: dict[str, Tensor]) -> None:
-    parameters = dict(named_parameters(trainer.model))
-    trainer.optimizer.state.clear()
+def _take_moments(model: nn.Module, optimizer: AdamW, moments: Mapping[str, Tensor]) -> None:
+    parameters = dict(named_parameters(model))
+    optimizer.state.clear()
     for path, value in moments.items():
-        key, name = path.removeprefix(MOMENTS).split("/", 1)
-        trainer.optimizer.state[parameters[name]][key] = value
+        key, name = path.split("/", 1)
+        optimizer.state[parameters[name]][key] = value
 
 
 def _room_for_generators(shards: Shards, rank: int) -> dict[str, Tensor]:
@@ -96,3 +107,7 @@ def _take_generators(generators: dict[str, Tensor]) -> None:
             torch.set_rng_state(state)
         elif torch.cuda.is_available():
             torch.cuda.set_rng_state(state)
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
 
 from midflight.errors import ConfigError
-from midflight.models.names import named_tensors
 from midflight.trainer.checkpoint.folders import begin, draft_of, finish, latest_checkpoint, sync
 from midflight.trainer.checkpoint.shards import write_shards
-from midflight.trainer.checkpoint.state import GENERATORS, MOMENTS, WEIGHTS, CheckpointState, shard_name
+from midflight.trainer.checkpoint.state import GENERATORS, MOMENTS, WEIGHTS, CheckpointState, parts_of, prefixed, shard_name
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import Trainer
 
@@ -60,11 +60,13 @@ def stage(trainer: Trainer, *, cursor: str) -> Staged:
     What every rank has whole is in the shards of rank 0.
     """
     ranks = trainer.ranks
-    tensors = {**_prefixed(WEIGHTS, named_tensors(trainer.model)), **_prefixed(MOMENTS, _moments(trainer))}
+    tensors: dict[str, Tensor] = {}
+    for prefix, weights, model, optimizer in parts_of(trainer):
+        tensors |= prefixed(prefix + WEIGHTS, weights) | prefixed(prefix + MOMENTS, _moments(model, optimizer))
     ours = {name: tensor for name, tensor in tensors.items() if ranks.is_first or isinstance(tensor, DTensor)}
     state = CheckpointState(trainer.version, trainer.num_steps, trainer.num_skipped, trainer.lineage, cursor, ranks.size)
     copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in ours.items()}
-    return Staged(state, ranks.rank, copied | _prefixed(f"{GENERATORS}{ranks.rank}/", _generators()))
+    return Staged(state, ranks.rank, copied | prefixed(f"{GENERATORS}{ranks.rank}/", _generators()))
 
 
 def save_checkpoint(root: Path, trainer: Trainer, *, cursor: str, keep: int) -> Path:
@@ -75,13 +77,9 @@ def save_checkpoint(root: Path, trainer: Trainer, *, cursor: str, keep: int) -> 
     return folder
 
 
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def _moments(trainer: Trainer) -> dict[str, Tensor]:
-    state = trainer.optimizer.state
-    return {f"{key}/{name}": value for name, p in named_parameters(trainer.model) if p in state for key, value in state[p].items()}
+def _moments(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    state = optimizer.state
+    return {f"{key}/{name}": value for name, p in named_parameters(model) if p in state for key, value in state[p].items()}
 
 
 def _generators() -> dict[str, Tensor]:

@@ -20,6 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""And dtypes, by name."""
+
 
 def write_shards(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """What this rank holds of each tensor (of a DTensor its shard), with its place in the whole."""
@@ -46,7 +49,7 @@ class Shards:
             if sum(prod(chunk.sizes) for chunk in found.chunks) < prod(found.size):
                 raise ValueError(f"parts of tensor {name!r} are missing")
 
-    def named(self, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def named(self, prefix: str) -> Shapes:
         """Shapes and dtypes by what follows `prefix` in the name."""
         return {
             name[len(prefix) :]: (tuple(found.size), found.properties.dtype)

@@ -1,0 +1,142 @@
+"""A critic: a model of its own that says at each token what reward is still to come, and so gives each token an advantage of its own.
+
+A reward arrives with the last trained token of its rollout. A rollout's tokens are taken in the order in which they lie in the batch, its rows
+one after the other, whatever prompts and tools wrote between.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from midflight.errors import ConfigError
+from midflight.trainer import reductions, sequences
+from midflight.trainer.advantages import batch_normalised, gae
+from midflight.trainer.microbatch import Index, MicroBatch
+from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
+from midflight.trainer.parallel import forget_gathered
+from midflight.trainer.passes import Passes
+from midflight.trainer.penalties import value_loss
+from midflight.trainer.policy import Reader, Scores
+from midflight.trainer.ranks import Ranks
+from midflight.trainer.step import StepTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Valuation:
+    """How values make advantages, and how they are learned."""
+
+    learning_rate: float = 3e-4
+    discount: float = 1.0
+    trace_decay: float = 1.0
+    clip: float = 0.2
+
+
+class ValueModel(Reader):
+    """A decoder with one linear number on its last hidden state, 0 at first. In float32 (float64 for a float64 model)."""
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        super().__init__(decoder)
+        like = next(decoder.parameters())
+        self.weight = nn.Parameter(like.new_zeros(decoder.config.get_text_config().hidden_size))
+        self.bias = nn.Parameter(like.new_zeros(1))
+
+    def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
+        """The reward that is expected before each prediction's token is known. Takes what a policy takes, and does not heed it."""
+        hidden = self._hidden(micro)
+        precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        return (hidden.to(precise) * self.weight.to(precise)).sum(-1) + self.bias.to(precise), None
+
+
+def value_model_of(model: PreTrainedModel) -> ValueModel:
+    """A copy of a policy's decoder, without its output layer. What is frozen in the policy (the base of adapters) is frozen in the copy."""
+    if model.base_model is model:
+        raise ConfigError(f"{type(model).__name__} has no output layer to replace by a critic's. Choose another objective.advantage.")
+    return ValueModel(cast(PreTrainedModel, copy.deepcopy(model.base_model)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """A step's tokens with advantages, and what the critic learns from them: its values that began the step, and the returns. [K]"""
+
+    tokens: StepTokens
+    values: Float[Tensor, " K"]
+    returns: Float[Tensor, " K"]
+
+
+class Critic:
+    """Owns the value model and its optimiser. Collective, as `Passes` is."""
+
+    def __init__(self, passes: Passes, valuation: Valuation, *, adam: Adam, ranks: Ranks) -> None:
+        """`adam`: of the policy; the critic has all of it but the learning rate."""
+        self.model = passes.reader
+        self.optimizer = adamw(self.model, learning_rate=valuation.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
+        self._passes, self._valuation, self._ranks = passes, valuation, ranks
+        self._max_grad_norm = adam.max_grad_norm
+
+    def judge(self, tokens: StepTokens) -> Judged:
+        """Replaces the reward, which each token carries in place of an advantage, by advantages of mean 0 and deviation 1 over the batch."""
+        values = self._passes.scores(tokens.predictions)
+        advantages, returns = gae(
+            _at_the_end(tokens).double(),
+            values.double(),
+            sequence=tokens.rollout,
+            position=torch.arange(tokens.num_tokens, device=values.device),
+            num_sequences=tokens.num_rollouts,
+            discount=self._valuation.discount,
+            decay=self._valuation.trace_decay,
+        )
+        judged = replace(tokens, advantage=batch_normalised(advantages).to(tokens.advantage.dtype))
+        return Judged(judged, values, returns.to(values.dtype))
+
+    def learn(self, judged: Judged, chosen_of_update: Sequence[Index], *, rate_factor: float) -> dict[str, float]:
+        """One update for each of the policy's, on the same tokens. Returns what is measured, by name."""
+        made = [self._update(judged, chosen, rate_factor) for chosen in chosen_of_update]
+        losses, norms = zip(*made, strict=True)
+        return {
+            "critic/loss": float(np.mean(losses)),
+            "critic/grad_norm": float(np.mean(norms)),
+            "critic/value_mean": float(judged.values.double().mean()),
+            **_explained(judged.values.double(), judged.returns.double()),
+        }
+
+    def _update(self, judged: Judged, chosen: Index, rate_factor: float) -> tuple[float, float]:
+        """Loss and norm of the gradient; if either is not finite nothing is changed."""
+        clear_gradients(self.model)
+        total = torch.zeros((), dtype=judged.values.dtype, device=judged.values.device)
+        for micro, is_mine, values, _ in self._passes.forwards(judged.tokens.predictions, chosen, trains=True):
+            at = micro.predictions
+            found = value_loss(values, judged.values[at], judged.returns[at], clip=self._valuation.clip)
+            share = reductions.token_mean(found, num_tokens=len(chosen))
+            (share if is_mine else share * 0).backward()
+            if is_mine:
+                total += share.detach()
+        loss, norm = float(self._ranks.sum(total)), math.nan
+        if math.isfinite(loss):
+            norm = clipped_step(self.optimizer, learning_rate=self._valuation.learning_rate * rate_factor, max_norm=self._max_grad_norm)
+            forget_gathered(self.model)
+        return loss, norm
+
+
+def _at_the_end(tokens: StepTokens) -> Float[Tensor, " K"]:
+    """The reward of each rollout at the last of its tokens, 0 at the others."""
+    order = torch.arange(tokens.num_tokens, device=tokens.rollout.device).double()
+    last = sequences.maxima(order, tokens.rollout, num_sequences=tokens.num_rollouts)[tokens.rollout]
+    return tokens.advantage * (order == last)
+
+
+def _explained(values: Float[Tensor, " K"], returns: Float[Tensor, " K"]) -> dict[str, float]:
+    """1 - var(returns - values) / var(returns): 1 is a critic that knows, 0 one that says a constant. Absent where returns are all alike."""
+    spread = float(returns.var(correction=0))
+    if not spread > 1e-12 * float(returns.square().mean()):  # less is rounding
+        return {}
+    return {"critic/explained_variance": 1 - float((returns - values).var(correction=0)) / spread}
