@@ -23,7 +23,6 @@ from midflight.trainer import reductions, sequences
 from midflight.trainer.advantages import batch_normalised, gae
 from midflight.trainer.microbatch import Index, MicroBatch
 from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
-from midflight.trainer.parallel import forget_gathered
 from midflight.trainer.passes import Passes
 from midflight.trainer.penalties import value_loss
 from midflight.trainer.policy import Reader, Scores
@@ -123,7 +122,6 @@ class Critic:
         loss, norm = float(self._ranks.sum(total)), math.nan
         if math.isfinite(loss):
             norm = clipped_step(self.optimizer, learning_rate=self._valuation.learning_rate * rate_factor, max_norm=self._max_grad_norm)
-            forget_gathered(self.model)
         return loss, norm
 
 

@@ -64,7 +64,7 @@ def shard(reader: Reader, ranks: Ranks, *, compute_dtype: torch.dtype | None) ->
 
 
 def forget_gathered(reader: Reader) -> None:
-    """After the optimiser's step: what a forward had gathered is of the weights before."""
+    """After a forward without a backward: the outermost weights are still gathered, and `parameters()` are those, not this rank's shares."""
     if isinstance(reader, FSDPModule):
         for module in _sharded(reader):
             module.reshard()

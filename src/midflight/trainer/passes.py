@@ -43,7 +43,7 @@ class Passes:
             with torch.set_grad_enabled(trains), precision(self.reader, self._compute_dtype):
                 logprobs, entropy = self.reader(micro, temperature=self._temperature, with_entropy=with_entropy)
             yield micro, number < own, logprobs, entropy
-        if not trains:  # a backward gives back what was gathered; until then the parameters are not those that the optimiser has
+        if not trains:  # a backward does it by itself
             forget_gathered(self.reader)
 
     def scores(self, predictions: Predictions, chosen: Index | None = None) -> Float[Tensor, " K"]:

@@ -19,7 +19,7 @@ from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.microbatch import Index, MicroBatch
 from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
 from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
-from midflight.trainer.parallel import compile_layers, forget_gathered, recompute_activations, shard
+from midflight.trainer.parallel import compile_layers, recompute_activations, shard
 from midflight.trainer.passes import Passes
 from midflight.trainer.policy import Policy, Reader
 from midflight.trainer.ranks import Ranks
@@ -187,7 +187,6 @@ class Trainer:
         held_back = bool(alarms) and self._on_alarm == "skip"
         if math.isfinite(loss) and not held_back:
             norm = clipped_step(self.optimizer, learning_rate=self.learning_rate, max_norm=self._adam.max_grad_norm)
-            forget_gathered(self._passes_of_policy.reader)
         record.updated(loss, norm, held_back=held_back)
 
     def _known(self, update: Update) -> tuple[Known, Factors] | None:
