@@ -235,7 +235,7 @@ def test_distillation_brings_the_student_to_the_teacher() -> None:
 
     def next_token(model: PreTrainedModel) -> torch.Tensor:
         with torch.no_grad():
-            return model(prompt, position_ids=torch.arange(3)[None], runs=Runs((1,), (3,))).logits[0, -1].log_softmax(-1)
+            return model(prompt, position_ids=torch.arange(3)[None], runs=Runs.of_one(3)).logits[0, -1].log_softmax(-1)
 
     def divergence() -> float:
         p, q = next_token(student), next_token(teacher)
