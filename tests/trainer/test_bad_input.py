@@ -16,14 +16,15 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import PreTrainedModel
 
 from midflight.config.loss import CorrectionSection, ObjectiveSection
+from midflight.errors import RunFailed
 from midflight.models.names import named_tensors
 from midflight.trainer.objective import Objective
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.ranks import Ranks
 from midflight.trainer.step import Skip, StepReport
-from midflight.types import PackedBatch
+from midflight.types import PackedBatch, Reason
 
-from .fixtures import batch, tiny_model, trainer
+from .fixtures import batch, tiny_model, trainer, weights
 
 ODD = 261
 """A token that is nowhere but where a test puts it."""
@@ -51,6 +52,90 @@ def without_a_number() -> PreTrainedModel:
     with torch.no_grad():
         model.get_input_embeddings().weight[ODD] = torch.nan
     return model
+
+
+# --- Said at once ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [-1, 262, 10**6])
+def test_a_token_that_the_vocabulary_has_not_got_is_named_with_its_size(token: int) -> None:
+    data, model = batch(), tiny_model()
+    data.token_ids[7] = token
+    before = weights(model)
+    with pytest.raises(RunFailed, match=rf"holds token {token}, and the model's vocabulary ends at 261"):
+        trainer(model).step(data)
+    assert torch.equal(weights(model), before)
+
+
+def test_a_row_longer_than_the_context_of_the_model_is_named() -> None:
+    with pytest.raises(RunFailed, match=r"a row of \d+ tokens, and the model's context is 64"):
+        trainer(tiny_model()).step(batch(longest=90))
+    stretched = tiny_model()
+    stretched.config.rope_parameters = {**(stretched.config.rope_parameters or {}), "rope_type": "yarn", "factor": 2.0}
+    assert trainer(stretched).step(batch(longest=90)).skipped is None
+
+
+def test_an_alarm_may_end_the_run_with_the_weights_as_they_were() -> None:
+    model = tiny_model()
+    before = weights(model)
+    with pytest.raises(RunFailed, match=r"step to version 1: mean rho is .*trainer.on_alarm"):
+        trainer(model, on_alarm="stop").step(replace(batch(), logprobs=batch().logprobs - 9))
+    assert torch.equal(weights(model), before)
+
+
+# --- Counted, and the weights as they were ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+def test_rewards_that_are_not_finite_are_counted_and_the_rest_is_trained_on(reward: float) -> None:
+    data = batch()
+    data.rewards[5] = reward
+    report = trainer(tiny_model()).step(data)
+    assert report.skipped is None and np.isfinite(report.loss) and np.isfinite(report.metrics["reward/mean"])
+    assert report.masked == {Reason.NO_REWARD: int(data.loss_mask[data.row_rollout[rows_of(data)] == 5].sum())}
+    data.rewards[:] = reward
+    assert trainer(tiny_model()).step(data).skipped is Skip.NO_TOKENS
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("kind", ["decoupled_ppo", "gspo", "clip_cov", "kl_cov"])
+def test_weights_that_are_all_zero_move_nothing_also_when_they_are_normalised(kind: str, updates: int) -> None:
+    model = tiny_model()
+    before = weights(model)
+    nowhere = {"weight": "mis", "low": 1e8, "high": 1e9, "self_normalised": True}
+    loss = Objective.of(ObjectiveSection.model_validate({"kind": kind}), CorrectionSection.model_validate(nowhere))
+    report = trainer(model, loss, updates_per_step=updates).step(batch())
+    assert (report.loss, report.metrics["grad_norm"], report.metrics["rho/ess"]) == (0, 0, 0)
+    assert torch.equal(weights(model), before)
+
+
+def test_a_group_alone_is_one_update_however_many_were_asked_for() -> None:
+    data = batch(num_groups=1)
+    one, several = tiny_model(), tiny_model()
+    expected, report = trainer(one).step(data), trainer(several, updates_per_step=4).step(data)
+    assert report.loss == pytest.approx(expected.loss, rel=1e-9) and report.metrics["step/updates_skipped"] == 0
+    assert torch.allclose(weights(several), weights(one), atol=1e-9)
+
+
+def test_an_alarm_may_hold_one_update_back_and_let_the_others_be_made() -> None:
+    data, model = batch(seed=1), tiny_model()
+    far = data.rollout_group[data.row_rollout[rows_of(data)]] == 1
+    data.logprobs[far] -= 9
+    ours = trainer(model, on_alarm="skip", updates_per_step=2)
+    before = weights(model)
+    report = ours.step(data)
+    assert report.skipped is None and report.metrics["step/updates_skipped"] == 1 and ours.num_skipped == 0
+    assert not torch.equal(weights(model), before)
+    held = ours.step(replace(batch(version=1), logprobs=batch().logprobs - 9))
+    assert (held.skipped, held.num_tokens, ours.num_skipped) == (Skip.ALARM, 0, 1)
+
+
+def test_rows_over_the_budget_are_counted_and_trained_on_as_all_others() -> None:
+    whole, split = tiny_model(), tiny_model()
+    trainer(whole).step(batch())
+    report = trainer(split, micro_batch_tokens=3).step(batch())
+    assert report.metrics["rows/oversized"] == len(batch().row_rollout)
+    assert torch.allclose(weights(split), weights(whole), atol=1e-9)
 
 
 # --- On two ranks as on one ------------------------------------------------------------------------------------------

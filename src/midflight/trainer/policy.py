@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from midflight.errors import RunFailed
 from midflight.trainer.attention import Runs, attend_raggedly
 from midflight.trainer.head import token_scores
 from midflight.trainer.microbatch import MicroBatch
+from midflight.types import PackedBatch
 
 Scores = tuple[Float[Tensor, " k"], "Float[Tensor, ' k'] | None"]
 
@@ -68,6 +71,29 @@ class Policy(Reader):
             logits_to_keep=micro.inputs,
             runs=micro.runs,
         ).logits[0]
+
+
+def check_fits(batch: PackedBatch, model: PreTrainedModel) -> None:
+    """`RunFailed` if the batch holds tokens or positions that the model has not got: it was sampled from another model."""
+    size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    unknown = batch.token_ids[(batch.token_ids < 0) | (batch.token_ids >= size)]
+    if len(unknown):
+        raise RunFailed(
+            f"the batch holds token {unknown[0]}, and the model's vocabulary ends at {size - 1}. Sample and train with one model and tokenizer."
+        )
+    longest, context = int(np.diff(batch.row_offsets).max(initial=0)), _longest_context(model)
+    if context is not None and longest > context:
+        raise RunFailed(
+            f"the batch holds a row of {longest} tokens, and the model's context is {context}. Lower the environment's lengths, or the engine's context."
+        )
+
+
+def _longest_context(model: PreTrainedModel) -> int | None:
+    """Any reading of the configuration allows no more; none if it does not say. Some count the stretch of rotary positions in, some do not."""
+    config: Any = model.config
+    context: int | None = getattr(config, "max_position_embeddings", None)
+    stretch = (getattr(config, "rope_parameters", None) or {}).get("factor") or 1
+    return None if context is None else int(context * max(1, stretch))
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from midflight.trainer.objective import Denominators, Factors, Known, Objective,
 from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
 from midflight.trainer.parallel import compile_layers, recompute_activations, shard
 from midflight.trainer.passes import Passes
-from midflight.trainer.policy import Policy, Reader
+from midflight.trainer.policy import Policy, Reader, check_fits
 from midflight.trainer.ranks import Ranks
 from midflight.trainer.record import Record, report_of, token_metrics
 from midflight.trainer.schedule import Schedule
@@ -131,6 +131,7 @@ class Trainer:
             raise RunFailed(
                 f"the batch is leased for version {batch.train_version}, the trainer is at {self.version}. Lease a batch for it."
             )
+        check_fits(batch, self.model)
         tokens = step_tokens(
             batch,
             self._scoring,

@@ -7,9 +7,9 @@ root/version-00000012/rank-00000.safetensors   what rank 0 holds of weights and 
 root/latest                                    name of the newest whole folder, written last
 """
 
-from midflight.trainer.checkpoint.folders import latest_checkpoint
+from midflight.trainer.checkpoint.folders import latest_checkpoint, version_of
 from midflight.trainer.checkpoint.load import load_checkpoint
 from midflight.trainer.checkpoint.save import Staged, save_checkpoint, stage
 from midflight.trainer.checkpoint.state import CheckpointState
 
-__all__ = ["CheckpointState", "Staged", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "stage"]
+__all__ = ["CheckpointState", "Staged", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "stage", "version_of"]

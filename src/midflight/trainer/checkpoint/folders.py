@@ -35,6 +35,11 @@ def latest_checkpoint(root: Path) -> Path | None:
         return None
 
 
+def version_of(folder: Path) -> int:
+    """By its name, which may end in the number of a repetition (`_free_name`)."""
+    return int(folder.name.split("-")[1])
+
+
 def begin(root: Path, version: int) -> None:
     """Makes an empty draft for `version`. What others left half written is removed: one process at a time writes here."""
     root.mkdir(parents=True, exist_ok=True)
