@@ -2,13 +2,14 @@
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `follow` | deeds | the next that the first rank says | the first rank; its death closes the connection, which is an error here |
+| `follow` | deeds | the next that the first rank says; its own | the first rank; its death closes the connection, which is an error here |
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from midflight.models.names import named_tensors
+from midflight.run.parts import PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.ranks import PATIENCE, Ranks
 from midflight.trainer.step import StepReport
@@ -123,25 +125,49 @@ class Team:
         self._wire.say(End())
 
 
-def follow(trainer: Trainer, checkpoints: Path, *, keep: int) -> None:
-    """Any rank but the first: does what is said until the end. Blocking."""
-    wire = Wire(trainer.ranks)
-    with ThreadPoolExecutor(1, "checkpoint") as writer:
-        written: Future[None] | None = None
-        while True:
-            match wire.hear():
-                case Step(batch):
-                    trainer.step(from_bytes(batch))
-                case Load(folder, as_version):
-                    load_checkpoint(Path(folder), trainer, as_version=as_version)
-                case Stage():
-                    if written is not None:
-                        written.result()  # the first rank writes one at a time, so this one has ended; its error is ours
-                    written = writer.submit(_writing(trainer, checkpoints, keep=keep, wire=wire))
-                case Gather():
-                    _whole(trainer)
-                case End():
+async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int) -> None:
+    """Any rank but the first: makes its trainer and does what is said until the end. Any error ends it, also that of a checkpoint on its way
+    to the disk, for which the first rank would wait for ever: our end is what tells it.
+    """
+    # One thread for all deeds: a thread chooses its GPU. Not waited for at the end, since nothing ends its waiting but the first rank.
+    thread = ThreadPoolExecutor(1, "deeds")
+    loop = asyncio.get_running_loop()
+    try:
+        trainer = await loop.run_in_executor(thread, make)
+        wire = await loop.run_in_executor(thread, Wire, trainer.ranks)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                deed = await loop.run_in_executor(thread, _heard, wire)
+                if isinstance(deed, End):
                     return
+                write = await loop.run_in_executor(thread, _done, deed, trainer, checkpoints, keep, wire)
+                if write is not None:
+                    tasks.create_task(asyncio.to_thread(write))  # after the one before: the first rank writes one at a time
+    finally:
+        thread.shutdown(wait=False)
+
+
+def _heard(wire: Wire) -> Deed:
+    try:
+        return wire.hear()
+    except RuntimeError as error:  # its connection closed; why is the first rank's to say
+        raise PartLost(f"rank {wire.ranks.rank} lost the first rank: {error}") from error
+
+
+def _done(deed: Deed, trainer: Trainer, checkpoints: Path, keep: int, wire: Wire) -> Callable[[], None] | None:
+    """What is left to do beside the next deeds."""
+    match deed:
+        case Step(batch):
+            trainer.step(from_bytes(batch))
+        case Load(folder, as_version):
+            load_checkpoint(Path(folder), trainer, as_version=as_version)
+        case Stage():
+            return _writing(trainer, checkpoints, keep=keep, wire=wire)
+        case Gather():
+            _whole(trainer)
+        case End():
+            pass
+    return None
 
 
 def _writing(trainer: Trainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from midflight.config.derived import lora_alpha, num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
 from midflight.environments.sources import load_sources
+from midflight.errors import ConfigError
 from midflight.models.dtypes import torch_dtype
 from midflight.models.export import export_model
 from midflight.models.load import load_model, make_model
@@ -30,7 +31,7 @@ from midflight.run.training import TrainingLoop
 from midflight.run.warm_start import warm_start
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.checkpoint import latest_checkpoint
+from midflight.trainer.checkpoint import latest_checkpoint, version_of
 from midflight.trainer.configure import trainer_of
 from midflight.trainer.ranks import Ranks, join
 from midflight.trainer.trainer import Trainer
@@ -73,7 +74,7 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     """
     config = Config.model_validate_json(spec.config)
     if spec.rank > 0:
-        await asyncio.to_thread(_follow, config, spec)
+        await follow(partial(_follower, config, spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
         return
     run = Path(config.run.folder)
     checkpoint = latest_checkpoint(run / "checkpoints") if spec.resume else None
@@ -82,8 +83,8 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     team = await asyncio.to_thread(_team, config, model, spec)
     resumed = None
     if checkpoint is not None:
-        version = int(checkpoint.name.rpartition("-")[2])
-        resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=published.resumed_as(version)))
+        as_version = published.resumed_as(version_of(checkpoint))
+        resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=as_version))
         await asyncio.to_thread(_export, config, team, run / "start")
     launcher.tell(ModelReady(str(run / "start"), team.version, resumed))
     await _train(config, team, spec, published)
@@ -118,10 +119,10 @@ def _team(config: Config, model: PreTrainedModel, spec: TrainerSpec) -> Team:
     return Team(_trainer(config, model, spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
 
 
-def _follow(config: Config, spec: TrainerSpec) -> None:
-    """Blocking; ended by the first rank, or by its death."""
+def _follower(config: Config, spec: TrainerSpec) -> Trainer:
+    """Waits for the first rank, which writes down what the others begin with before it joins them."""
     join(spec.meeting, rank=spec.rank, size=config.trainer.ranks)
-    follow(_trainer(config, _started(config), spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
+    return _trainer(config, _started(config), spec)
 
 
 def _trainer(config: Config, model: PreTrainedModel, spec: TrainerSpec) -> Trainer:
@@ -129,7 +130,12 @@ def _trainer(config: Config, model: PreTrainedModel, spec: TrainerSpec) -> Train
         join(spec.meeting, rank=0, size=config.trainer.ranks)
     reference = None
     if config.objective.kl_coefficient:
-        reference = load_model(Path(config.run.folder) / "reference", dtype=config.model.dtype, device=config.trainer.device)
+        folder = Path(config.run.folder) / "reference"
+        if not folder.is_dir():
+            raise ConfigError(
+                f"objective.kl_coefficient is set, and {folder} is not there: the run began without one. Remove it, or start anew without --resume."
+            )
+        reference = load_model(folder, dtype=config.model.dtype, device=config.trainer.device)
     return trainer_of(config, model, reference=reference, ranks=Ranks.joined())
 
 
