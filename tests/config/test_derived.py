@@ -183,7 +183,10 @@ def test_placement_counts_processes_and_warns_when_threads_exceed_cores() -> Non
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], "sg[min(ρ, 2)] * (-min(r A, clip(r, 0.8, 1.28) A))\nρ = sg[π] / µ,  r = π / sg[π]: one update per step, so r is 1 and no clip acts"),
+        (
+            [],
+            "sg[min(ρ, 2)] * (-min(r A, clip(r, 0.8, 1.28) A))\nρ = sg[π] / µ,  r = π / sg[π]: one update per step, so r is 1 and no clip acts",
+        ),
         (["trainer.updates_per_step=2"], "ρ = π_prox / µ,  r = π / π_prox,  π_prox from the start of the step"),
         (["objective.kind=ppo"], "-min(R A, clip(R, 0.8, 1.28) A)"),
         (["correction.self_normalised=true", "correction.age_decay=0.9"], "loss = sg[min(ρ, 2)] / mean over the batch * 0.9^age * ("),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from midflight.config.derived import batch_rollouts, engine_slots, in_flight, served_dtype
-from midflight.config.loss import KINDS, CriticSection, loss_contradictions
+from midflight.config.loss import KINDS, PER_ROLLOUT, CriticSection, loss_contradictions
 from midflight.config.sections import Config
 from midflight.types import StalePolicy
 
@@ -97,6 +97,13 @@ def _distillation(config: Config) -> Iterator[str]:
         yield "distillation.rewards = false without distillation.teacher leaves nothing to learn from; name a teacher, or remove it"
     if not d.rewards and d.teacher is not None and d.weight == 0:
         yield "distillation.rewards = false with distillation.weight = 0 leaves nothing to learn from; raise the weight"
+    if d.teacher is not None and config.objective.kind in PER_ROLLOUT:
+        yield (
+            f'objective.kind = "{config.objective.kind}" takes one advantage for a whole rollout, and distillation.teacher gives one to each token; '
+            f"choose another objective, or remove the teacher"
+        )
+    if d.teacher is not None and config.correction.opsm is not None:
+        yield "correction.opsm goes by the sign of a whole rollout's advantage, and distillation.teacher gives one to each token; remove it"
     if not d.rewards and config.rollout.drop_zero_spread:
         yield "rollout.drop_zero_spread chooses groups by their rewards, which distillation.rewards = false ignores; remove one of them"
 

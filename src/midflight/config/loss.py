@@ -189,7 +189,7 @@ MASKS: Mapping[str, str] = {
 }
 """What is kept."""
 
-_OF_ROLLOUTS = frozenset({"gmpo", "topr"})
+PER_ROLLOUT = frozenset({"gmpo", "topr"})
 """They take one advantage for a whole rollout."""
 _BEYOND = frozenset({"gspo", "gmpo", "topr", "clip_cov", "kl_cov"})
 _WEIGHTS_BEYOND = frozenset({"tis_sequence", "mis_sequence"})
@@ -281,7 +281,7 @@ def loss_contradictions(objective: ObjectiveSection, correction: CorrectionSecti
 def _token_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:
     if objective.advantage != "gae":
         return
-    if objective.kind in _OF_ROLLOUTS:
+    if objective.kind in PER_ROLLOUT:
         yield f'objective.kind = "{objective.kind}" takes one advantage for a whole rollout, and objective.advantage = "gae" gives one to each token; change one'
     if correction.opsm is not None:
         yield f'correction.opsm ({correction.opsm:g}) goes by the sign of a whole rollout\'s advantage, and objective.advantage = "gae" gives one to each token; remove it'

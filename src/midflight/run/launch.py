@@ -23,7 +23,7 @@ from midflight.observe.status import Phase, Status, WarmStartStatus
 from midflight.observe.summary import Summary, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import ControlToken, control_token, exposure, is_loopback
-from midflight.run.messages import Message, ModelReady, Progress, Purpose, Ready, Restarted, WarmStart
+from midflight.run.messages import Alarm, Message, ModelReady, Progress, Purpose, Ready, Restarted, WarmStart
 from midflight.run.parts import first_error, serve_while
 from midflight.run.ring import PartFailed, Ring
 
@@ -95,6 +95,9 @@ class Run:
                 self.status = Status(name=self._config.run.name, phase=Phase.WARM_START, steps=self._config.run.steps, warm_start=warm)
             case Restarted(part, error, left):
                 self._terminal.say(f"{error}\n{part} is started again; {left} restarts are left.")
+                return
+            case Alarm(version, sentences):
+                self._terminal.say(f"alarm at version {version}: {'; '.join(sentences)}. docs/metrics.md says what to look at.")
                 return
             case _:
                 return

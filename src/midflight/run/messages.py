@@ -141,7 +141,14 @@ class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
     left: int
 
 
-Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted
+class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
+    """Readings of the step that made `version` say that training is off its distribution, and those of the step before did not."""
+
+    version: int
+    sentences: tuple[str, ...]
+
+
+Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Alarm
 
 encode = msgspec.json.Encoder().encode
 decode_message = msgspec.json.Decoder(Message).decode

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from midflight.models.names import named_tensors
-from midflight.run.parts import PartLost
+from midflight.run.messages import Alarm
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.ranks import PATIENCE, Ranks
 from midflight.trainer.step import StepReport
@@ -89,8 +89,9 @@ class Wire:
 class Team:
     """The first rank's trainer, as the training loop sees it. Alone it says nothing to anybody."""
 
-    def __init__(self, trainer: Trainer, checkpoints: Path, *, keep: int) -> None:
-        self._trainer, self._checkpoints, self._keep = trainer, checkpoints, keep
+    def __init__(self, trainer: Trainer, checkpoints: Path, *, keep: int, tell: Callable[[Alarm], None]) -> None:
+        self._trainer, self._checkpoints, self._keep, self._tell = trainer, checkpoints, keep, tell
+        self._is_alarmed = False
         self._wire = Wire(trainer.ranks)
 
     @property
@@ -104,7 +105,11 @@ class Team:
     def step(self, batch: PackedBatch) -> StepReport:
         if self._trainer.ranks.size > 1:
             self._wire.say(Step(to_bytes(batch)))
-        return self._trainer.step(batch)
+        report = self._trainer.step(batch)
+        if report.alarms and not self._is_alarmed:
+            self._tell(Alarm(report.version, report.alarms))
+        self._is_alarmed = bool(report.alarms)
+        return report
 
     def load(self, folder: Path, *, as_version: Version) -> Version:
         """Returns the checkpoint's own version."""

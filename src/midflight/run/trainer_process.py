@@ -80,7 +80,7 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     checkpoint = latest_checkpoint(run / "checkpoints") if spec.resume else None
     model = await _first(config, launcher) if checkpoint is None else await asyncio.to_thread(_started, config)
     published = PublishedVersions(run / "published")
-    team = await asyncio.to_thread(_team, config, model, spec)
+    team = await asyncio.to_thread(_team, config, model, spec, launcher)
     resumed = None
     if checkpoint is not None:
         as_version = published.resumed_as(version_of(checkpoint))
@@ -115,8 +115,9 @@ def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
     return load_model(Path(config.run.folder) / "start", dtype=config.model.dtype, device=device or config.trainer.device)
 
 
-def _team(config: Config, model: PreTrainedModel, spec: TrainerSpec) -> Team:
-    return Team(_trainer(config, model, spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
+def _team(config: Config, model: PreTrainedModel, spec: TrainerSpec, launcher: Launcher) -> Team:
+    checkpoints = Path(config.run.folder) / "checkpoints"
+    return Team(_trainer(config, model, spec), checkpoints, keep=config.trainer.keep_checkpoints, tell=launcher.tell)
 
 
 def _follower(config: Config, spec: TrainerSpec) -> Trainer:
