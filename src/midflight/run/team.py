@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from midflight.models.names import named_tensors
 from midflight.run.messages import Alarm
+from midflight.run.parts import PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.ranks import PATIENCE, Ranks
 from midflight.trainer.step import StepReport
