@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from midflight.config.resumed import check_same_model
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.memory import PeakMemory
@@ -127,6 +128,8 @@ def train(config: Config, *, resume: bool) -> int:
     """Ctrl-C ends it within five seconds, with everything written and nothing left running; `--resume` goes on from there."""
     folder = Path(config.run.folder)
     prepare(folder, resume=resume)
+    if resume:
+        check_same_model(config)
     with Terminal() as terminal:
         run = Run(config, terminal, control_token(None))
         warn(terminal, config, anonymous=False)

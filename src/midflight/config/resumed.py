@@ -1,0 +1,28 @@
+"""A run that goes on has the model it began with: another one in the configuration is refused, not ignored."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from midflight.config.memory import model_sizes
+from midflight.config.sections import Config
+from midflight.errors import ConfigError
+from midflight.models.adapter import adapter_of
+from midflight.models.sizes import sizes_of
+
+
+def check_same_model(config: Config) -> None:
+    """`ConfigError` names what differs between the configured model and the one in the run's folder. Reads headers only."""
+    start = Path(config.run.folder) / "start"
+    if not (start / "config.json").is_file():
+        return  # it had not begun: there is no checkpoint to go on from, either
+    began, asked = asdict(sizes_of(start)), asdict(model_sizes(config.model))
+    adapter = adapter_of(start)
+    began["lora.rank"], asked["lora.rank"] = None if adapter is None else adapter.rank, config.lora.rank
+    differing = [f"{name} was {began[name]} and is now {asked[name]}" for name in began if began[name] != asked[name]]
+    if differing:
+        raise ConfigError(
+            f"resuming {config.run.folder}: it began with another model: {', '.join(differing)}. "
+            "Configure the model it began with, or start in another folder."
+        )
