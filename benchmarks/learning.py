@@ -88,7 +88,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="optimiser steps of every run")
+    parser.add_argument("--steps", type=int, default=80, help="optimiser steps of every run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="MODE[/CORRECTION]", help=f"of {', '.join([*MODES, *AGED])}; of {', '.join(CORRECTIONS)}"
@@ -113,7 +113,8 @@ def _model(options: argparse.Namespace) -> Path:
     start = options.folder / "model" / "start"
     if not (start / "config.json").exists():
         print(f"making the model to start from in {start}", flush=True)
-        _train(options.config, options.folder / "model", ("run.steps=1",)).wait()
+        if _train(options.config, options.folder / "model", ("run.steps=1",)).wait():
+            raise SystemExit(f"the model was not made; see {options.folder / 'model' / 'output.txt'}")
     return start
 
 
@@ -144,7 +145,11 @@ def _run(options: argparse.Namespace, plan: Plan, model: Path | None) -> Result:
     aged = AGED.get(plan.mode)
     mode, late = (MODES[plan.mode], 0.0) if aged is None else (_aged(aged), LATE_SECONDS * (aged + 1))
     process = _train(options.config, folder, (*always, *mine, *mode), late=late)
-    cpu = _cpu_readings(process)
+    try:
+        cpu = _cpu_readings(process)
+    finally:
+        process.terminate()  # does nothing to one that has ended
+        process.wait()
     if process.returncode:
         raise SystemExit(f"{plan.name}, seed {plan.seed} ended with {process.returncode}:\n{(folder / 'output.txt').read_text()[-3000:]}")
     return _result(plan, folder, cpu)
