@@ -88,7 +88,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80, help="optimiser steps of every run")
+    parser.add_argument("--steps", type=int, default=60, help="optimiser steps of every run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="MODE[/CORRECTION]", help=f"of {', '.join([*MODES, *AGED])}; of {', '.join(CORRECTIONS)}"

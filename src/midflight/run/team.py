@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +88,17 @@ class Wire:
         return group
 
 
+@contextmanager
+def together() -> Generator[None]:
+    """Around what all ranks do. A connection that breaks in it is the death of another: why it died is its own to say, so this is `PartLost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistBackendError) or "gloo" in str(error):
+            raise PartLost(f"another rank is gone: {error}") from error
+        raise
+
+
 class Team:
     """The first rank's trainer, as the training loop sees it. Alone it says nothing to anybody."""
 
@@ -103,6 +115,7 @@ class Team:
     def num_steps(self) -> int:
         return self._trainer.num_steps
 
+    @together()
     def step(self, batch: PackedBatch) -> StepReport:
         if self._trainer.ranks.size > 1:
             self._wire.say(Step(to_bytes(batch)))
@@ -112,16 +125,19 @@ class Team:
         self._is_alarmed = bool(report.alarms)
         return report
 
+    @together()
     def load(self, folder: Path, *, as_version: Version) -> Version:
         """Returns the checkpoint's own version."""
         self._wire.say(Load(str(folder), as_version))
         return load_checkpoint(folder, self._trainer, as_version=as_version).version
 
+    @together()
     def stage(self) -> Callable[[], None]:
         """Copies the state between two steps; what it returns writes the copy, beside the next steps."""
         self._wire.say(Stage())
         return _writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire)
 
+    @together()
     def weights(self) -> dict[str, Tensor]:
         """What is handed over, whole. Alone these share the model's storage."""
         self._wire.say(Gather())
@@ -143,7 +159,7 @@ async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int) -
         wire = await loop.run_in_executor(thread, Wire, trainer.ranks)
         async with asyncio.TaskGroup() as tasks:
             while True:
-                deed = await loop.run_in_executor(thread, _heard, wire)
+                deed = await loop.run_in_executor(thread, together()(wire.hear))
                 if isinstance(deed, End):
                     return
                 write = await loop.run_in_executor(thread, _done, deed, trainer, checkpoints, keep, wire)
@@ -153,13 +169,7 @@ async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int) -
         thread.shutdown(wait=False)
 
 
-def _heard(wire: Wire) -> Deed:
-    try:
-        return wire.hear()
-    except RuntimeError as error:  # its connection closed; why is the first rank's to say
-        raise PartLost(f"rank {wire.ranks.rank} lost the first rank: {error}") from error
-
-
+@together()
 def _done(deed: Deed, trainer: Trainer, checkpoints: Path, keep: int, wire: Wire) -> Callable[[], None] | None:
     """What is left to do beside the next deeds."""
     match deed:
@@ -177,7 +187,7 @@ def _done(deed: Deed, trainer: Trainer, checkpoints: Path, keep: int, wire: Wire
 
 
 def _writing(trainer: Trainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[[], None]:
-    return partial(stage(trainer, cursor="").write, checkpoints, keep=keep, group=wire.writing)
+    return partial(together()(stage(trainer, cursor="").write), checkpoints, keep=keep, group=wire.writing)
 
 
 def _whole(trainer: Trainer) -> dict[str, Tensor]:
