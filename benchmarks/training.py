@@ -77,6 +77,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of part `step`")
     parser.add_argument("--reward-rounds", type=int, default=1, help="rounds of part `reward`, some minutes each")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each round, part `step`")
+    parser.add_argument("--trl-threads", type=int, default=1, help="of trl in part `reward`; more made it slower on busy cores")
     parser.add_argument("--folder", type=Path, default=Path("runs/training"))
     parser.add_argument("--json", type=Path, default=None)
     return parser.parse_args()

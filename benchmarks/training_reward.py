@@ -1,8 +1,8 @@
 """Part `reward` of `training.py`: how long `midflight train` and trl take to the same mean reward, from the same model.
 
-The task is the demo's (`training_reward.toml`); tasks, groups, batch, learning rate, clips and sampling are the same, and both may
-use all cores: ours by its processes, trl by threads. Ours is asynchronous, as it is by default in the demo; trl's loop generates
-with `transformers`, then trains. The clock begins when model and libraries are loaded (the first rollouts start) and stops when the
+The task is the demo's (`training_reward.toml`); tasks, groups, batch, learning rate, clips and sampling are the same. Ours is
+asynchronous, with one version of lead, and uses two cores by its processes; trl's loop generates with `transformers`, then trains,
+with the threads of `--trl-threads`. The clock begins when model and libraries are loaded (the first rollouts start) and stops when the
 mean reward over 20 steps reaches the threshold. Memory is the sum over processes, each at its peak.
 """
 
@@ -47,7 +47,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         rounds.append({})
         for name, command in commands.items():
             # Ours sets the threads of its processes by its configuration: one each.
-            surroundings = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() if name == "trl" else 1)}
+            surroundings = os.environ | {"OMP_NUM_THREADS": str(options.trl_threads if name == "trl" else 1)}
             done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=surroundings)
             if done.returncode:
                 raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
