@@ -23,6 +23,7 @@ async def talk(socket: WebSocket) -> None:
 
 
 async def think(request: Request) -> Response:
+    request.app.state.thinking.set()
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -45,11 +46,13 @@ APP = Starlette(routes=[WebSocketRoute("/talk", talk), Route("/think", think), R
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_requests_that_are_dropped_at_the_end_are_no_errors_in_the_log(loop, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     async def main() -> None:
+        APP.state.thinking = asyncio.Event()
         async with aiohttp.ClientSession() as client, asyncio.timeout(10):
             async with listening(APP) as url:
                 await client.ws_connect(url + "/talk")
                 thinking = asyncio.ensure_future(client.get(url + "/think"))
                 await (await client.get(url + "/stream")).content.readany()
+                await APP.state.thinking.wait()  # a request still on its way would find nobody, and wait for ever
             with pytest.raises(aiohttp.ClientError):
                 (await thinking).raise_for_status()
             await asyncio.sleep(0.05)
