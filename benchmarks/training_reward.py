@@ -1,9 +1,9 @@
 """Part `reward` of `training.py`: how long `midflight train` and trl take to the same mean reward, from the same model.
 
-The task is the demo's (`training_reward.toml`); tasks, groups, batch, learning rate, clips and sampling are the same. Ours is
-asynchronous, with one version of lead, and uses two cores by its processes; trl's loop generates with `transformers`, then trains,
-with the threads of `--trl-threads`. The clock begins when model and libraries are loaded (the first rollouts start) and stops when the
-mean reward over 20 steps reaches the threshold. Memory is the sum over processes, each at its peak.
+Two tasks: `short` is the demo's, of six tokens an answer; `long` has answers of 1 to 144. Tasks, groups, batch, learning rate, clips and
+sampling are the same for both sides. Ours is asynchronous, with one version of lead, and uses two cores by its processes; trl's loop
+generates with `transformers`, then trains, with the threads of `--trl-threads`. The clock begins when model and libraries are loaded (the
+first rollouts start) and stops when the mean reward over 20 steps reaches the target. Memory is the sum over processes, each at its peak.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,34 @@ from midflight.config.sections import Config
 from midflight.run.messages import Message, ModelReady, Progress, Ready
 
 HERE = Path(__file__).parent
-TARGET = 0.6
-"""From 0.42 after the warm start: a stretch that neither side crosses by luck."""
 WINDOW = 20
 """Steps, as in `run.stop_at_reward`."""
 
 
-def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Race:
+    """A task, and the mean rewards between which the sides race: a stretch that neither crosses by luck."""
+
+    config: Path
+    start: float
+    """Of held-out tasks, after the supervised warm start that makes the model of both sides."""
+    target: float
+
+
+RACES = {
+    "short": Race(HERE / "training_reward.toml", start=0.42, target=0.6),
+    "long": Race(HERE / "training_reward_long.toml", start=0.4, target=0.7),
+}
+
+
+def compare(options: argparse.Namespace, race: Race) -> list[dict[str, Any]]:
     """Both sides in turn, `options.reward_rounds` times. Each row holds what every side found in that round."""
-    folder = options.folder / "reward"
-    model, plan = _model(folder), folder / "plan"
-    _write_plan(_config(folder / "ours", model), plan, model)
+    folder = options.folder / race.config.stem
+    model, plan = _model(folder, race), folder / "plan"
+    _write_plan(_config(race, folder / "ours", model), plan, model)
     commands = {
         "midflight": [sys.executable, HERE / "training_reward.py", plan, folder / "midflight.json"],
-        "trl": [options.trl_python, HERE / "training_trl.py", "reward", plan, folder / "trl.json", _config(folder, model).run.steps],
+        "trl": [options.trl_python, HERE / "training_trl.py", "reward", plan, folder / "trl.json", _config(race, folder, model).run.steps],
     }
     rounds: list[dict[str, Any]] = []
     for _ in range(options.reward_rounds):
@@ -55,14 +70,14 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rounds
 
 
-def table(rounds: list[dict[str, Any]]) -> str:
-    lines = [f"| to a mean reward of {TARGET} | seconds (spread) | steps | s/step | CPU s/step | memory |", "|---|---|---|---|---|---|"]
-    for name in rounds[0]:
-        found = [row[name] for row in rounds]
+def table(name: str, rounds: list[dict[str, Any]]) -> str:
+    lines = [f"| {name}: to a mean reward of {RACES[name].target} | seconds (spread) | steps | s/step | CPU s/step | memory |", "|---|---|---|---|---|---|"]
+    for side in rounds[0]:
+        found = [row[side] for row in rounds]
         seconds, steps = [run["seconds"] for run in found], statistics.median(run["steps"] for run in found)
         pace, cpu = (statistics.median(run[key] / run["steps"] for run in found) for key in ("seconds", "cpu"))
         lines.append(
-            f"| {name} | {statistics.median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f}) | {steps:g} | {pace:.2f} | {cpu:.2f} "
+            f"| {side} | {statistics.median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f}) | {steps:g} | {pace:.2f} | {cpu:.2f} "
             f"| {max(run['peak_mib'] for run in found):,.0f} MiB |"
         )
     ratio = statistics.median(row["trl"]["seconds"] / row["midflight"]["seconds"] for row in rounds)
@@ -73,17 +88,16 @@ def table(rounds: list[dict[str, Any]]) -> str:
 # --- What both start from --------------------------------------------------------------------------------------------
 
 
-def _config(folder: Path, model: Path | None, *more: str) -> Config:
-    path = [] if model is None else [f"model.path={model}", f"run.stop_at_reward={TARGET}"]
-    return load_config(HERE / "training_reward.toml", [f"run.folder={folder}", *path, *more])
+def _config(race: Race, folder: Path, model: Path) -> Config:
+    return load_config(race.config, [f"run.folder={folder}", f"model.path={model}", f"run.stop_at_reward={race.target}"])
 
 
-def _model(folder: Path) -> Path:
-    """Made once: random weights, then supervised until 0.42 of the held-out words are right."""
+def _model(folder: Path, race: Race) -> Path:
+    """Made once: random weights, then supervised until `race.start` of the held-out answers are right."""
     start = folder / "first" / "start"
     if not (start / "config.json").exists():
-        warm = ["warm_start.target_accuracy=0.42", "warm_start.evaluate_every=5", "run.steps=1"]
-        command = [sys.executable, "-m", "midflight", "train", HERE / "training_reward.toml", "--folder", folder / "first"]
+        warm = [f"warm_start.target_accuracy={race.start}", "warm_start.evaluate_every=5", "run.steps=1"]
+        command = [sys.executable, "-m", "midflight", "train", race.config, "--folder", folder / "first"]
         subprocess.run([str(part) for part in [*command, *(word for option in warm for word in ("--set", option))]], check=True)
     return start
 
@@ -103,7 +117,7 @@ def _write_plan(config: Config, plan: Path, model: Path) -> None:
         "max_tokens": config.environment.max_tokens,
         "learning_rate": config.trainer.learning_rate,
         "warmup_steps": config.trainer.warmup_steps,
-        "target": TARGET,
+        "target": config.run.stop_at_reward,
         "window": WINDOW,
     }
     (plan / "numbers.json").write_text(json.dumps(numbers))
