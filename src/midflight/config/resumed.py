@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from midflight.config.derived import lora_alpha
 from midflight.config.memory import model_sizes
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
@@ -20,6 +21,10 @@ def check_same_model(config: Config) -> None:
     began, asked = asdict(sizes_of(start)), asdict(model_sizes(config.model))
     adapter = adapter_of(start)
     began["lora.rank"], asked["lora.rank"] = None if adapter is None else adapter.rank, config.lora.rank
+    if adapter is not None and config.lora.rank is not None:
+        began["lora.alpha"], asked["lora.alpha"] = adapter.alpha, lora_alpha(config.lora)
+        if config.lora.targets:
+            began["lora.targets"], asked["lora.targets"] = sorted(adapter.targets), sorted(config.lora.targets)
     differing = [f"{name} was {began[name]} and is now {asked[name]}" for name in began if began[name] != asked[name]]
     if differing:
         raise ConfigError(
