@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_other_adapters_are_refused_with_what_differs(folder: Path, change: str,
     check_same_model(configured(folder, "lora.rank=4"))
     with pytest.raises(ConfigError, match=expected):
         check_same_model(configured(folder, "lora.rank=4", change))
+
+
+def test_a_run_goes_on_with_the_adapters_that_its_model_folder_brought(folder: Path, tmp_path: Path) -> None:
+    model = load_model(folder / "start", dtype="float32")
+    add_adapters(model, lora_config(model, rank=4, alpha=8), seed=0)
+    save_adapters(model, folder / "start" / FOLDER)
+    given = tmp_path / "given"
+    shutil.copytree(folder / "start", given)
+    check_same_model(load_config(None, [f"run.folder={folder}", f"model.path={given}"]))
 
 
 def test_another_folder_of_the_same_sizes_is_the_same_model_as_far_as_can_be_told(folder: Path) -> None:

@@ -79,7 +79,9 @@ def test_every_objective_on_fresh_tokens_is_the_policy_gradient(kind: str) -> No
 )
 @pytest.mark.parametrize("log_ratio", [-0.5, -0.1, 0.1, 0.5])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_a_token_counts_as_clipped_where_the_clip_takes_its_gradient(kind: str, knobs: dict[str, float], log_ratio: float, advantage: float) -> None:
+def test_a_token_counts_as_clipped_where_the_clip_takes_its_gradient(
+    kind: str, knobs: dict[str, float], log_ratio: float, advantage: float
+) -> None:
     behaviour = of(-2.0)
     policy = (behaviour + log_ratio).requires_grad_()
     given = known(policy, behaviour, of(advantage), proximal=behaviour)
