@@ -194,7 +194,7 @@ async def midflight(port: int, engine_port: int) -> None:
     from midflight.run.child import GC_THRESHOLD
     from midflight.run.http_server import serve_app
     from midflight.run.parts import serve_while
-    from midflight.run.system import Serving
+    from midflight.run.serving import Serving
     from midflight.text.byte_tokenizer import write_byte_tokenizer
     from midflight.text.tokenizer import Tokenizer
     from midflight.types import GroupKey, RolloutKey, SamplingParams

@@ -22,7 +22,7 @@ from midflight.config.sections import Config
 from midflight.gateway.http import build_app
 from midflight.observe.prometheus import Metrics
 from midflight.run.http_server import serve_app
-from midflight.run.system import Serving
+from midflight.run.serving import Serving
 from midflight.testing.replies import Replies
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine

@@ -28,6 +28,8 @@ from midflight.errors import ConfigError
         ),
         (["correction.weight=off", "correction.self_normalised=true"], "does nothing without a weight"),
         (["correction.veto_low=2", "correction.veto_high=1"], "must be less than its upper bound"),
+        (["correction.weight=mis", "correction.high=0.4"], "correction.low (0.5) must be less than its upper bound (0.4)"),
+        (["correction.weight=icepop", "correction.low=6"], "correction.low (6) must be less than its upper bound (5)"),
         (["objective.kind=gmpo", "objective.reduction=token_mean"], "is a mean over each rollout"),
         (["objective.kind=mirror_descent"], "is derived for reward - mean"),
         (["objective.kind=cispo", "objective.proximal=interpolated"], "has no proximal policy"),

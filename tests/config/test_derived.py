@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,20 @@ def test_memory_counts_a_server_that_is_started_and_of_one_that_runs_already_onl
     assert copies_of_weights("engines", *urls) == 2 * 3
     config = load_config(None, urls)
     assert [i.num_bytes for i in memory_estimate(config, model_sizes(config.model)) if "keys and values" in i.what] == [0]
+
+
+def test_memory_of_activations_grows_with_ranks_and_not_with_a_vocabulary_beyond_what_is_made_at_a_time() -> None:
+    def activations(vocab_size: int, *overrides: str) -> int:
+        config = load_config(None, overrides)
+        sizes = replace(model_sizes(config.model), vocab_size=vocab_size)
+        return sum(item.num_bytes for item in memory_estimate(config, sizes) if "activations" in item.what)
+
+    assert activations(262) < activations(8_000) == activations(150_000)
+    assert 2 * activations(262) == activations(262, "trainer.ranks=2")
+
+
+def test_memory_counts_the_reference_that_a_divergence_is_taken_from() -> None:
+    assert copies_of_weights("trainer", "objective.kl_coefficient=0.1") == copies_of_weights("trainer") + 1
 
 
 def test_memory_counts_adapters_where_they_alone_are_trained_and_handed_over() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from midflight.config import load_config
 from midflight.config.resumed import check_same_model
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
+from midflight.models.adapter import FOLDER
+from midflight.models.load import load_model
+from midflight.models.lora import add_adapters, lora_config, save_adapters
 from midflight.run.trainer_process import first_model
 
 SMALL = ("model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1")
@@ -40,6 +44,32 @@ def test_a_run_goes_on_with_the_model_it_began_with(folder: Path) -> None:
 def test_another_model_is_refused_with_what_differs(folder: Path, change: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         check_same_model(configured(folder, change))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("lora.rank=8", "lora.rank was 4 and is now 8"),
+        ("lora.alpha=64", "lora.alpha was 8.0 and is now 64.0"),
+        ('lora.targets=["q_proj"]', r"lora.targets was \['k_proj', 'q_proj'\] and is now \['q_proj'\]"),
+    ],
+)
+def test_other_adapters_are_refused_with_what_differs(folder: Path, change: str, expected: str) -> None:
+    model = load_model(folder / "start", dtype="float32")
+    add_adapters(model, lora_config(model, rank=4, alpha=8, targets=["q_proj", "k_proj"]), seed=0)
+    save_adapters(model, folder / "start" / FOLDER)
+    check_same_model(configured(folder, "lora.rank=4"))
+    with pytest.raises(ConfigError, match=expected):
+        check_same_model(configured(folder, "lora.rank=4", change))
+
+
+def test_a_run_goes_on_with_the_adapters_that_its_model_folder_brought(folder: Path, tmp_path: Path) -> None:
+    model = load_model(folder / "start", dtype="float32")
+    add_adapters(model, lora_config(model, rank=4, alpha=8), seed=0)
+    save_adapters(model, folder / "start" / FOLDER)
+    given = tmp_path / "given"
+    shutil.copytree(folder / "start", given)
+    check_same_model(load_config(None, [f"run.folder={folder}", f"model.path={given}"]))
 
 
 def test_another_folder_of_the_same_sizes_is_the_same_model_as_far_as_can_be_told(folder: Path) -> None:

@@ -39,10 +39,11 @@ def test_a_teacher_of_the_same_tokens_is_accepted_beside_a_made_student_and_a_gi
     check_teacher(load_config(None))
 
 
-def test_another_vocabulary_is_refused_by_both_sizes(folder: Folder) -> None:
-    config = load_config(None, [f"distillation.teacher={folder(vocab_size=300)}"])
-    with pytest.raises(ConfigError, match="a vocabulary of 300 tokens, the student one of 262"):
-        check_teacher(config)
+def test_a_smaller_vocabulary_is_refused_by_both_sizes_and_a_padded_one_accepted(folder: Folder) -> None:
+    check_teacher(load_config(None, [f"distillation.teacher={folder(vocab_size=320)}"]))
+    student = folder("student", vocab_size=320)
+    with pytest.raises(ConfigError, match="a vocabulary of 262 tokens, fewer than the student's 320"):
+        check_teacher(load_config(None, [f"distillation.teacher={folder('small')}", f"model.path={student}"]))
 
 
 def test_another_tokenizer_of_the_same_size_is_refused_by_the_first_token_that_differs(folder: Folder) -> None:

@@ -72,9 +72,9 @@ def test_an_engine_alone_is_shared_and_takes_no_version() -> None:
     async def main() -> None:
         fleet, reservation = reserved_fleet("a")
         assert [await where(fleet, "eval"), await where(fleet, "train")] == ["a", "a"]
-        assert fleet.served_version() == 0 and not fleet.takes_versions()
+        assert fleet.served_version() == 0 and not reservation.passable.is_set()
         fleet.unreserve(reservation)
-        assert fleet.takes_versions()
+        assert reservation.passable.is_set()
         fleet.served("a", 1)
         assert fleet.served_version() == 1 and reservation.over.is_set()
 

@@ -26,7 +26,7 @@ from midflight.gateway.session import OpenTurn, Session
 from midflight.observe.events import RequestFailed, RolloutFinished
 from midflight.observe.observers import Recorder
 from midflight.ports import SessionHandle
-from midflight.run.system import Serving
+from midflight.run.serving import Serving
 from midflight.testing.ring import Ring, open_ring
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine

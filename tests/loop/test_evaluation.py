@@ -13,6 +13,7 @@ import pytest
 
 from midflight.config.sections import EvaluationSection
 from midflight.environments.evaluation import EVALUATION_ATTEMPT
+from midflight.errors import EngineUnavailable
 from midflight.observe.events import Evaluated, RolloutFinished, StepFinished, WeightsCommitted
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import SessionRecord, Task, Version
@@ -163,6 +164,49 @@ def test_with_one_engine_an_evaluation_that_outlives_the_deadline_is_cut_and_its
     assert len(site.failed) == 2 and all("a new version came" in str(error) for error in site.failed)
     waited = {version: at for at, version in site.served}
     assert 2.0 < waited[4] - waited[3] < 4.0, "no longer than the deadline and a step"
+
+
+def test_a_version_waits_for_an_evaluation_no_longer_than_until_another_engine_is_back(tmp_path: Path) -> None:
+    """The engine beside the evaluated one is away for two seconds, and the deadline is twenty."""
+
+    async def main() -> Evaluating:
+        site = Evaluating(tmp_path, engines=2, every=2, steps=6, num_turns=30, pin_seconds=20.0)
+
+        def kill_the_other_when_reserved() -> None:
+            """Polls: the deed must fall between the reservation and the next version."""
+            assert site.ring is not None
+            kept = [s for s in site.ring.serving.fleet.states() if s.reserved and s.num_requests]
+            if not kept:
+                asyncio.get_running_loop().call_later(0.005, kill_the_other_when_reserved)
+                return
+            other = next(e for e in site.engines if e.name != kept[0].name)
+            other.die()
+            asyncio.get_running_loop().call_later(2.0, other.revive)
+
+        await site.evaluate(kill_the_other_when_reserved, at_step=1)
+        return site
+
+    site = run_virtual(main, seed=0, max_seconds=3600)
+    site.check()
+    assert (2, 4) in site.evaluations and not site.failed
+    served = {version: at for at, version in site.served}
+    assert served[3] - served[2] < 5.0
+
+
+def test_the_last_score_is_of_the_last_version_though_its_handover_failed_and_the_engine_came_back(tmp_path: Path) -> None:
+    async def main() -> Evaluating:
+        site = Evaluating(tmp_path, engines=1, every=0, steps=3, num_turns=2)
+        site.seen.step_finished, told = lambda **facts: (told(**facts), fail(facts["version"])), site.seen.step_finished  # type: ignore[method-assign]
+
+        def fail(version: object) -> None:
+            if version == 3:
+                site.engines[0].fail_next("stage", EngineUnavailable("staging: no answer in 60 s"))
+
+        await site.run()
+        return site
+
+    site = run_virtual(main, seed=0, max_seconds=3600)
+    assert site.evaluations == [(0, 4), (3, 4)] and not site.failed
 
 
 def test_an_evaluation_whose_engine_dies_goes_on_where_its_version_is_served_too(tmp_path: Path) -> None:

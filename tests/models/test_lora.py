@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt
 from midflight.models.adapter import CONFIG, FOLDER, WEIGHTS, adapter_of
 from midflight.models.load import load_model, save_model
-from midflight.models.lora import add_adapters, base_tensors, lora_config
+from midflight.models.lora import add_adapters, base_tensors, lora_config, merged
 from midflight.models.names import assign, named_tensors
 from midflight.models.sizes import sizes_of
 
@@ -87,10 +87,17 @@ def test_peft_loads_a_saved_folder_and_computes_the_same(tmp_path: Path):
 def test_a_merged_model_computes_the_same_without_adapters(tmp_path: Path, tied: bool):
     model = tiny_adapted(tied=tied)
     save_model(model, tmp_path, merged=True)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
-    assert (merged(IDS).logits - tiny_model(tied=tied)(IDS).logits).abs().max() > 0.1
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    assert (found(IDS).logits - tiny_model(tied=tied)(IDS).logits).abs().max() > 0.1
     assert not (tmp_path / FOLDER).exists()
+
+
+def test_adapters_of_what_is_no_linear_layer_are_not_dropped_from_the_merged_model() -> None:
+    model = tiny_adapted()
+    adapters = {**named_tensors(model), "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 262)}
+    with pytest.raises(WeightsCorrupt, match=r"embed_tokens.lora_embedding_A' is of no linear layer"):
+        merged(base_tensors(model), adapters, scale=1.0)
 
 
 def test_the_base_is_saved_bit_for_bit(tmp_path: Path):

@@ -73,6 +73,24 @@ def test_i8_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, m
     assert not list(tmp_path.glob(".writing-*"))
 
 
+def test_i8_a_crash_while_an_old_one_is_removed_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = fresh()
+    save_checkpoint(tmp_path, ours, cursor="a", keep=1)
+    ours.step(batch())
+
+    def half(folder: Path) -> None:
+        (folder / "manifest.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", half)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, ours, cursor="b", keep=1)
+    assert [folder.name for folder in tmp_path.glob("version-*")] == ["version-00000001"]
+    save_checkpoint(tmp_path, ours, cursor="c", keep=1)
+    assert not list(tmp_path.glob(".writing-*"))
+
+
 def test_i8_saving_a_version_again_never_removes_the_one_that_latest_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = fresh()
     save_checkpoint(tmp_path, ours, cursor="a", keep=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from midflight.config.loss import CorrectionSection, ObjectiveSection
+from midflight.models.names import named_tensors
 from midflight.trainer.head import token_scores
 from midflight.trainer.objective import Objective
 from midflight.types import PackedBatch
@@ -53,6 +55,18 @@ def move(data: PackedBatch, loss: Objective, **options: Any) -> tuple[torch.Tens
     ours.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[assignment]
     report = ours.step(data)
     return weights(model) - start, report.loss, dict(report.metrics)
+
+
+@pytest.mark.skipif(which("g++") is None, reason="PyTorch compiles for CPUs by a C++ compiler")
+def test_compiled_layers_keep_their_names_and_move_the_same_way() -> None:
+    data, loss = aged(), objective("default")
+    model = tiny_model()
+    names = list(named_tensors(model))
+    trainer(model, loss, compile=True)
+    assert list(named_tensors(model)) == names
+    plain, _, _ = move(data, loss)
+    found, _, _ = move(data, loss, compile=True)
+    assert float((found - plain).norm() / plain.norm()) < 1e-10
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -89,3 +89,17 @@ def test_ranks_get_every_prediction_once(size: int, shared: int) -> None:
     shares = [share_of(predictions, chosen, rank=rank, size=size) for rank in range(size)]
     assert sorted(np.concatenate(shares).tolist()) == chosen.tolist()
     assert all((np.diff(share) > 0).all() for share in shares)
+
+
+def test_ranks_get_equal_work_where_most_rows_have_nothing_in_common() -> None:
+    """Sixteen pairs, and a thousand rows that are one family because nothing is saved by cutting them apart."""
+    draw = np.random.default_rng(0)
+    pairs = [[*prompt, *draw.integers(0, 50, 8)] for prompt in draw.integers(0, 50, (16, 8)) for _ in range(2)]
+    rows = [*pairs, *draw.integers(0, 2**20, (1000, 16)).tolist()]
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    mask = np.ones(offsets[-1], np.bool_)
+    mask[offsets[:-1]] = False
+    predictions = predictions_of(np.concatenate(rows).astype(np.int32), offsets, mask=mask)
+    chosen = np.arange(len(predictions.targets))
+    sizes = [len(share_of(predictions, chosen, rank=rank, size=2)) for rank in range(2)]
+    assert max(sizes) < 1.1 * min(sizes)

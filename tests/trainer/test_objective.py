@@ -73,6 +73,26 @@ def test_every_objective_on_fresh_tokens_is_the_policy_gradient(kind: str) -> No
     assert sum(abs(g + 0.7) > 1e-9 for g in policy.grad.tolist()) == held_back
 
 
+@pytest.mark.parametrize(
+    ("kind", "knobs"),
+    [("decoupled_ppo", {}), ("ppo", {"dual_clip": 1.4}), ("gspo", {}), ("gmpo", {"clip_low": 0.2, "clip_high": 0.2}), ("rollout_is", {})],
+)
+@pytest.mark.parametrize("log_ratio", [-0.5, -0.1, 0.1, 0.5])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_token_counts_as_clipped_where_the_clip_takes_its_gradient(
+    kind: str, knobs: dict[str, float], log_ratio: float, advantage: float
+) -> None:
+    behaviour = of(-2.0)
+    policy = (behaviour + log_ratio).requires_grad_()
+    given = known(policy, behaviour, of(advantage), proximal=behaviour)
+    objective = Objective.of(ObjectiveSection(kind=kind, **knobs))  # type: ignore[arg-type]
+    found = objective.token_losses(policy, given, objective.factors(given))
+    found.loss.sum().backward()
+    assert policy.grad is not None
+    below, above = objective.clipped(found.log_clip_ratio, given.advantage)
+    assert (bool(below), bool(above)) == ((policy.grad.item() == 0 and log_ratio < 0), (policy.grad.item() == 0 and log_ratio > 0))
+
+
 def test_masks_take_tokens_out_and_leave_the_denominator() -> None:
     policy = of(math.log(0.5), math.log(0.2)).requires_grad_()
     given = known(policy, of(math.log(0.1), math.log(0.19)), of(1.0, 1.0))

@@ -13,7 +13,7 @@ import pytest
 from midflight.errors import EngineError, EngineUnavailable, MidflightError
 from midflight.gateway.fleet import Fleet
 from midflight.gateway.resume import Generator
-from midflight.run.system import Rejoin
+from midflight.run.serving import Rejoin
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import Call, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

@@ -14,7 +14,7 @@ from midflight.gateway.fleet import Fleet
 from midflight.gateway.health import HealthWatch
 from midflight.gateway.resume import Generator
 from midflight.observe.observers import Silent
-from midflight.run.system import HEALTH_SECONDS, Rejoin
+from midflight.run.serving import HEALTH_SECONDS, Rejoin
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

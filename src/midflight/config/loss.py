@@ -219,13 +219,13 @@ class Loss:
 def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
     """What the two sections ask for. They are free of `loss_contradictions`."""
     kind = KINDS[objective.kind]
-    weight = correction.weight or ("off" if kind.form == "bypass" else "tis")
+    weight = _weight(objective, correction)
     masks = _masks(correction)
     return Loss(
         kind=objective.kind,
         knobs={name: default if (given := getattr(objective, name)) is None else given for name, default in kind.knobs.items()},
         weight=weight,
-        bounds={name: default if (given := getattr(correction, name)) is None else given for name, default in WEIGHTS[weight][1].items()},
+        bounds=_bounds(weight, correction),
         masks=masks,
         reduction=objective.reduction or kind.reduction,
         looks_beyond=objective.kind in _BEYOND
@@ -233,6 +233,14 @@ def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
         or correction.self_normalised
         or not _MASKS_BEYOND.isdisjoint(masks),
     )
+
+
+def _weight(objective: ObjectiveSection, correction: CorrectionSection) -> str:
+    return correction.weight or ("off" if KINDS[objective.kind].form == "bypass" else "tis")
+
+
+def _bounds(weight: str, correction: CorrectionSection) -> Mapping[str, float]:
+    return {name: default if (given := getattr(correction, name)) is None else given for name, default in WEIGHTS[weight][1].items()}
 
 
 def _masks(c: CorrectionSection) -> Mapping[str, Mapping[str, float]]:
@@ -288,15 +296,15 @@ def _token_contradictions(objective: ObjectiveSection, correction: CorrectionSec
 
 
 def _weight_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:
-    weight = correction.weight or ("off" if KINDS[objective.kind].form == "bypass" else "tis")
+    weight = _weight(objective, correction)
     for name in _ALL_BOUNDS:
         if getattr(correction, name) is not None and name not in WEIGHTS[weight][1]:
             yield f'correction.{name} ({getattr(correction, name):g}) does nothing with the weight "{weight}"; remove it, or set correction.weight'
     if correction.self_normalised and weight == "off":
         yield "correction.self_normalised does nothing without a weight; remove it, or set correction.weight"
-    low, high = correction.low, correction.high
+    bounds = _bounds(weight, correction)
     for name, (below, above) in {
-        "low": (low, high),
+        "low": (bounds.get("low"), bounds.get("high")),
         "geometric_low": (correction.geometric_low, correction.geometric_high),
         "veto_low": (correction.veto_low, correction.veto_high),
     }.items():

@@ -24,6 +24,8 @@ ACTIVATIONS_PER_LAYER = 14
 """Vectors of hidden size kept per token and layer for the backward pass, the feed-forward's counted separately."""
 LOGIT_COPIES = 4
 """Logits, their log-softmax and the gradients of both."""
+LOGITS_AT_ONCE = 2**24
+"""The most of them that the trainer makes at a time (`trainer.head.CHUNK`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,9 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     optimised = trained * element if config.warm_start.target_accuracy is None else weights
     slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
     engines = 0 if e.urls else e.count  # servers that others started take their memory whether we run or not
-    activations = (
-        sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size) + LOGIT_COPIES * sizes.vocab_size
-    )
+    per_token = sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)
+    logits = LOGIT_COPIES * min(sizes.vocab_size * t.micro_batch_tokens, LOGITS_AT_ONCE)
+    activations = t.ranks * element * (per_token * t.micro_batch_tokens + logits)
     rollouts = buffer_groups(r) * r.group_size + in_flight(r)
     delta = config.weights.delta
     held = 0 if config.weights.transport == "file" else 4 if delta else 3  # live, under way, waiting; with differences see `DeltaPublisher`
@@ -72,9 +74,8 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     converted = served_dtype(config) != m.dtype
     return (
         MemoryItem("trainer", "weights, gradients and AdamW's two moments", weights + added + 3 * optimised),
-        MemoryItem(
-            "trainer", f"activations of a micro-batch of {t.micro_batch_tokens} tokens", activations * t.micro_batch_tokens * element
-        ),
+        MemoryItem("trainer", f"activations of {t.ranks} x a micro-batch of {t.micro_batch_tokens} tokens", activations),
+        *([MemoryItem("trainer", "the reference's weights", weights)] * (config.objective.kl_coefficient > 0)),
         MemoryItem("trainer", "the newest version as it is served", (delta + converted) * handed),
         MemoryItem("engines", "weights, live and staged", _weights(config, served=served, handed=handed)),
         MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
@@ -82,7 +83,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         *_teacher(config),
         MemoryItem("weights", "published versions in memory", held * handed),
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
-        MemoryItem("processes", "interpreters and libraries", _processes(e)),
+        MemoryItem("processes", "interpreters and libraries", _processes(e, ranks=t.ranks)),
     )
 
 
@@ -106,8 +107,8 @@ def _weights(config: Config, *, served: int, handed: int) -> int:
     return num_engines(engine) * (each + config.weights.delta * handed)
 
 
-def _processes(engine: EngineSection) -> int:
-    ours = TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + LAUNCHER_BYTES
+def _processes(engine: EngineSection, *, ranks: int) -> int:
+    ours = ranks * TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + LAUNCHER_BYTES
     if engine.kind == "embedded":
         return ours + engine.count * TORCH_PROCESS_BYTES
     return ours + num_engines(engine) * (COMPANION_BYTES + (0 if engine.urls else SERVER_BYTES))

@@ -20,9 +20,9 @@ def check_teacher(config: Config) -> None:
     if not teacher.is_dir():
         raise ConfigError(f"distillation.teacher is {str(teacher)!r}, and there is no such folder; give that of a Hugging Face model.")
     theirs, ours = sizes_of(teacher).vocab_size, model_sizes(config.model).vocab_size
-    if theirs != ours:
+    if theirs < ours:  # more are padding: the tokenizers are compared below
         raise ConfigError(
-            f"distillation.teacher has a vocabulary of {theirs} tokens, the student one of {ours}; choose a teacher of the student's family."
+            f"distillation.teacher has a vocabulary of {theirs} tokens, fewer than the student's {ours}; choose a teacher of the student's family."
         )
     their_ids, our_ids = _ids(teacher), _ids(config.model.path)
     if different := sorted(their_ids.items() ^ our_ids.items(), key=lambda item: item[1]):

@@ -180,10 +180,6 @@ class Fleet:
         """The engine that no handover may touch now."""
         return None if self._reserved is None or self._reserved.over.is_set() else self._reserved.engine
 
-    def takes_versions(self) -> bool:
-        """Whether some engine out of quarantine may be given a new version."""
-        return any(m.error is None and name != self.reserved() for name, m in self._members.items())
-
     # --- Versions and quarantine -------------------------------------------------------------------------------------
 
     def served(self, engine: str, version: Version) -> None:

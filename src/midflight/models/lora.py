@@ -78,8 +78,10 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 @torch.no_grad()
 def merged(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
     """W + scale B A for each adapted layer, in at least float32, rounded to the dtype of W; other tensors as they are. Names are those of files."""
-    tensors = dict(base)
-    for layer in adapted_layers(list(adapters)):
+    tensors, layers = dict(base), adapted_layers(list(adapters))
+    if unknown := sorted(adapters.keys() - {name for layer in layers for name in factor_names(layer)}):
+        raise WeightsCorrupt(f"merging adapters: tensor {unknown[0]!r} is of no linear layer; give plain adapters of linear layers.")
+    for layer in layers:
         a, b = (adapters[name] for name in factor_names(layer))
         name = f"{layer}.weight"
         if name not in base:

@@ -3,7 +3,7 @@
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
 | `Evaluations.run` | evaluations due | the next that is due; its rollouts; then the handover that its engine missed | a version published; the rollouts' deadlines, or the end of the reservation; the engine, or the handover's deadlines |
-| `Evaluations.making_way` | nothing | an evaluation that no version may overtake | its end; where training goes on, `pin_seconds` |
+| `Evaluations.making_way` | nothing | an evaluation that no version may overtake | its end; where training goes on, another engine, or `pin_seconds` |
 """
 
 from __future__ import annotations
@@ -83,22 +83,23 @@ class Evaluations:
         """Waits for a handover under way, then for its rollouts, each of which has a deadline."""
         async with self._all_engines:
             self._phases.begin_phase(Phase.EVALUATION, num_tasks=len(self._tasks))
-            self._before = self._fleet.served_version()
+            current = self._handover.current  # what an engine that is away comes back with
+            self._before = self._fleet.served_version() if current is None else current.version
             await self._evaluator.run(self._tasks, version=self._before)
 
     # --- Between -----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def making_way(self) -> AsyncGenerator[None]:
-        """A version may be handed over within. Waits for an evaluation by all engines, and, where no engine could take the version,
+        """A version may be handed over within. Waits for an evaluation by all engines, and, while no engine could take the version,
         `pin_seconds` at most for one that has the only engine: what is unfinished then has failed."""
         async with self._all_engines:
-            reservation = self._sessions.reservation
-            if reservation is not None and not self._fleet.takes_versions():
+            if (reservation := self._sessions.reservation) is not None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._pin_seconds):
-                        await reservation.over.wait()
-                self._fleet.unreserve(reservation)
+                        await reservation.passable.wait()
+                if not reservation.passable.is_set():
+                    self._fleet.unreserve(reservation)
             yield
 
     def published(self, version: Version) -> None:

@@ -245,10 +245,8 @@ class Ring:
     async def _start(self, part: Part, name: str, *, sockets: Sequence[socket.socket] = (), arguments: Sequence[str] = ()) -> Child:
         threads = {Part.ENGINE: self._config.engine.threads, Part.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if part is Part.TRAINER and sys.platform == "linux":
-            environ["GLOO_SOCKET_IFNAME"] = os.environ.get(
-                "GLOO_SOCKET_IFNAME", "lo"
-            )  # ranks are on this machine: nobody else is to connect
+        if part is Part.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
         child = Child(part, name, log=log, environ=environ, sockets=sockets, arguments=arguments)
         self.children.append(child)

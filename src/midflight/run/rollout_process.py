@@ -24,13 +24,15 @@ from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase
 from midflight.ports import Observer
+from midflight.run.agents import Agents
 from midflight.run.child import Launcher
 from midflight.run.http_server import serve_app
 from midflight.run.messages import TEACHER, Progress, Purpose, Ready, RolloutSpec
 from midflight.run.parts import serve_while
 from midflight.run.routes import TrainerRoutes, info_route
+from midflight.run.serving import Serving
 from midflight.run.session_routes import SessionRoutes
-from midflight.run.system import RolloutSystem, Serving, held_out, make_evaluator
+from midflight.run.system import RolloutSystem, held_out
 from midflight.run.teacher import Teacher, score_route
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
@@ -87,13 +89,9 @@ class RolloutProcess:
         async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
             environment, teacher = load_environment(self._config.environment.entry), self._scoring()
             system = RolloutSystem(
-                self._config,
-                serving,
+                Agents(self._config, serving, environment, clients.client_for, self._observer),
                 sources=sources,
-                environment=environment,
-                client_for=clients.client_for,
                 store=Store(Path(self._config.run.folder) / "store.sqlite", run=self._config.run.name),
-                observer=self._observer,
                 phases=self,
                 version=self._spec.version,
                 checkpoint=self._spec.checkpoint,
@@ -122,7 +120,7 @@ class RolloutProcess:
         serving = await self._attached(anonymous=False)
         async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
             environment = load_environment(self._config.environment.entry)
-            evaluator = make_evaluator(self._config, serving, serving.gateway, environment, clients.client_for, self._observer)
+            evaluator = Agents(self._config, serving, environment, clients.client_for, self._observer).evaluator(serving.gateway)
             self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
             await evaluator.run(held_out(sources), version=self._spec.version)
             self.begin_phase(Phase.DONE)

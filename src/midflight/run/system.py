@@ -5,36 +5,21 @@
 | `Rollouts.run` | tasks | admission | the queue (see `buffer.queue`) |
 | `take` | finished groups | a batch that may be taken | rollouts that end, versions that go live |
 | `publish` | manifests | the handover before; an evaluation that it must not overtake | engines' commits, or their deadlines; the evaluation, or `pin_seconds` |
-| `HealthWatch.run` | readings | its interval | time |
-| `Rejoin.run` | engines in quarantine | its interval | time |
 | `StoreWriter.run` | deeds | the next deed | whoever puts one |
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-
-from openai import AsyncOpenAI
+from collections.abc import Sequence
 
 from midflight.buffer.limits import Limits as BufferLimits
 from midflight.buffer.queue import GroupQueue
 from midflight.config.sections import Config
-from midflight.environments.evaluation import Evaluator
-from midflight.environments.registry import Environment
-from midflight.environments.rollout import RolloutRunner
 from midflight.environments.sources import Source
 from midflight.environments.streams import SeededStream
-from midflight.errors import EngineError
-from midflight.gateway.control import Control
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.gateway import Gateway
-from midflight.gateway.health import HealthWatch
-from midflight.gateway.resume import Generator
-from midflight.gateway.sampling import Limits as GatewayLimits
 from midflight.observe.status import Phase
-from midflight.ports import Engine, Observer, SessionHandle, Sessions
+from midflight.run.agents import Agents
 from midflight.run.ages import GroupAges
 from midflight.run.evaluations import Evaluations, Phases
 from midflight.run.parts import serve_while
@@ -42,122 +27,15 @@ from midflight.run.records import Records
 from midflight.run.rollouts import Fates, Recorded, Rollouts
 from midflight.run.service import StepDone
 from midflight.run.teacher import Teacher
-from midflight.text.formats import MessageFormat
-from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.packing import pack
 from midflight.trajectories.recovery import Recovered
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
-from midflight.types import Batch, PackedBatch, SamplingParams, Task, Version, WeightManifest
-from midflight.weights.handover import Handover
-
-HEALTH_SECONDS = 1.0
-"""Between readings of an engine's progress; a crash shows at once by its connection, this finds stalls."""
-STALL_SECONDS = 30.0
-"""Without a token while it has work, an engine counts as stalled: far above one step of a large model."""
-
-
-class Rejoin:
-    """Brings engines in quarantine back: one that was restarted serves old weights and must first be given the current ones (I7)."""
-
-    def __init__(self, fleet: Fleet, handover: Handover) -> None:
-        self._fleet, self._handover = fleet, handover
-
-    async def run(self) -> None:
-        """Waits for the interval to pass, for ever; ended by its task group. An engine that hangs keeps no other from rejoining."""
-        async with asyncio.TaskGroup() as rejoins:
-            while True:
-                await asyncio.sleep(HEALTH_SECONDS)
-                for state in self._fleet.states():
-                    if state.error is not None:
-                        rejoins.create_task(self._rejoin(state.name))
-
-    async def _rejoin(self, engine: str) -> None:
-        """Ends at once while the engine is rejoining already, so that there is one of each at most; else by the handover's deadlines."""
-        with suppress(EngineError):
-            await self._handover.rejoin(engine)
-
-
-class Serving:
-    """Gateway and fleet: all that answering agents needs. `serve` mode is this alone."""
-
-    def __init__(
-        self, config: Config, tokenizer: Tokenizer, engines: Sequence[Engine], *, observer: Observer, version: Version, anonymous: bool
-    ) -> None:
-        self.fleet = Fleet(observer=observer)
-        for engine in engines:
-            self.fleet.attach(engine, version=version)
-        self.generator = Generator(self.fleet, tokenizer=tokenizer, request_seconds=config.gateway.request_seconds)
-        self.control = Control(self.fleet, self.generator)
-        self.handover = Handover(
-            self.fleet,
-            pause_mode=config.rollout.pause_mode,
-            way=config.weights.commit,
-            stage_seconds=config.weights.stage_seconds,
-            commit_seconds=config.weights.commit_seconds,
-            observer=observer,
-        )
-        self.rejoin = Rejoin(self.fleet, self.handover)
-        self.health = HealthWatch(self.fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS)
-        self.gateway = Gateway(
-            self.generator,
-            tokenizer,
-            observer,
-            model=config.model.name,
-            limits=GatewayLimits.of([engine.capabilities for engine in engines]),
-            run_name=config.run.name,
-            run_seed=config.run.seed,
-            max_sessions=config.gateway.max_sessions,
-            max_requests=config.gateway.max_requests,
-            orphan_seconds=config.gateway.orphan_seconds,
-            anonymous=anonymous,
-            count_all_choices=config.environment.count_all_choices,
-            message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
-        )
-
-    def routable(self) -> bool:
-        """Whether some engine takes requests."""
-        return any(state.error is None for state in self.fleet.states())
+from midflight.types import Batch, PackedBatch, Task, Version, WeightManifest
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
     return [task for source in sources for task in source.heldout]
-
-
-def make_evaluator(
-    config: Config,
-    serving: Serving,
-    sessions: Sessions,
-    environment: Environment,
-    client_for: Callable[[SessionHandle], AsyncOpenAI],
-    observer: Observer,
-) -> Evaluator:
-    runner = _runner(config, serving, sessions, environment, client_for, observer, fates=Fates(), tracked=False)
-    return Evaluator(rollouts=runner, slots=asyncio.Semaphore(config.evaluation.max_in_flight), observer=observer)
-
-
-def _runner(
-    config: Config,
-    serving: Serving,
-    sessions: Sessions,
-    environment: Environment,
-    client_for: Callable[[SessionHandle], AsyncOpenAI],
-    observer: Observer,
-    *,
-    fates: Fates,
-    tracked: bool,
-) -> RolloutRunner:
-    return RolloutRunner(
-        sessions=sessions,
-        client_for=client_for,
-        environment=environment,
-        sampling=SamplingParams(max_tokens=config.environment.max_tokens, temperature=config.environment.temperature),
-        rollout_seconds=config.environment.rollout_seconds,
-        observer=observer,
-        fates=fates,
-        tracked=tracked,
-        paused_seconds=serving.control.paused_seconds,
-    )
 
 
 class RolloutSystem:
@@ -165,21 +43,18 @@ class RolloutSystem:
 
     def __init__(
         self,
-        config: Config,
-        serving: Serving,
+        agents: Agents,
         *,
         sources: Sequence[Source],
-        environment: Environment,
-        client_for: Callable[[SessionHandle], AsyncOpenAI],
         store: Store,
-        observer: Observer,
         phases: Phases,
         version: Version = 0,
         checkpoint: Version | None = None,
         teacher: Teacher | None = None,
     ) -> None:
+        config, serving = agents.config, agents.serving
         self._teacher = teacher
-        self._observer, self._phases_told = observer, phases
+        self._observer, self._phases_told = agents.observer, phases
         self._version = version
         self._writer = StoreWriter(store)
         self._records = Records(self._writer)
@@ -187,34 +62,14 @@ class RolloutSystem:
         self._gateway.answering.on_turn = self._records.turn_completed
         self._ages = GroupAges(serving.gateway)
         self._fates = Fates()
-        limits = BufferLimits.of(config.rollout)
-        recovered = store.recover(checkpoint) if checkpoint is not None else None
-        self.queue = GroupQueue(
-            limits,
-            observer=observer,
-            running_oldest=self._ages.of_group,
-            closed=self._records.closed,
-            start_version=version,
-            first_lease=recovered.next_lease if recovered else 1,
-        )
-        serving.fleet.on_served = self.queue.served
         self._stream = SeededStream(sources, seed=config.run.seed)
-        runner = _runner(config, serving, self._ages, environment, client_for, observer, fates=self._fates, tracked=True)
-        recorded = Recorded(runner, self._records, self._fates)
-        self._rollouts = Rollouts(
-            self.queue,
-            self._stream,
-            runner=recorded,
-            ages=self._ages,
-            fates=self._fates,
-            records=self._records,
-            observer=observer,
-            group_size=config.rollout.group_size,
-            min_group_size=limits.min_group_size,
-            retries=config.rollout.retries,
-        )
+        recovered = store.recover(checkpoint) if checkpoint is not None else None
+        self.queue = self._queue(config, first_lease=recovered.next_lease if recovered else 1)
+        serving.fleet.on_served = self.queue.served
+        recorded = Recorded(agents.runner(self._ages, self._fates, tracked=True), self._records, self._fates)
+        self._rollouts = self._rolling_out(config, recorded)
         self._evaluations = Evaluations(
-            lambda sessions: make_evaluator(config, serving, sessions, environment, client_for, observer),
+            agents.evaluator,
             held_out(sources),
             every=config.evaluation.eval_every,
             pin_seconds=config.evaluation.pin_seconds,
@@ -227,6 +82,30 @@ class RolloutSystem:
         self._finished = asyncio.Event()
         if recovered is not None:
             self._restore(recovered, recorded)
+
+    def _queue(self, config: Config, *, first_lease: int) -> GroupQueue:
+        return GroupQueue(
+            BufferLimits.of(config.rollout),
+            observer=self._observer,
+            running_oldest=self._ages.of_group,
+            closed=self._records.closed,
+            start_version=self._version,
+            first_lease=first_lease,
+        )
+
+    def _rolling_out(self, config: Config, runner: Recorded) -> Rollouts:
+        return Rollouts(
+            self.queue,
+            self._stream,
+            runner=runner,
+            ages=self._ages,
+            fates=self._fates,
+            records=self._records,
+            observer=self._observer,
+            group_size=config.rollout.group_size,
+            min_group_size=BufferLimits.of(config.rollout).min_group_size,
+            retries=config.rollout.retries,
+        )
 
     def _restore(self, found: Recovered, recorded: Recorded) -> None:
         """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8)."""

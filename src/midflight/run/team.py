@@ -170,7 +170,7 @@ async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int) -
 
 
 @together()
-def _done(deed: Deed, trainer: Trainer, checkpoints: Path, keep: int, wire: Wire) -> Callable[[], None] | None:
+def _done(deed: Step | Load | Stage | Gather, trainer: Trainer, checkpoints: Path, keep: int, wire: Wire) -> Callable[[], None] | None:
     """What is left to do beside the next deeds."""
     match deed:
         case Step(batch):
@@ -181,8 +181,6 @@ def _done(deed: Deed, trainer: Trainer, checkpoints: Path, keep: int, wire: Wire
             return _writing(trainer, checkpoints, keep=keep, wire=wire)
         case Gather():
             _whole(trainer)
-        case End():
-            pass
     return None
 
 

@@ -117,18 +117,18 @@ def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
 
 def _team(config: Config, model: PreTrainedModel, spec: TrainerSpec, launcher: Launcher) -> Team:
     checkpoints = Path(config.run.folder) / "checkpoints"
-    return Team(_trainer(config, model, spec), checkpoints, keep=config.trainer.keep_checkpoints, tell=launcher.tell)
+    if config.trainer.ranks > 1:
+        join(spec.meeting, rank=0, size=config.trainer.ranks)
+    return Team(_trainer(config, model), checkpoints, keep=config.trainer.keep_checkpoints, tell=launcher.tell)
 
 
 def _follower(config: Config, spec: TrainerSpec) -> Trainer:
     """Waits for the first rank, which writes down what the others begin with before it joins them."""
     join(spec.meeting, rank=spec.rank, size=config.trainer.ranks)
-    return _trainer(config, _started(config), spec)
+    return _trainer(config, _started(config))
 
 
-def _trainer(config: Config, model: PreTrainedModel, spec: TrainerSpec) -> Trainer:
-    if config.trainer.ranks > 1 and spec.rank == 0:
-        join(spec.meeting, rank=0, size=config.trainer.ranks)
+def _trainer(config: Config, model: PreTrainedModel) -> Trainer:
     reference = None
     if config.objective.kl_coefficient:
         folder = Path(config.run.folder) / "reference"

@@ -22,9 +22,11 @@ from midflight.gateway.memory import MemoryTransport
 from midflight.observe.observers import Silent
 from midflight.observe.status import Phase
 from midflight.ports import Engine, Observer, SessionHandle
+from midflight.run.agents import Agents
 from midflight.run.parts import serve_while
 from midflight.run.service import RolloutService
-from midflight.run.system import RolloutSystem, Serving
+from midflight.run.serving import Serving
+from midflight.run.system import RolloutSystem
 from midflight.run.teacher import Teacher
 from midflight.run.training import Outbox, Stage, Steps, TrainingLoop
 from midflight.text.tokenizer import Tokenizer
@@ -109,13 +111,9 @@ async def open_ring(
         SharedClients(transport=MemoryTransport(build_app(serving.gateway, serving.control), requests)) as clients,
     ):
         system = RolloutSystem(
-            config,
-            serving,
+            Agents(config, serving, environment, partial(client_for, serving) if client_for else clients.client_for, watching),
             sources=sources,
-            environment=environment,
-            client_for=partial(client_for, serving) if client_for else clients.client_for,
             store=Store(folder / "store.sqlite", run=config.run.name),
-            observer=watching,
             phases=phases,
             version=version,
             checkpoint=checkpoint,

@@ -104,16 +104,16 @@ def gae(
 
 
 def overlong_penalty(lengths: Int[Tensor, " M"], *, max_length: int, buffer: int, penalty: float) -> Float[Tensor, " M"]:
-    """What DAPO adds to the reward of an answer that comes close to its limit; lengths in tokens.
+    """What DAPO adds to the reward of an answer that comes close to its limit L = max_length, in tokens; all of it from there on.
 
-        min(-(len - (L - buffer)) / buffer * penalty, 0)
+        -clip((len - (L - buffer)) / buffer, 0, 1) * penalty
 
     Yu et al. 2025 (2503.14476), eq. 13. `buffer = 0` is no penalty.
     """
     if buffer == 0:
         return torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
     excess = lengths.to(torch.float64) - (max_length - buffer)
-    return (-excess / buffer * penalty).clamp(max=0)
+    return -(excess / buffer).clamp(0, 1) * penalty
 
 
 def _ranks(sequence: Int[Tensor, " T"], position: Int[Tensor, " T"], *, num_sequences: int) -> Int[Tensor, " T"]:

@@ -83,17 +83,23 @@ def split(predictions: Predictions, chosen: Index, *, budget: int, device: torch
 def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -> Index:
     """The chosen predictions that one of `size` ranks computes: whole rows, dealt out so that ranks have equal work.
 
-    Rows that share a beginning stay together, unless there are so few of such families that some ranks would have much more to do.
+    Rows that share a beginning stay together, unless one such family is so much of the whole that its rank would have much more to do.
     """
     if size == 1 or not len(chosen):
         return chosen
     rows = _rows(predictions, chosen)
     found = families([predictions.input_ids[row.begin : row.begin + row.length] for row in rows])
-    if len(found) < 4 * size:
+    work = _work(found, rows)
+    if 4 * size * work.max() > work.sum():
         found = [Family((i,), 0) for i in range(len(rows))]
-    work = [family.shared + sum(rows[i].length - family.shared for i in family.rows) for family in found]
-    mine = [found[i] for place, i in enumerate(np.argsort(-np.array(work), kind="stable")) if _dealt(place, size) == rank]
+        work = _work(found, rows)
+    mine = [found[i] for place, i in enumerate(np.argsort(-work, kind="stable")) if _dealt(place, size) == rank]
     return np.sort(np.concatenate([np.zeros(0, np.int64), *(rows[i].chosen for family in mine for i in family.rows)]))
+
+
+def _work(found: Sequence[Family], rows: Sequence[_Row]) -> Index:
+    """Tokens that each family takes."""
+    return np.array([family.shared + sum(rows[i].length - family.shared for i in family.rows) for family in found])
 
 
 def _dealt(place: int, size: int) -> int:

@@ -204,8 +204,9 @@ class Objective:
         if self.entropy_coefficient:
             assert entropy is not None, "an entropy bonus has its entropy"
             loss = loss - self.entropy_coefficient * entropy
-        is_of_sequence = self.loss.kind == "gspo" and factors.context is not None
-        return TokenLosses(loss, factors.context if is_of_sequence and factors.context is not None else log_r.detach())
+        log_clip_ratio = factors.context if self.loss.kind == "gspo" else log_r.detach()
+        assert log_clip_ratio is not None
+        return TokenLosses(loss, log_clip_ratio)
 
     def _surrogate(self, policy: Float[Tensor, " T"], log_r: Float[Tensor, " T"], known: Known, factors: Factors) -> Float[Tensor, " T"]:
         knobs: dict[str, Any] = {name: value for name, value in self.loss.knobs.items() if value is not None and name != "dual_clip"}
@@ -258,7 +259,12 @@ class Objective:
             nowhere = torch.zeros_like(advantage, dtype=torch.bool)
             return nowhere, nowhere
         ratio = 1 + log_r if self.loss.kind == "gmpo" else log_r.exp()  # gmpo's bounds are of the logarithm
-        return losses.clipped_below(ratio, advantage, clip_low=low), losses.clipped_above(ratio, advantage, clip_high=high)
+        if self.loss.kind == "rollout_is":  # whichever way the advantage points
+            return ratio <= 1 - low, ratio >= 1 + high
+        above = losses.clipped_above(ratio, advantage, clip_high=high)
+        if (ceiling := self.loss.knobs.get("dual_clip")) is not None:
+            above |= (advantage < 0) & (ratio > ceiling)
+        return losses.clipped_below(ratio, advantage, clip_low=low), above
 
     # --- One number --------------------------------------------------------------------------------------------------
 

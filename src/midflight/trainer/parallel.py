@@ -38,11 +38,11 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles the feed-forward part of every layer. Not the attention: its rows have other lengths in every micro-batch."""
+    """Compiles the feed-forward part of every layer, in place: names stay. Not the attention: its rows have other lengths in every micro-batch."""
     for layer in decoder_layers(model):
-        for name, child in layer.named_children():
+        for child in layer.children():
             if not any(type(inner).__name__.endswith("Attention") for inner in child.modules()):
-                setattr(layer, name, torch.compile(child, dynamic=True))
+                child.compile(dynamic=True)
 
 
 def shard(reader: Reader, ranks: Ranks, *, compute_dtype: torch.dtype | None) -> None:

@@ -170,14 +170,13 @@ class Trainer:
             update = Update(tokens, chosen, proximal, reference, progress=number / len(chosen_of_update))
             self._one_update(update, record)
         record.num_oversized = self._passes_of_policy.num_oversized(tokens.predictions)
-        clear_gradients(self.model)
+        clear_gradients(self.model)  # They would take a model's memory until the next step.
         return record
 
     def _one_update(self, update: Update, record: Record) -> None:
         clear_gradients(self.model)
-        known = self._known(update)
-        loss = self._accumulate(update, known, record)
-        alarms = diagnostics.alarms(token_metrics(record, update.tokens, update.where(self._device)))
+        loss = self._accumulate(update, self._factors(update), record)
+        alarms = diagnostics.alarms(token_metrics(record, update.tokens, update.where))
         record.alarms += [sentence for sentence in alarms if sentence not in record.alarms]
         if alarms and self._on_alarm == "stop":
             raise RunFailed(
@@ -190,25 +189,24 @@ class Trainer:
             norm = clipped_step(self.optimizer, learning_rate=self.learning_rate, max_norm=self._adam.max_grad_norm)
         record.updated(loss, norm, held_back=held_back)
 
-    def _known(self, update: Update) -> tuple[Known, Factors] | None:
+    def _factors(self, update: Update) -> Factors | None:
         """Of all the update's tokens, where the step knows them beforehand."""
         if update.proximal is None:
             return None
         now = update.proximal
         if self.objective.loss.looks_beyond and update.progress > 0:
             now = self._passes_of_policy.scores(update.tokens.predictions, update.chosen)
-        where = update.where(self._device)
-        known = update.known(now[where], update.proximal[where], where)
-        return known, self.objective.factors(known, progress=update.progress)
+        where = update.where
+        return self.objective.factors(update.known(now[where], update.proximal[where], where), progress=update.progress)
 
-    def _accumulate(self, update: Update, whole: tuple[Known, Factors] | None, record: Record) -> float:
+    def _accumulate(self, update: Update, whole: Factors | None, record: Record) -> float:
         """Leaves the gradient of one update in the model and returns its loss.
 
         Tokens of advantage 0 have a gradient of exactly 0 under most objectives: they get a forward for the diagnostics and
         no backward.
         """
         tokens, chosen = update.tokens, update.chosen
-        over = count_tokens(tokens.rollout[update.where(self._device)], num_rollouts=tokens.num_rollouts)
+        over = count_tokens(tokens.rollout[update.where], num_rollouts=tokens.num_rollouts)
         live = tokens.advantage.cpu().numpy()[chosen] != 0 if self.objective.needs_advantage else np.ones(len(chosen), np.bool_)
         total = torch.zeros((), dtype=self._dtype, device=self._device)
         with_entropy = self.objective.entropy_coefficient > 0
@@ -222,7 +220,7 @@ class Trainer:
                 if is_mine:
                     total += share.detach()
                     record.num_micro_batches += 1
-        record.gather(update.where(self._device), self.ranks)
+        record.gather(update.where, self.ranks)
         return float(self.ranks.sum(total))
 
     def _share(
@@ -231,7 +229,7 @@ class Trainer:
         micro: MicroBatch,
         policy: Float[Tensor, " k"],
         entropy: Float[Tensor, " k"] | None,
-        whole: tuple[Known, Factors] | None,
+        whole: Factors | None,
         *,
         over: Denominators,
         record: Record | None,
@@ -240,7 +238,7 @@ class Trainer:
         at = micro.predictions
         now = policy.detach()
         known = update.known(now, now if update.proximal is None else update.proximal[at], at)
-        factors = self.objective.factors(known, progress=update.progress) if whole is None else whole[1].at(update.position(at))
+        factors = self.objective.factors(known, progress=update.progress) if whole is None else whole.at(update.position(at))
         found = self.objective.token_losses(policy, known, factors, entropy=entropy)
         if record is not None:
             record.note(at, factors, found, known, self.objective)
@@ -260,12 +258,14 @@ class Update:
     progress: float
     """Share of the step's updates that were made before."""
 
-    def where(self, device: torch.device) -> Tensor:
-        return torch.from_numpy(self.chosen).to(device)
+    @property
+    def where(self) -> Tensor:
+        """`chosen`, on the tokens' device."""
+        return torch.from_numpy(self.chosen).to(self.tokens.age.device)
 
     def position(self, at: Tensor) -> Tensor:
         """Where these of the step's tokens are among the chosen ones."""
-        return torch.searchsorted(torch.from_numpy(self.chosen).to(at.device), at)
+        return torch.searchsorted(self.where, at)
 
     def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> Known:
         """Of the tokens `at`, as `now` and `proximal` are."""

@@ -12,7 +12,7 @@ from tests.engines.models import MemoryReceiver
 from tests.models.tiny import tiny_adapted, tiny_model
 
 from midflight.engines.servers.staged import StagingArea, tensor_shapes, write_first
-from midflight.errors import EngineUnavailable, WeightsCorrupt
+from midflight.errors import EngineUnavailable, RunFailed, WeightsCorrupt
 from midflight.models.load import load_model, save_model
 from midflight.models.names import named_tensors
 
@@ -108,6 +108,13 @@ def test_adapters_are_merged_into_their_base_for_servers(tmp_path: Path) -> None
         found = load_model(folder, dtype="float32")(ids).logits
         torch.testing.assert_close(found, tiny_adapted(seed=seed)(ids).logits, rtol=0, atol=1e-5)
     assert place.first == write_first(tmp_path / "model", tmp_path / "staging")
+
+
+def test_no_room_for_the_first_weights_is_told_with_the_remedy(tmp_path: Path) -> None:
+    save_model(tiny_adapted(), tmp_path / "model")
+    (tmp_path / "staging").write_text("no folder")
+    with pytest.raises(RunFailed, match=r"writing the first weights in .*staging/first.*make room there"):
+        write_first(tmp_path / "model", tmp_path / "staging")
 
 
 def test_a_server_of_a_model_without_adapters_starts_from_its_own_folder(tmp_path: Path, model: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from safetensors import safe_open
 
-from midflight.errors import EngineUnavailable, WeightsCorrupt, nearest
+from midflight.errors import EngineUnavailable, RunFailed, WeightsCorrupt, nearest
 from midflight.models.adapter import FOLDER, adapter_of, served_weights
 from midflight.ports import WeightReceiver
 from midflight.types import TensorSpec, Version, WeightManifest
@@ -92,13 +92,17 @@ def first_folder(model: Path, place: Path) -> Path:
 
 
 def write_first(model: Path, place: Path) -> Path:
-    """Blocking. `OSError` where there is no room."""
+    """Blocking. `RunFailed` where there is no room."""
+    folder = first_folder(model, place)
     if (adapter := adapter_of(model)) is not None:
         from midflight.engines.servers.merging import write_merged
 
-        _fresh_copy(model, first_folder(model, place))
-        write_merged(model, adapter, first_folder(model, place))
-    return first_folder(model, place)
+        try:
+            _fresh_copy(model, folder)
+            write_merged(model, adapter, folder)
+        except OSError as error:
+            raise RunFailed(f"writing the first weights in {str(folder)!r}: {error}; make room there (containers: --shm-size).") from error
+    return folder
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -131,7 +131,7 @@ def _free_name(root: Path, name: str) -> Path:
 
 
 def _remove_old(root: Path, newest: Path, *, keep: int) -> None:
-    """Keeps `newest` and the `keep - 1` of the highest versions beside it."""
+    """Keeps `newest` and the `keep - 1` of the highest versions beside it. Others lose their name first: none is ever half a checkpoint."""
     others = sorted((folder for folder in root.glob("version-*") if folder != newest), reverse=True)
     for old in others[max(0, keep - 1) :]:
-        shutil.rmtree(old)
+        shutil.rmtree(old.rename(root / f".writing-{old.name}"))
