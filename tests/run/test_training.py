@@ -20,11 +20,13 @@ from midflight.types import PackedBatch, Version, WeightManifest
 class Said:
     """A rollout side with a batch for every step. Keeps what it was told, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, rewards: Callable[[Version], list[float]] = lambda _: [0.0]) -> None:
         self.facts: list[tuple[str, Version]] = []
+        self._rewards = rewards
 
     async def take(self, train_version: Version) -> PackedBatch:
-        made = SimpleNamespace(lease=train_version, train_version=train_version, rewards=np.zeros(1), loss_mask=np.ones(1))
+        rewards = np.array(self._rewards(train_version))
+        made = SimpleNamespace(lease=train_version, train_version=train_version, rewards=rewards, loss_mask=np.ones(1))
         return cast(PackedBatch, made)
 
     async def done(self, report: StepDone) -> None:
@@ -101,3 +103,20 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run(Disk(steps_per_write=0, fails=True), every=2)
     assert caught.group_contains(OSError, match="no space left")
+
+
+def steps_until(reward: float, rewards: Callable[[Version], list[float]]) -> int:
+    trainer, said = SimulatedTrainer(), Said(rewards)
+    loop = TrainingLoop(trainer, trainer, said, steps=60, prefetch=True, stage=lambda: lambda: None, save_every=0, stop_at_reward=reward)
+    asyncio.run(loop.run())
+    return trainer.num_steps
+
+
+def test_a_run_ends_when_the_mean_reward_of_twenty_steps_is_reached() -> None:
+    assert steps_until(0.5, lambda version: [float(version >= 30)]) == 40
+    assert steps_until(0.5, lambda _: [1.0, 0.0]) == 20, "no sooner, however good it is"
+    assert steps_until(0.5, lambda _: [0.4]) == 60
+
+
+def test_a_rollout_without_a_reward_does_not_keep_a_run_from_ending() -> None:
+    assert steps_until(0.5, lambda version: [1.0, float("nan")] if version % 3 else [float("nan")]) == 29, "twenty steps had rewards"

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import numpy as np
+
 from midflight.run.service import RolloutService, StepDone
 from midflight.types import PackedBatch, Version, WeightManifest
 
@@ -112,7 +114,8 @@ class TrainingLoop:
         started = time.monotonic()
         report = await asyncio.to_thread(self._trainer.step, batch)
         ended = time.monotonic()
-        self._rewards.append(float(batch.rewards.mean()))
+        if (scored := np.isfinite(batch.rewards)).any():
+            self._rewards.append(float(batch.rewards[scored].mean()))
         num_tokens = int(batch.loss_mask.sum())
         return StepDone(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics))
 

@@ -83,7 +83,7 @@ class _Scores(torch.autograd.Function):
             if hidden_gradient is not None:
                 hidden_gradient[part] = dz @ weight
             if weight_gradient is not None:
-                weight_gradient += dz.t() @ hidden[part]
+                _add_product(weight_gradient, dz.t(), hidden[part])
             if bias_gradient is not None:
                 bias_gradient += dz.sum(0)
         return (
@@ -100,6 +100,14 @@ class _Scores(torch.autograd.Function):
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
     z = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
     return z if temperature == 1 else z.div_(temperature)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b. Without another tensor of the size of `total`, which is the layer's, where the precisions allow it."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def _parts(count: int, rows: int) -> list[slice]:
