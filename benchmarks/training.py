@@ -61,9 +61,9 @@ def main() -> None:
         found["step"] = [_step(options, shape) for shape in SHAPES if shape.name in options.shapes]
         print(_step_table(found["step"]), flush=True)
     if "reward" in options.parts:
-        from training_reward import RACES, compare, table
+        from training_reward import compare, table
 
-        found["reward"] = {name: compare(options, RACES[name]) for name in options.races}
+        found["reward"] = {name: compare(options, name) for name in options.races}
         for name, rounds in found["reward"].items():
             print(table(name, rounds))
     if options.json:
@@ -76,7 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=("step", "reward"), default=("step", "reward"))
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES], choices=[shape.name for shape in SHAPES])
     parser.add_argument("--rounds", type=int, default=3, help="rounds of part `step`")
-    parser.add_argument("--races", nargs="+", default=("short", "long"), choices=("short", "long"), help="of part `reward`")
+    parser.add_argument("--races", nargs="+", default=("short", "long"), choices=("short", "larger", "long"), help="of part `reward`")
     parser.add_argument("--reward-rounds", type=int, default=1, help="rounds of part `reward`, some minutes each")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each round, part `step`")
     parser.add_argument("--trl-threads", type=int, default=1, help="of trl in part `reward`; more made it slower on busy cores")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from training_meter import Meter, peak_mib, reset_peak, resident_mib
+from training_rewards import REWARDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -94,15 +95,15 @@ def reward(plan: Path, out: Path, steps: int) -> None:
     numbers, tasks = json.loads((plan / "numbers.json").read_text()), json.loads((plan / "tasks.json").read_text())
     until = _Until(numbers["target"], numbers["window"])
 
-    def exact_match(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        found = [float(c[0]["content"].strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
+    def scored(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        found = [REWARDS[numbers["race"]](c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
         until.rewards.append(sum(found) / len(found))
         return found
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(numbers["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(numbers["model"]),
-        reward_funcs=exact_match,
+        reward_funcs=scored,
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q, _ in tasks], "answer": [a for _, a in tasks]}),
         args=options(
             output_dir=str(out.with_suffix("")), per_device_train_batch_size=numbers["groups"] * numbers["group_size"],

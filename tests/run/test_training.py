@@ -119,4 +119,4 @@ def test_a_run_ends_when_the_mean_reward_of_twenty_steps_is_reached() -> None:
 
 
 def test_a_rollout_without_a_reward_does_not_keep_a_run_from_ending() -> None:
-    assert steps_until(0.5, lambda version: [1.0, float("nan")] if version % 3 else [float("nan")]) == 29, "twenty steps had rewards"
+    assert steps_until(0.5, lambda version: [1.0, float("nan")] if version % 3 else [float("nan")]) == 30, "twenty of them had rewards"
