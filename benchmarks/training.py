@@ -76,7 +76,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=("step", "reward"), default=("step", "reward"))
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES], choices=[shape.name for shape in SHAPES])
     parser.add_argument("--rounds", type=int, default=3, help="rounds of part `step`")
-    parser.add_argument("--races", nargs="+", default=("short", "long"), choices=("short", "larger", "long"), help="of part `reward`")
+    parser.add_argument("--set", nargs="+", default=[], metavar="OPTION", help="of our side in part `step`, such as trainer.compile=true")
+    parser.add_argument(
+        "--races",
+        nargs="+",
+        default=("short", "larger", "vocabulary", "long"),
+        choices=("short", "larger", "vocabulary", "long"),
+        help="of part `reward`",
+    )
     parser.add_argument("--reward-rounds", type=int, default=1, help="rounds of part `reward`, some minutes each")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each round, part `step`")
     parser.add_argument("--trl-threads", type=int, default=1, help="of trl in part `reward`; more made it slower on busy cores")
@@ -95,7 +102,9 @@ def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for _ in range(options.rounds):
         for name, command in commands.items():
-            runs[name].append(_measured([*command, folder, folder / f"{name}.json", UNMEASURED + options.steps], folder / f"{name}.json"))
+            more = options.set if name == "midflight" else []
+            found = _measured([*command, folder, folder / f"{name}.json", UNMEASURED + options.steps, *more], folder / f"{name}.json")
+            runs[name].append(found)
     sides = {name: _side(found) for name, found in runs.items()}
     difference = _difference(*(folder / f"{name}.npz" for name in commands))
     print(f"{shape.name}: gradients differ by {difference:.1e} of their norm", flush=True)

@@ -20,10 +20,10 @@ from midflight.trainer.trainer import Trainer
 from midflight.types import PackedBatch
 
 
-def main(folder: Path, out: Path, steps: int) -> None:
+def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     torch.set_num_threads(1)
     shape = json.loads((folder / "shape.json").read_text())
-    trainer, batch, meter = _trainer(folder, longest=shape["longest"]), _batch(folder, shape), Meter()
+    trainer, batch, meter = _trainer(folder, options, longest=shape["longest"]), _batch(folder, shape), Meter()
     before = resident_mib()
     reset_peak()
     saving = trainer.optimizer.register_step_pre_hook(lambda *_: _save_gradient(trainer, out.with_suffix(".npz")))
@@ -37,8 +37,8 @@ def main(folder: Path, out: Path, steps: int) -> None:
     meter.write(out, peak_mib=peak_mib(), loaded_mib=before, tokens=report.num_tokens)
 
 
-def _trainer(folder: Path, *, longest: int) -> Trainer:
-    config = load_config(None, ["trainer.learning_rate=1e-5", "trainer.warmup_steps=0", f"environment.max_tokens={longest}"])
+def _trainer(folder: Path, options: list[str], *, longest: int) -> Trainer:
+    config = load_config(None, ["trainer.learning_rate=1e-5", "trainer.warmup_steps=0", f"environment.max_tokens={longest}", *options])
     return trainer_of(config, load_model(folder, dtype="float32"))
 
 
@@ -72,4 +72,4 @@ def _save_gradient(trainer: Trainer, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -90,8 +90,8 @@ class _Steps(TrainerCallback):
 # --- To the same reward ----------------------------------------------------------------------------------------------
 
 
-def reward(plan: Path, out: Path, steps: int) -> None:
-    """Trains until the mean reward over the last steps reaches the target, or for `steps` steps."""
+def reward(plan: Path, out: Path) -> None:
+    """Trains until the mean reward over the last steps reaches the target, or for as many steps as the plan says."""
     numbers, tasks = json.loads((plan / "numbers.json").read_text()), json.loads((plan / "tasks.json").read_text())
     until = _Until(numbers["target"], numbers["window"])
 
@@ -107,7 +107,7 @@ def reward(plan: Path, out: Path, steps: int) -> None:
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q, _ in tasks], "answer": [a for _, a in tasks]}),
         args=options(
             output_dir=str(out.with_suffix("")), per_device_train_batch_size=numbers["groups"] * numbers["group_size"],
-            num_generations=numbers["group_size"], max_completion_length=numbers["max_tokens"], max_steps=steps,
+            num_generations=numbers["group_size"], max_completion_length=numbers["max_tokens"], max_steps=numbers["steps"], seed=numbers["seed"],
             learning_rate=numbers["learning_rate"], warmup_steps=numbers["warmup_steps"], lr_scheduler_type="constant_with_warmup",
         ),
         callbacks=[until],
@@ -140,5 +140,5 @@ class _Until(TrainerCallback):
 
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    part, folder, out, steps = sys.argv[1:]
-    {"step": step, "reward": reward}[part](Path(folder), Path(out), int(steps))
+    part, folder, out, *rest = sys.argv[1:]
+    {"step": step, "reward": reward}[part](Path(folder), Path(out), *map(int, rest))
