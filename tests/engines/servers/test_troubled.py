@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 from tests.engines.servers.troubled import NUM_TOKENS, STAGE_SECONDS, Theatre, Troubled, TroubledSglang, TroubledVllm, letter
 
-from midflight.run import system
+from midflight.run import serving
 from midflight.types import Chunk, Finish, FinishReason
 
 COMMIT_SECONDS = 0.8
@@ -100,7 +100,7 @@ def test_no_answer_is_lost_and_the_fleet_is_whole_again(
     kind: type[Troubled], way: str, mode: str, phase: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I5, I6, I7, over the wire: gateway, companion, server."""
-    monkeypatch.setattr(system, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "HEALTH_SECONDS", 0.1)
 
     async def main() -> None:
         site = Theatre(kind, tmp_path, way=way, pause_mode=mode, commit_seconds=COMMIT_SECONDS)

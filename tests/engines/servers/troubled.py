@@ -26,7 +26,7 @@ from midflight.gateway.health import HealthWatch
 from midflight.gateway.resume import Generator
 from midflight.models.load import save_model
 from midflight.observe.observers import Silent
-from midflight.run import system
+from midflight.run import serving
 from midflight.types import Chunk, GenerateRequest, PauseMode, SamplingParams, Version, WeightManifest
 from midflight.weights.handover import Handover
 
@@ -195,7 +195,7 @@ class Theatre:
             for index in range(2):
                 await self._add(index, stack)
             self.spawn(self.health.run())
-            self.spawn(system.Rejoin(self.fleet, self.handover).run())
+            self.spawn(serving.Rejoin(self.fleet, self.handover).run())
             yield self
             for task in (*self._services, *self.companions):
                 task.cancel()
