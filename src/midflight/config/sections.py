@@ -203,7 +203,7 @@ class TrainerSection(Section):
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward and compute the rest again: less memory, about a third more time."""
     compile: bool = False
-    """Compile the layers' feed-forward parts with torch.compile: slower to start, faster on GPUs."""
+    """Compile the layers' feed-forward parts with torch.compile: slower to start, and no faster on CPUs."""
     threads: Positive = 1
     """CPU threads of one trainer process."""
     device: str = "cpu"
