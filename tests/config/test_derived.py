@@ -9,10 +9,11 @@ import pytest
 
 from midflight.buffer.limits import Limits
 from midflight.config import derived, load_config
-from midflight.config.memory import memory_estimate, model_sizes, total_bytes
+from midflight.config.memory import LOGITS_AT_ONCE, memory_estimate, model_sizes, total_bytes
 from midflight.config.objective import effective_loss
 from midflight.config.placement import computing_threads, core_note, placement
 from midflight.errors import ModelNotFound
+from midflight.trainer.head import CHUNK
 
 
 def knob(name: str, *overrides: str) -> derived.Knob:
@@ -133,6 +134,7 @@ def test_memory_of_activations_grows_with_ranks_and_not_with_a_vocabulary_beyond
         return sum(item.num_bytes for item in memory_estimate(config, sizes) if "activations" in item.what)
 
     assert activations(262) < activations(8_000) == activations(150_000)
+    assert LOGITS_AT_ONCE == CHUNK, "the trainer's, which needs torch"
     assert 2 * activations(262) == activations(262, "trainer.ranks=2")
 
 
