@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from midflight.gateway.call import Asked, CompletionCall, Messages
-from midflight.gateway.gateway import Gateway
-from midflight.gateway.sampling import Limits
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.sessions.call import Asked, CompletionCall, Messages
 from midflight.observe.prometheus import Metrics
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer

@@ -29,7 +29,7 @@ from midflight.engines.servers.http import ServerClient
 from midflight.models.load import make_model
 from midflight.models.names import named_tensors
 from midflight.observe.observers import Silent
-from midflight.run.server_process import started
+from midflight.run.engine.server_process import started
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.publish import Publisher

@@ -36,7 +36,7 @@ from midflight.models.names import assign
 from midflight.observe.observers import Silent
 from midflight.text.byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.diagnostics import k1, k3
+from midflight.trainer.formulas.diagnostics import k1, k3
 from midflight.types import GenerateRequest, PauseMode, SamplingParams, Version
 from midflight.weights.transports.select import publisher, receiver
 

@@ -23,12 +23,12 @@ import numpy as np
 
 from midflight.config.sections import Config
 from midflight.observe.journal import read_journal
-from midflight.run.client import RolloutClient
+from midflight.run.api.client import RolloutClient
+from midflight.run.launcher.ring import Ring
 from midflight.run.messages import Message, ModelReady, Progress, Ready
 from midflight.run.parts import serve_while
-from midflight.run.ring import Ring
 from midflight.run.service import StepDone
-from midflight.run.training import TrainingLoop
+from midflight.run.trainer.training import TrainingLoop
 from midflight.types import PackedBatch, Version, WeightManifest
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -185,7 +185,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def fresh(config: Config) -> None:
-    from midflight.run.launch import prepare
+    from midflight.run.launcher.launch import prepare
 
     prepare(Path(config.run.folder), resume=False)
 
@@ -218,8 +218,8 @@ def _train(config_json: str, model: str, batches: list[PackedBatch], warmup: int
 async def _train_all(config: Config, model: Path, replay: Replay) -> None:
     from midflight.models.load import load_model
     from midflight.models.names import named_tensors
-    from midflight.run.lineage import PublishedVersions
-    from midflight.run.trainer_process import ModelWeights
+    from midflight.run.trainer.lineage import PublishedVersions
+    from midflight.run.trainer.trainer_process import ModelWeights
     from midflight.trainer.configure import trainer_of
     from midflight.weights.transports.select import publisher
 

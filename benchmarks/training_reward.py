@@ -155,7 +155,7 @@ class Watch:
     """Hears the ring: when it began to serve, the reward of each step, and the peaks of its processes."""
 
     def __init__(self, config: Config) -> None:
-        from midflight.run.ring import Ring
+        from midflight.run.launcher.ring import Ring
 
         self.ring = Ring(config, on_message=self.hear, control_token=secrets.token_urlsafe())
         self.serving, self.ended = 0.0, 0.0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from midflight.config import load_config
     from midflight.environments.registry import environment
     from midflight.ports import Engine
-    from midflight.run.launch import serve, train
+    from midflight.run.launcher.launch import serve, train
     from midflight.trainer.objective import Objective
     from midflight.types import Task
     from midflight.types import Trajectory as Rollout
@@ -45,8 +45,8 @@ _HOMES = {
     "Task": "midflight.types:Task",
     "environment": "midflight.environments.registry:environment",
     "load_config": "midflight.config:load_config",
-    "serve": "midflight.run.launch:serve",
-    "train": "midflight.run.launch:train",
+    "serve": "midflight.run.launcher.launch:serve",
+    "train": "midflight.run.launcher.launch:train",
 }
 
 

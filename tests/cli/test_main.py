@@ -18,7 +18,7 @@ DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
 
 
 class Launch:
-    """Stands for `midflight.run.launch`: remembers the calls, and fails if asked to."""
+    """Stands for `midflight.run.launcher.launch`: remembers the calls, and fails if asked to."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
@@ -40,12 +40,12 @@ class Launch:
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     made = Launch()
-    module = ModuleType("midflight.run.launch")
+    module = ModuleType("midflight.run.launcher.launch")
     for name in ("train", "rollouts", "serve", "engine", "evaluate", "new_model"):
         setattr(module, name, lambda *a, _name=name, **k: made._call(_name, *a, **k))
     import midflight.run
 
-    monkeypatch.setitem(sys.modules, "midflight.run.launch", module)
+    monkeypatch.setitem(sys.modules, "midflight.run.launcher.launch", module)
     monkeypatch.setattr(midflight.run, "launch", module, raising=False)
     return made
 
@@ -184,7 +184,7 @@ def test_an_error_nobody_meant_keeps_its_traceback(launch: Launch) -> None:
 
 
 def test_the_status_of_a_command_is_the_exit_status(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["midflight.run.launch"], "train", lambda config, resume: 7)
+    monkeypatch.setattr(sys.modules["midflight.run.launcher.launch"], "train", lambda config, resume: 7)
     assert main(["train", DEMO]) == 7
 
 

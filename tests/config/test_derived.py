@@ -13,7 +13,7 @@ from midflight.config.memory import LOGITS_AT_ONCE, memory_estimate, model_sizes
 from midflight.config.objective import effective_loss
 from midflight.config.placement import computing_threads, core_note, placement
 from midflight.errors import ModelNotFound
-from midflight.trainer.head import CHUNK
+from midflight.trainer.model.head import CHUNK
 
 
 def knob(name: str, *overrides: str) -> derived.Knob:

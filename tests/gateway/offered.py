@@ -11,10 +11,10 @@ from typing import Any
 import httpx2
 import openai
 
-from midflight.gateway.gateway import Gateway
-from midflight.gateway.http import build_app
-from midflight.gateway.memory import MemoryTransport
-from midflight.gateway.sampling import Limits
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.http.http import build_app
+from midflight.gateway.http.memory import MemoryTransport
 from midflight.testing.script import Script, play, scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, PauseMode, RolloutKey, SamplingParams

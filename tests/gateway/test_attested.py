@@ -11,8 +11,8 @@ from tests.gateway.test_resume import ENDLESS, TOKENIZER, assert_uninterrupted, 
 from tests.gateway.test_session import new_session
 
 from midflight.errors import EngineUnavailable
-from midflight.gateway.call import Messages
-from midflight.gateway.session import OpenTurn, Session
+from midflight.gateway.sessions.call import Messages
+from midflight.gateway.sessions.session import OpenTurn, Session
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Segment, Turn

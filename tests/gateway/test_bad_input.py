@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, Seen, make_gateway, offered
 
-from midflight.gateway import wire
-from midflight.gateway.gateway import Gateway
-from midflight.gateway.http import DIALECTS, build_app
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.http import wire
+from midflight.gateway.http.http import DIALECTS, build_app
 from midflight.run import http_server
 from midflight.run.http_server import serve_app
 from midflight.testing.virtual_time import run_virtual

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midflight.errors import EngineError, EngineUnavailable, NotSupported, PauseIgnored
-from midflight.gateway.control import Control
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.resume import Generator
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.http.control import Control
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import Asked, Messages, Text, TokenIds
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.native import NativeExchange
+from midflight.gateway.sessions.call import Asked, Messages, Text, TokenIds
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "policy", "prompt": "hi"}

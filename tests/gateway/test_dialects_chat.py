@@ -10,11 +10,11 @@ import pytest
 from tests.gateway.offered import KEY, ScriptedGenerator, Seen, make_gateway, offered
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import Answer, Asked, CompletionCall, Delta, Messages, ToolChoice
+from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.wording import call_id
-from midflight.gateway.sampling import Limits
+from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage, CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
 from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, SamplingParams, Segment, Turn

@@ -9,10 +9,10 @@ import pytest
 from tests.gateway.offered import ScriptedGenerator, Seen, make_gateway, offered
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import Answer, Asked, CompletionCall, Delta
+from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.sampling import Limits
+from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage
 from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, Segment, Turn

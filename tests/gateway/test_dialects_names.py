@@ -10,14 +10,14 @@ import pytest
 from tests.gateway.offered import ScriptedGenerator, offered
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import CompletionCall
+from midflight.gateway.answers.sampling import Limits, params_for
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Exchange
 from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.responses import ResponsesExchange
-from midflight.gateway.sampling import Limits, params_for
+from midflight.gateway.sessions.call import CompletionCall
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Feature, Grammar, GrammarKind
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from midflight.errors import ConfigError, EngineUnavailable, WeightsCorrupt
-from midflight.gateway.deadline import Deadline
-from midflight.gateway.fleet import Fleet, Lease
-from midflight.gateway.health import HealthWatch, Progress
-from midflight.gateway.resume import Generator
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.fleet.deadline import Deadline
+from midflight.gateway.fleet.fleet import Fleet, Lease
+from midflight.gateway.fleet.health import HealthWatch, Progress
 from midflight.ports import Fleet as FleetPort
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from midflight.gateway.deadline import Cut, Deadline, Expired
-from midflight.gateway.gate import Holds, Line
+from midflight.gateway.fleet.deadline import Cut, Deadline, Expired
+from midflight.gateway.fleet.gate import Holds, Line
 from midflight.testing.virtual_time import run_virtual
 
 

@@ -6,8 +6,8 @@ import pytest
 from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, Seen, make_gateway
 
 from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected, SessionClosed, UnknownModel
-from midflight.gateway.call import Answer, Asked, CompletionCall, Delta, Event, Messages, Text, TokenIds
-from midflight.gateway.sampling import request_seed
+from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Event, Messages, Text, TokenIds
+from midflight.gateway.sessions.session import request_seed
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import FinishReason, Reason, RolloutKey, SamplingParams, Turn
 

@@ -9,9 +9,9 @@ import pytest
 from tests.gateway.offered import DEFAULTS, Seen
 
 from midflight.errors import Overloaded, SessionClosed
-from midflight.gateway.call import CompletionCall, Messages
-from midflight.gateway.gateway import Gateway
-from midflight.gateway.sampling import Limits
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, RolloutKey

@@ -7,7 +7,7 @@ import httpx2
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from midflight.gateway.memory import MemoryTransport
+from midflight.gateway.http.memory import MemoryTransport
 from midflight.testing.virtual_time import run_virtual
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, Seen, make_gateway, offered
 
 from midflight.errors import EngineUnavailable, NoEngine, RequestRejected
-from midflight.gateway.call import Answer, Asked, Delta, Messages, ToolChoice
+from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
-from midflight.gateway.sampling import Limits
+from midflight.gateway.sessions.call import Answer, Asked, Delta, Messages, ToolChoice
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.text import Tokenizer

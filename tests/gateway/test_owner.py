@@ -9,10 +9,10 @@ import pytest
 from tests.gateway.offered import DEFAULTS, ScriptedGenerator, Seen, make_gateway
 
 from midflight.errors import Overloaded, RewardFixed, SessionClosed, Unauthorized, UnknownSession
-from midflight.gateway.call import CompletionCall, Messages
-from midflight.gateway.gateway import Gateway
-from midflight.gateway.owner import MAX_AT_ONCE, OwnedSessions, SessionExpiry
-from midflight.gateway.registry import OpenSession
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.owner import MAX_AT_ONCE, OwnedSessions, SessionExpiry
+from midflight.gateway.sessions.call import CompletionCall, Messages
+from midflight.gateway.sessions.registry import OpenSession
 from midflight.run.parts import serve_while
 from midflight.testing.virtual_time import run_virtual
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from midflight.errors import EngineUnavailable
-from midflight.gateway.deadline import Expired
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.reserve import Reservation
-from midflight.gateway.resume import Generator
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.fleet.deadline import Expired
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.fleet.reserve import Reservation
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

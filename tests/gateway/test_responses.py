@@ -11,9 +11,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, offered
 
 from midflight.errors import EngineUnavailable, RequestRejected
-from midflight.gateway.call import Asked, Messages, ToolChoice
+from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.responses import ResponsesExchange
-from midflight.gateway.sampling import Limits
+from midflight.gateway.sessions.call import Asked, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import CallPiece, ContentPiece, MessageFormat, Piece, ReasoningPiece, Tool, ToolCall
 from midflight.types import Feature, Grammar, GrammarKind, Json

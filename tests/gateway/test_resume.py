@@ -11,9 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from midflight.errors import EngineUnavailable, NoEngine, Overloaded, RequestRejected, RequestTimeout
-from midflight.gateway.control import Control
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.resume import Generation, Generator
+from midflight.gateway.answers.resume import Generation, Generator
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.http.control import Control
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

@@ -11,8 +11,8 @@ import pytest
 from tests.gateway.offered import DEFAULTS, KEY, Offered, RecordingControl, ScriptedGenerator, Seen, make_gateway, offered
 
 from midflight.errors import NoEngine
-from midflight.gateway.http import build_app
-from midflight.gateway.retries import MAX_KEPT, MAX_KEY_CHARS
+from midflight.gateway.answers.retries import MAX_KEPT, MAX_KEY_CHARS
+from midflight.gateway.http.http import build_app
 from midflight.run.http_server import serve_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Reason, RolloutKey

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import pytest
 
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.resume import Generator
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.fleet.fleet import Fleet
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

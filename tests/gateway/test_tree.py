@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
-from midflight.gateway.history import digest
-from midflight.gateway.node import Prompt
-from midflight.gateway.rows import harvest
-from midflight.gateway.tree import TokenTree
+from midflight.gateway.sessions.history import digest
+from midflight.gateway.sessions.node import Prompt
+from midflight.gateway.sessions.rows import harvest
+from midflight.gateway.sessions.tree import TokenTree
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message, Tokenizer
 from midflight.types import Finish, FinishReason, Reason, Segment, Turn

@@ -7,9 +7,9 @@ import tracemalloc
 
 from tests.gateway.offered import DEFAULTS, KEY
 
-from midflight.gateway.call import Messages
-from midflight.gateway.match import Matcher
-from midflight.gateway.session import Session
+from midflight.gateway.sessions.call import Messages
+from midflight.gateway.sessions.match import Matcher
+from midflight.gateway.sessions.session import Session
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message
 from midflight.text.formats import AssistantMessage, MessageFormat

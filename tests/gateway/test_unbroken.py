@@ -11,13 +11,13 @@ import httpx2
 import openai
 from tests.gateway.offered import KEY, Seen
 
-from midflight.gateway.control import Control
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.gateway import Gateway
-from midflight.gateway.http import build_app
-from midflight.gateway.memory import MemoryTransport
-from midflight.gateway.resume import Generator
-from midflight.gateway.sampling import Limits
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.http.control import Control
+from midflight.gateway.http.http import build_app
+from midflight.gateway.http.memory import MemoryTransport
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

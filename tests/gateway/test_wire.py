@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from midflight.errors import Overloaded
-from midflight.gateway import wire
+from midflight.gateway.http import wire
 from midflight.testing.virtual_time import run_virtual
 
 

@@ -19,14 +19,13 @@ from midflight.config.sections import Config, EnvironmentSection, GatewaySection
 from midflight.environments.registry import Environment
 from midflight.environments.sources import Source
 from midflight.errors import MidflightError
-from midflight.gateway.call import CompletionCall, Messages
-from midflight.gateway.control import Control
-from midflight.gateway.sampling import request_seed
-from midflight.gateway.session import OpenTurn, Session
+from midflight.gateway.http.control import Control
+from midflight.gateway.sessions.call import CompletionCall, Messages
+from midflight.gateway.sessions.session import OpenTurn, Session, request_seed
 from midflight.observe.events import RequestFailed, RolloutFinished
 from midflight.observe.observers import Recorder
 from midflight.ports import SessionHandle
-from midflight.run.serving import Serving
+from midflight.run.rollout.serving import Serving
 from midflight.testing.ring import Ring, open_ring
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine

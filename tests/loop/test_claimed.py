@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from midflight.environments.claimed import Claimed, claims
-from midflight.gateway.call import CompletionCall, Messages
+from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.observe.events import RolloutFinished
 from midflight.testing.virtual_time import run_virtual
 

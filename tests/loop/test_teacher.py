@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from midflight.errors import EngineUnavailable, RequestTimeout
-from midflight.run.teacher import Teacher
+from midflight.run.api.teacher import Teacher
 from midflight.testing.ring import open_ring
 from midflight.testing.scripted_scorer import ScriptedScorer
 from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps

@@ -19,9 +19,9 @@ from midflight.models.load import load_model
 from midflight.models.names import named_tensors
 from midflight.observe.events import BatchTaken
 from midflight.observe.observers import Recorder
-from midflight.run.engine_process import make_engine
-from midflight.run.lineage import PublishedVersions
-from midflight.run.trainer_process import ModelWeights, first_model
+from midflight.run.engine.engine_process import make_engine
+from midflight.run.trainer.lineage import PublishedVersions
+from midflight.run.trainer.trainer_process import ModelWeights, first_model
 from midflight.testing.ring import open_ring
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.configure import trainer_of

@@ -63,8 +63,8 @@ class Command:
         found: dict[str, list[int]] = {}
         for pid in children(self.process.pid):
             arguments = arguments_of(pid)
-            if "midflight.run.child" in arguments:
-                found.setdefault(arguments[arguments.index("midflight.run.child") + 1], []).append(pid)
+            if "midflight.run.launcher.child" in arguments:
+                found.setdefault(arguments[arguments.index("midflight.run.launcher.child") + 1], []).append(pid)
         return found
 
     def kill(self, part: str, index: int = 0) -> int:
@@ -135,7 +135,7 @@ def gone(found: list[int], *, seconds: float) -> bool:
 
 def segments(folder: Path) -> list[Path]:
     """What a run has in shared memory."""
-    from midflight.run.ring import segment_name
+    from midflight.run.launcher.ring import segment_name
 
     return list(SHARED.glob(f"{segment_name(folder)}*"))
 

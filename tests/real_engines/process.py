@@ -16,7 +16,7 @@ import pytest
 
 from midflight.config.sections import EngineSection
 from midflight.engines.servers.command import HOST, READY, Served, server_command
-from midflight.run import leash
+from midflight.run.engine import leash
 
 Kind = Literal["vllm", "sglang"]
 MAX_RUNNING = 8

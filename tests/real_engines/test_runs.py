@@ -16,7 +16,7 @@ import pytest
 from tests.real.processes import CONFIG, Command, alive, arguments_of, free_port, journal, pids, segments, status_of, steps
 from tests.real_engines.process import Kind, interpreter
 
-from midflight.run import leash
+from midflight.run.engine import leash
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from midflight.run.launcher.process import Child
 from midflight.run.messages import Part
-from midflight.run.process import Child
 
 
 def test_a_signal_does_not_take_the_exit_status_from_whoever_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

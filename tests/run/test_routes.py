@@ -20,14 +20,14 @@ from midflight.config.sections import Config
 from midflight.environments.claimed import Claimed
 from midflight.environments.clients import hide_secrets
 from midflight.errors import UnknownLease
-from midflight.gateway.gateway import Gateway
-from midflight.gateway.http import build_app
-from midflight.gateway.memory import MemoryTransport
-from midflight.gateway.owner import OwnedSessions
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.owner import OwnedSessions
+from midflight.gateway.http.http import build_app
+from midflight.gateway.http.memory import MemoryTransport
 from midflight.observe.observers import Recorder
-from midflight.run.routes import TrainerRoutes, info_route
+from midflight.run.api.routes import TrainerRoutes, info_route
+from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.service import StepDone
-from midflight.run.session_routes import SessionRoutes
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, pack
 from midflight.types import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SamplingParams, Task, Trajectory, Version, WeightManifest

@@ -14,10 +14,10 @@ from tests.gateway.offered import RecordingControl, ScriptedGenerator, Seen, mak
 from tests.run.test_routes import API, CONTROL, TOKEN, one_batch
 
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, RequestTimeout
-from midflight.gateway.http import build_app
-from midflight.gateway.memory import MemoryTransport
-from midflight.run.batches import batch_as_lists
-from midflight.run.teacher import Teacher, score_route
+from midflight.gateway.http.http import build_app
+from midflight.gateway.http.memory import MemoryTransport
+from midflight.run.api.batches import batch_as_lists
+from midflight.run.api.teacher import Teacher, score_route
 from midflight.testing.scripted_scorer import ScriptedScorer
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, to_bytes

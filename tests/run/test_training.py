@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from midflight.run.service import StepDone
-from midflight.run.training import TrainingLoop
+from midflight.run.trainer.training import TrainingLoop
 from midflight.testing.simulated_trainer import SimulatedTrainer
 from midflight.types import PackedBatch, Version, WeightManifest
 

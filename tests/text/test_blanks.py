@@ -9,7 +9,7 @@ import tokenizers
 from tests.gateway.conversing import turn
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from midflight.gateway.tree import TokenTree
+from midflight.gateway.sessions.tree import TokenTree
 from midflight.text import ChatTemplate, Tokenizer
 from midflight.text.detokenizer import IncrementalDetokenizer
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from midflight.trainer.advantages import (
+from midflight.trainer.formulas.advantages import (
     batch_normalised,
     dr_grpo_advantages,
     gae,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from midflight.trainer import corrections, masks, sequences
-from midflight.trainer.corrections import log_ratio
+from midflight.trainer.formulas import corrections, masks, sequences
+from midflight.trainer.formulas.corrections import log_ratio
 
 from .tensors import of, shuffled_tokens, whole
 

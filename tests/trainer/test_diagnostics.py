@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from midflight.trainer import diagnostics
-from midflight.trainer.diagnostics import Observed
+from midflight.trainer.formulas import diagnostics
+from midflight.trainer.formulas.diagnostics import Observed
 
 from .tensors import of
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midflight.trainer.families import Family, families, fill
-from midflight.trainer.microbatch import predictions_of, share_of, split
-from midflight.trainer.policy import Policy
+from midflight.trainer.model.families import Family, families, fill
+from midflight.trainer.model.microbatch import predictions_of, share_of, split
+from midflight.trainer.model.policy import Policy
 from midflight.types import PackedBatch
 
 from .fixtures import batch, tiny_model

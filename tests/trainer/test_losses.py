@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from midflight.trainer import losses, penalties, sequences
-from midflight.trainer.corrections import log_ratio, truncated_weight
+from midflight.trainer.formulas import losses, penalties, sequences
+from midflight.trainer.formulas.corrections import log_ratio, truncated_weight
 
 from .tensors import of, shuffled_tokens, whole
 

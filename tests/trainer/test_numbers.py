@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from midflight.trainer.reductions import constant, sequence_mean, token_mean
+from midflight.trainer.formulas.reductions import constant, sequence_mean, token_mean
 from midflight.trainer.schedule import Schedule
 
 from .tensors import of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from midflight.config.loss import KINDS, CorrectionSection, ObjectiveSection
 from midflight.errors import ConfigError
-from midflight.trainer.advantages import grpo_advantages
+from midflight.trainer.formulas.advantages import grpo_advantages
 from midflight.trainer.objective import Known, Objective, count_tokens
 
 from . import oracles

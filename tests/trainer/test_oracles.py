@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from midflight.trainer import corrections, losses, masks, penalties, sequences
-from midflight.trainer.advantages import batch_normalised, dr_grpo_advantages, grpo_advantages, rloo_advantages
-from midflight.trainer.corrections import log_ratio
-from midflight.trainer.reductions import constant, sequence_mean, token_mean
+from midflight.trainer.formulas import corrections, losses, masks, penalties, sequences
+from midflight.trainer.formulas.advantages import batch_normalised, dr_grpo_advantages, grpo_advantages, rloo_advantages
+from midflight.trainer.formulas.corrections import log_ratio
+from midflight.trainer.formulas.reductions import constant, sequence_mean, token_mean
 
 from . import oracles
 from .oracles import ABSOLUTE, Inputs

@@ -9,11 +9,11 @@ from torch import nn
 
 from midflight.config.loss import ObjectiveSection
 from midflight.errors import ConfigError
-from midflight.trainer import attention
-from midflight.trainer.attention import attend_raggedly
-from midflight.trainer.microbatch import Predictions, predictions_of, split
+from midflight.trainer.model import attention
+from midflight.trainer.model.attention import attend_raggedly
+from midflight.trainer.model.microbatch import Predictions, predictions_of, split
+from midflight.trainer.model.policy import Policy
 from midflight.trainer.objective import Objective
-from midflight.trainer.policy import Policy
 
 from .fixtures import batch, tiny_model, trainer, weights, with_rows_in_order
 

@@ -16,8 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.models.names import named_tensors
 from midflight.trainer.critic import Valuation
+from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Objective
-from midflight.trainer.ranks import Ranks
 from midflight.trainer.step import Scoring
 
 from .fixtures import batch, exact_norm, tiny_model, trainer

@@ -20,8 +20,8 @@ from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, stage
 from midflight.trainer.checkpoint.state import parts_of
 from midflight.trainer.critic import Valuation
+from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.optimizer import named_parameters
-from midflight.trainer.ranks import Ranks
 from midflight.trainer.step import Scoring
 from midflight.trainer.trainer import Trainer
 

@@ -11,9 +11,9 @@ from typing import Literal, TypeAlias
 import pytest
 
 from midflight.errors import EngineError, EngineUnavailable, MidflightError
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.resume import Generator
-from midflight.run.serving import Rejoin
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.run.rollout.serving import Rejoin
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import Call, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

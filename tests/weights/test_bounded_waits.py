@@ -9,12 +9,12 @@ import pytest
 
 from midflight.engines.remote import RemoteEngine
 from midflight.errors import EngineUnavailable
-from midflight.gateway.control import Control
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.health import HealthWatch
-from midflight.gateway.resume import Generator
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.fleet.health import HealthWatch
+from midflight.gateway.http.control import Control
 from midflight.observe.observers import Silent
-from midflight.run.serving import HEALTH_SECONDS, Rejoin
+from midflight.run.rollout.serving import HEALTH_SECONDS, Rejoin
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual

@@ -26,7 +26,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
         print_report(config)
         return 0
     _check_engine(config)
-    from midflight.run import launch
+    from midflight.run.launcher import launch
 
     return launch.train(config, resume=resume)
 
@@ -36,7 +36,7 @@ def rollouts(path: Path, overrides: Sequence[str], *, folder: Path | None, token
     model_sizes(config.model)
     check_teacher(config)
     _check_engine(config)
-    from midflight.run import launch
+    from midflight.run.launcher import launch
 
     return launch.rollouts(config, token=token)
 
@@ -44,7 +44,7 @@ def rollouts(path: Path, overrides: Sequence[str], *, folder: Path | None, token
 def serve(model: Path, given: Mapping[str, object], overrides: Sequence[str], *, token: str | None) -> int:
     config = _config_for(model, given, overrides)
     _check_engine(config)
-    from midflight.run import launch
+    from midflight.run.launcher import launch
 
     return launch.serve(config, token=token)
 
@@ -52,7 +52,7 @@ def serve(model: Path, given: Mapping[str, object], overrides: Sequence[str], *,
 def engine(model: Path, given: Mapping[str, object], overrides: Sequence[str], *, host: str, port: int, token: str | None) -> int:
     config = _config_for(model, given, overrides)
     _check_engine(config)
-    from midflight.run import launch
+    from midflight.run.launcher import launch
 
     return launch.engine(config, host=host, port=port, token=token)
 
@@ -61,7 +61,7 @@ def evaluate(path: Path, model: Path, overrides: Sequence[str], *, folder: Path 
     config = load_config(path, _with_folder(overrides, folder))
     sizes_of(model)
     _check_engine(config)
-    from midflight.run import launch
+    from midflight.run.launcher import launch
 
     return launch.evaluate(config, model)
 
@@ -70,7 +70,7 @@ def new_model(folder: Path, overrides: Sequence[str]) -> int:
     config = load_config(None, overrides)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"making a model in {str(folder)!r}: it exists and is not empty; choose another folder")
-    from midflight.run import launch
+    from midflight.run.launcher import launch
 
     status = launch.new_model(config, folder)
     if status == 0:
@@ -81,7 +81,7 @@ def new_model(folder: Path, overrides: Sequence[str]) -> int:
 def _check_engine(config: Config) -> None:
     """A server whose interpreter is missing is said now, not by a process that started."""
     if config.engine.kind != "embedded":
-        from midflight.run.server_process import check_interpreter
+        from midflight.run.engine.server_process import check_interpreter
 
         check_interpreter(config.engine)
 

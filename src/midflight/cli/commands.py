@@ -1,4 +1,4 @@
-"""The commands and their options. What they do is in `midflight.run.launch`, imported when a command runs."""
+"""The commands and their options. What they do is in `midflight.run.launcher.launch`, imported when a command runs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The processes of a run: the only place where stations meet."""

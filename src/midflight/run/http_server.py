@@ -13,6 +13,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from midflight.errors import RunFailed
+
 UNREAD_SECONDS = 120.0
 """A client who takes nothing of his answer for so long is cut off: he would hold its place for ever."""
 
@@ -108,3 +110,21 @@ class _Server(uvicorn.Server):
                 transport.close()
         for task in list(self.server_state.tasks):
             task.cancel()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, inherited by the part that serves it: the address is known before the part is, and outlives it."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. Else an answer in two writes waits 40 ms for the client to acknowledge the first.
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise RunFailed(
+            f"listening on {host}:{port}: {error.strerror}; choose another port (gateway.port, --port), or 0 for a free one"
+        ) from error
+    made.listen(1024)
+    made.setblocking(False)
+    return made

@@ -17,18 +17,18 @@ from midflight.config.sections import Config
 from midflight.environments.clients import SharedClients
 from midflight.environments.registry import Environment
 from midflight.environments.sources import Source
-from midflight.gateway.http import build_app
-from midflight.gateway.memory import MemoryTransport
+from midflight.gateway.http.http import build_app
+from midflight.gateway.http.memory import MemoryTransport
 from midflight.observe.observers import Silent
 from midflight.observe.status import Phase
 from midflight.ports import Engine, Observer, SessionHandle
-from midflight.run.agents import Agents
+from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
+from midflight.run.rollout.agents import Agents
+from midflight.run.rollout.serving import Serving
+from midflight.run.rollout.system import RolloutSystem
 from midflight.run.service import RolloutService
-from midflight.run.serving import Serving
-from midflight.run.system import RolloutSystem
-from midflight.run.teacher import Teacher
-from midflight.run.training import Outbox, Stage, Steps, TrainingLoop
+from midflight.run.trainer.training import Outbox, Stage, Steps, TrainingLoop
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Version

@@ -1,0 +1,1 @@
+"""Station 6: a batch in, a version out."""

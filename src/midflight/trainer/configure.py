@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
 from midflight.trainer.critic import Valuation
+from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Objective
 from midflight.trainer.optimizer import Adam
-from midflight.trainer.ranks import Ranks
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring
 from midflight.trainer.trainer import Scale, Trainer

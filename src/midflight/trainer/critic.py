@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError
-from midflight.trainer import reductions, sequences
-from midflight.trainer.advantages import batch_normalised, gae
-from midflight.trainer.microbatch import Index, MicroBatch
+from midflight.trainer.formulas import reductions, sequences
+from midflight.trainer.formulas.advantages import batch_normalised, gae
+from midflight.trainer.formulas.penalties import value_loss
+from midflight.trainer.model.microbatch import Index, MicroBatch
+from midflight.trainer.model.passes import Passes
+from midflight.trainer.model.policy import Reader, Scores
+from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
-from midflight.trainer.passes import Passes
-from midflight.trainer.penalties import value_loss
-from midflight.trainer.policy import Reader, Scores
-from midflight.trainer.ranks import Ranks
 from midflight.trainer.step import StepTokens
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from midflight.config.loss import CorrectionSection, Loss, ObjectiveSection, loss_contradictions, loss_of
 from midflight.errors import ConfigError
-from midflight.trainer import corrections, losses, masks, penalties, reductions
-from midflight.trainer.corrections import log_ratio
+from midflight.trainer.formulas import corrections, losses, masks, penalties, reductions
+from midflight.trainer.formulas.corrections import log_ratio
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from midflight.trainer import diagnostics
-from midflight.trainer.corrections import log_ratio
-from midflight.trainer.diagnostics import Observed
+from midflight.trainer.formulas import diagnostics
+from midflight.trainer.formulas.corrections import log_ratio
+from midflight.trainer.formulas.diagnostics import Observed
+from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Factors, Known, Objective, TokenLosses
-from midflight.trainer.ranks import Ranks
 from midflight.trainer.step import Skip, StepReport, StepTokens
 from midflight.types import PackedBatch, Version
 

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError, StepSkipped
-from midflight.trainer.microbatch import Predictions, predictions_of, split
+from midflight.trainer.model.microbatch import Predictions, predictions_of, split
+from midflight.trainer.model.policy import Policy
 from midflight.trainer.optimizer import adamw, clear_gradients, clipped_step
-from midflight.trainer.policy import Policy
 from midflight.trainer.schedule import Schedule
 
 Example = tuple[Sequence[int], Sequence[int]]

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from midflight.config.loss import Advantage
 from midflight.errors import RunFailed
-from midflight.trainer.advantages import (
+from midflight.trainer.formulas.advantages import (
     dr_grpo_advantages,
     grpo_advantages,
     overlong_penalty,
     reinforce_pp_advantages,
     rloo_advantages,
 )
-from midflight.trainer.microbatch import Index, Predictions, on_device, predictions_of
-from midflight.trainer.penalties import distillation_advantage
-from midflight.trainer.shift import shift
+from midflight.trainer.formulas.penalties import distillation_advantage
+from midflight.trainer.model.microbatch import Index, Predictions, on_device, predictions_of
+from midflight.trainer.model.shift import shift
 from midflight.types import PackedBatch, Reason, Version
 
 LEAST_LOGPROB = -1000.0

@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.errors import RunFailed
-from midflight.trainer import diagnostics
 from midflight.trainer.critic import Critic, Valuation, value_model_of
-from midflight.trainer.microbatch import Index, MicroBatch
+from midflight.trainer.formulas import diagnostics
+from midflight.trainer.model.microbatch import Index, MicroBatch
+from midflight.trainer.model.parallel import compile_layers, recompute_activations, shard
+from midflight.trainer.model.passes import Passes
+from midflight.trainer.model.policy import Policy, Reader, check_fits
+from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
 from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
-from midflight.trainer.parallel import compile_layers, recompute_activations, shard
-from midflight.trainer.passes import Passes
-from midflight.trainer.policy import Policy, Reader, check_fits
-from midflight.trainer.ranks import Ranks
 from midflight.trainer.record import Record, report_of, token_metrics
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring, StepReport, StepTokens, step_tokens

@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 from tests.engines.servers.troubled import NUM_TOKENS, STAGE_SECONDS, Theatre, Troubled, TroubledSglang, TroubledVllm, letter
 
-from midflight.run import serving
+from midflight.run.rollout import serving
 from midflight.types import Chunk, Finish, FinishReason
 
 COMMIT_SECONDS = 0.8

@@ -21,12 +21,12 @@ from midflight.engines.app import build_app
 from midflight.engines.relay import relay
 from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.engine import ServerEngine
-from midflight.gateway.fleet import Fleet
-from midflight.gateway.health import HealthWatch
-from midflight.gateway.resume import Generator
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.fleet.health import HealthWatch
 from midflight.models.load import save_model
 from midflight.observe.observers import Silent
-from midflight.run import serving
+from midflight.run.rollout import serving
 from midflight.types import Chunk, GenerateRequest, PauseMode, SamplingParams, Version, WeightManifest
 from midflight.weights.handover import Handover
 

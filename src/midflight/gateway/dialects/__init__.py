@@ -1,1 +1,1 @@
-"""Wire formats: each turns a JSON body into a `CompletionCall`, and events into JSON. Nothing here waits."""
+"""Wire formats of agents: each turns a body into a call and an answer into JSON. Nothing here waits."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from midflight.gateway.call import Answer, Delta, Event
 from midflight.gateway.dialects.chat_body import ChatBody, chat_call
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.wording import Alternatives, call_id, logprob_entries, usage, usage_so_far, weight_versions
+from midflight.gateway.sessions.call import Answer, Delta, Event
 from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
 from midflight.types import FinishReason, Json

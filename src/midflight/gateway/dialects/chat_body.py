@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import CompletionCall, Messages
 from midflight.gateway.dialects.chat_input import ROLES, conversation
 from midflight.gateway.dialects.fields import SamplingBody, Tokens, TopLogprobs
 from midflight.gateway.dialects.tools import MAX_TOOLS, ToolBody, ToolChoiceBody, choice_of, tools_of
+from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.types import Json
 
 _RESERVED_OPTIONS = frozenset(

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from midflight.gateway.call import Answer, CompletionCall, Event
-from midflight.gateway.faults import Fault, fault_of
-from midflight.gateway.plan import Job
+from midflight.gateway.answers.plan import Job
+from midflight.gateway.dialects.faults import Fault, fault_of
+from midflight.gateway.sessions.call import Answer, CompletionCall, Event
 from midflight.text import Tokenizer
 from midflight.types import Json
 

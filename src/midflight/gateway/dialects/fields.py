@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from midflight.errors import RequestRejected, nearest
-from midflight.gateway.call import Asked
 from midflight.gateway.dialects.grammars import grammar_of
 from midflight.gateway.dialects.known import HARMLESS, NEUTRAL, REMEDIES
+from midflight.gateway.sessions.call import Asked
 from midflight.types import Grammar
 
 MAX_STOPS = 16

@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
 from midflight.errors import MidflightError
-from midflight.gateway.call import Answer, Delta, Event
 from midflight.gateway.dialects.exchange import Reply
+from midflight.gateway.dialects.faults import Fault, retry_headers
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_blocks import BlockStream, content
 from midflight.gateway.dialects.messages_body import MessagesBody, messages_call
 from midflight.gateway.dialects.wording import weight_versions
-from midflight.gateway.faults import Fault, retry_headers
+from midflight.gateway.sessions.call import Answer, Delta, Event
 from midflight.types import FinishReason, Json
 
 

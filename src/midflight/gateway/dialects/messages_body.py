@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, JsonValue
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import Asked, CompletionCall, Messages, ToolChoice
 from midflight.gateway.dialects.fields import MAX_STOPS, Body, MinTokens, Probability, Seed, Temperature, Tokens, TopK, TopP, top_k
 from midflight.gateway.dialects.grammars import schema_grammar
 from midflight.gateway.dialects.messages_input import conversation
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.gateway.dialects.tools import MAX_TOOLS, check_known, tools_of
+from midflight.gateway.sessions.call import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text.formats import Tool
 from midflight.types import Grammar, Json
 

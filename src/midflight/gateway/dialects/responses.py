@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from midflight.gateway.call import Answer, Delta, Event, ToolChoice
 from midflight.gateway.dialects.exchange import Exchange, Reply
+from midflight.gateway.dialects.faults import Fault
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.responses_body import FormatBody, ResponsesBody, responses_call
 from midflight.gateway.dialects.responses_events import OutputItems
 from midflight.gateway.dialects.tools import FunctionTool
 from midflight.gateway.dialects.wording import Alternatives, logprob_entries, weight_versions
-from midflight.gateway.faults import Fault
+from midflight.gateway.sessions.call import Answer, Delta, Event, ToolChoice
 from midflight.text import Tokenizer
 from midflight.text.formats import ContentPiece, Piece
 from midflight.types import FinishReason, Json

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import CompletionCall, Messages, ToolChoice
 from midflight.gateway.dialects.chat_body import ReasoningEffort, template_options
 from midflight.gateway.dialects.fields import Body, SamplingBody, Tokens, TopLogprobs
 from midflight.gateway.dialects.grammars import ANY_OBJECT, schema_grammar
 from midflight.gateway.dialects.responses_input import conversation
 from midflight.gateway.dialects.tools import MAX_TOOLS, FunctionTool, ToolChoiceBody, check_known, choice_of, tools_of
+from midflight.gateway.sessions.call import CompletionCall, Messages, ToolChoice
 from midflight.text.formats import Tool
 from midflight.types import Grammar
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.call import ToolChoice
 from midflight.gateway.dialects.fields import Body
 from midflight.gateway.dialects.schemas import check_schema
+from midflight.gateway.sessions.call import ToolChoice
 from midflight.text.formats import Tool
 
 MAX_TOOLS = 1024

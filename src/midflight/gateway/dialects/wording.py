@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from midflight.gateway.call import Answer
-from midflight.gateway.plan import Choice
+from midflight.gateway.answers.plan import Choice
+from midflight.gateway.sessions.call import Answer
 from midflight.text import Tokenizer
 from midflight.types import Json, Turn
 

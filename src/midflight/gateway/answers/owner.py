@@ -1,0 +1,187 @@
+"""Sessions that somebody outside this process opened: who scores and ends them, and when they end by themselves.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `SessionExpiry.run` | sessions and records that fall due | the earliest of them | time; a session opened when there was none |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from midflight.errors import RewardFixed, Unauthorized, UnknownSession
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.sessions.registry import OpenSession, shown
+from midflight.types import GroupKey, Json, RolloutKey, SamplingParams, SessionRecord
+
+log = logging.getLogger(__name__)
+
+OUTSIDE_ATTEMPT = 2**21
+"""Attempt number of every session opened from outside: training and evaluation count far below, so keys never meet."""
+MAX_ENDED = 10_000
+"""Ended sessions whose records are kept for their owners: some kilobytes each while the rows have not been fetched."""
+MAX_AT_ONCE = 64
+"""Sessions ended between two turns of the event loop: making rows takes about a millisecond each, and answers must not wait long."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedRecord:
+    """An ended session, as its owner gets it."""
+
+    key: RolloutKey
+    record: SessionRecord
+    task: Json
+    reward: float | None
+    rows_given: bool
+    """The rows were handed over before: they are not here (I3)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Owned:
+    key: RolloutKey
+    handle: OpenSession = field(repr=False)
+    keeps_rows: bool
+    task: Json
+    due: float
+    num_seen: int | None = 0
+    """Requests at the last look; None where one was running."""
+    record: SessionRecord | None = None
+    rows_given: bool = False
+    reward: float | None = None
+    is_scored: bool = False
+    """Whether a reward was given, which may have been None."""
+
+
+class OwnedSessions:
+    """Synchronous; times are those of the running event loop.
+
+    A session is looked at every `session_seconds`. It ends at the first look that finds nothing running and no request since
+    the look before: after at least that long without one, and less than twice as long. Its record is then kept for
+    `session_seconds`, for the owner who comes late; after that the reward stays None. All have the same time to live, so the
+    order of dues is the order of insertion and every move costs O(1). Bounded: open ones by the gateway, ended ones by `max_ended`.
+    """
+
+    def __init__(self, gateway: Gateway, *, session_seconds: float, max_ended: int = MAX_ENDED) -> None:
+        self._gateway, self._seconds, self._max_ended = gateway, session_seconds, max_ended
+        self._live: OrderedDict[str, _Owned] = OrderedDict()
+        self._ended: OrderedDict[str, _Owned] = OrderedDict()
+        self.changed = asyncio.Event()
+        """Set when the earliest due may have come nearer."""
+
+    def __len__(self) -> int:
+        """Open sessions."""
+        return len(self._live)
+
+    @property
+    def num_ended(self) -> int:
+        """Records kept."""
+        return len(self._ended)
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._live or session_id in self._ended
+
+    def open(self, *, sampling: SamplingParams, keeps_rows: bool, task: Json = None, count_all_choices: bool = False) -> OpenSession:
+        """`Overloaded` when too many are open. The run neither stores nor trains on it: its tokens are the owner's.
+
+        The key is drawn at random, so that two sessions never sample alike; who wants the same again sends seeds.
+        """
+        key = RolloutKey(GroupKey(0, secrets.randbelow(2**31), OUTSIDE_ATTEMPT), 0)
+        handle = self._gateway.open(key, sampling=sampling, tracked=False, count_all_choices=count_all_choices)
+        if not (self._live or self._ended):
+            self.changed.set()
+        self._live[handle.session_id] = _Owned(key, handle, keeps_rows, task, due=self._now() + self._seconds)
+        return handle
+
+    def check_owner(self, session_id: str, token: str) -> None:
+        """`Unauthorized` unless it is the owner's token of this session."""
+        known = self._find(session_id).handle.owner_token
+        if not hmac.compare_digest(known.encode(), token.encode("utf-8", "replace")):
+            raise Unauthorized(f"not the owner of session {session_id}: use the owner token that was given when it was opened.")
+
+    def score(self, session_id: str, reward: float | None) -> None:
+        """Before the end or after it. Giving the same again changes nothing; another one is `RewardFixed`."""
+        owned = self._find(session_id)
+        if owned.is_scored and owned.reward != reward:
+            raise RewardFixed(f"scoring session {session_id}: its reward is {owned.reward} already; a reward is given once.")
+        owned.reward, owned.is_scored = reward, True
+
+    def end(self, session_id: str) -> OwnedRecord:
+        """Ends it, if it has not ended, and hands its rows over once (I3): asked again, the record comes without them."""
+        owned = self._find(session_id)
+        record = owned.record or self._close(session_id)
+        given = OwnedRecord(owned.key, record, owned.task, owned.reward, owned.rows_given)
+        owned.record, owned.rows_given = replace(record, rows=()), True
+        return given
+
+    def has_reward(self, session_id: str) -> bool:
+        """Whether a number was given; None is none."""
+        return self._find(session_id).reward is not None
+
+    def expire(self) -> float | None:
+        """Does what is due, a bounded part of it; returns when to come again, None while there is nothing."""
+        now = self._now()
+        for owned in list(islice(self._live.values(), MAX_AT_ONCE)):
+            if owned.due <= now:
+                self._look(owned, now)
+        while self._ended and next(iter(self._ended.values())).due <= now:
+            self._ended.popitem(last=False)
+        return min((next(iter(kept.values())).due for kept in (self._live, self._ended) if kept), default=None)
+
+    def _look(self, owned: _Owned, now: float) -> None:
+        session_id = owned.handle.session_id
+        session = self._gateway.registry.get(session_id)
+        if not session.num_running and session.num_requests == owned.num_seen:
+            self._close(session_id)
+            return
+        owned.num_seen = None if session.num_running else session.num_requests
+        owned.due = now + self._seconds
+        self._live.move_to_end(session_id)
+
+    def _close(self, session_id: str) -> SessionRecord:
+        owned = self._live.pop(session_id)
+        record = self._gateway.close(session_id)
+        owned.record = record if owned.keeps_rows else replace(record, rows=())
+        owned.due = self._now() + self._seconds
+        self._ended[session_id] = owned
+        if len(self._ended) > self._max_ended:
+            forgotten, lost = self._ended.popitem(last=False)
+            if not lost.rows_given:
+                log.warning(
+                    "session %s is forgotten with its rows: %d ended sessions are kept; end yours sooner", forgotten, self._max_ended
+                )
+        return owned.record
+
+    def _find(self, session_id: str) -> _Owned:
+        found = self._live.get(session_id) or self._ended.get(session_id)
+        if found is None:
+            raise UnknownSession(
+                f"there is no session {shown(session_id)}: it was not opened here, or ended more than {self._seconds:g} s ago; open a new one."
+            )
+        return found
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class SessionExpiry:
+    """Ends sessions in time."""
+
+    def __init__(self, owned: OwnedSessions) -> None:
+        self._owned = owned
+
+    async def run(self) -> None:
+        """Waits for the earliest due, or for a first session; ended by its task group."""
+        while True:
+            self._owned.changed.clear()
+            due = self._owned.expire()
+            try:
+                async with asyncio.timeout_at(due):
+                    await self._owned.changed.wait()
+            except TimeoutError:
+                continue

@@ -1,0 +1,358 @@
+"""The engines behind the gateway: which serve what, which are held or in quarantine, and which request is where."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from midflight.errors import ConfigError, EngineUnavailable
+from midflight.gateway.fleet.deadline import Deadline
+from midflight.gateway.fleet.gate import Holds, Line
+from midflight.gateway.fleet.pauses import OwnedEngine, SharedPause
+from midflight.gateway.fleet.reserve import Reservation
+from midflight.gateway.fleet.router import Candidate, Pins, choose
+from midflight.ports import Engine, Observer
+from midflight.types import Version
+
+
+class Lease:
+    """A request's place on an engine, until `Fleet.leave`. When the engine is lost its wait is cut and `lost` says why."""
+
+    def __init__(self, member: _Member, *, tokens: int, deadline: Deadline, evaluates: bool) -> None:
+        self.engine = member.shared.engine
+        self.evaluates = evaluates
+        """Whether it is of a session that the engine is reserved for."""
+        self.version = member.version
+        """What the engine had attested when the request was placed: none of its tokens can be older."""
+        self.tokens = tokens
+        self.deadline = deadline
+        self.lost: BaseException | None = None
+        self._member = member
+        member.leases[self] = None
+        member.tokens_in_flight += tokens
+
+    def lose(self, error: BaseException) -> None:
+        """Idempotent: a second cut would end a wait that is none of this lease's."""
+        if self.lost is None:
+            self.lost = error
+            self.deadline.cut()
+
+    def end(self) -> None:
+        """Idempotent."""
+        if self in self._member.leases:
+            del self._member.leases[self]
+            self._member.tokens_in_flight -= self.tokens
+
+
+class _Member:
+    """An attached engine. Its version is the last it attested."""
+
+    def __init__(self, engine: Engine, version: Version) -> None:
+        self.shared = SharedPause(engine)
+        self.version = version
+        self.error: BaseException | None = None
+        self.on_probation = False
+        self.leases: dict[Lease, None] = {}
+        self.tokens_in_flight = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What the fleet knows of an engine, for health pages and metrics."""
+
+    name: str
+    version: Version
+    error: BaseException | None
+    """Why it is in quarantine, `None` if it is not."""
+    on_probation: bool
+    """In quarantine for silence or nonsense only: it may rejoin without a handover."""
+    reserved: bool
+    """Keeps its version for an evaluation, or has yet to catch up after it."""
+    held_by: tuple[str, ...]
+    paused_by: tuple[str, ...]
+    num_requests: int
+    tokens_in_flight: int
+
+
+class Fleet:
+    """Implements `ports.Fleet`. Synchronous but for `place`; bounded by attached engines, admitted requests and pins.
+
+    Every change that may make an engine routable serves the line of waiting requests at once: there is no polling.
+    """
+
+    def __init__(self, *, observer: Observer | None = None) -> None:
+        self.on_served: Callable[[Version], None] | None = None
+        """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by whose admission depends on it."""
+        self._members: dict[str, _Member] = {}
+        self._holds = Holds()
+        self._lines: dict[bool, Line[Lease]] = {evaluates: Line() for evaluates in (False, True)}
+        """One for requests of evaluations, whose engine is another: neither kind waits behind the other."""
+        self._reserved: Reservation | None = None
+        self._pins = Pins()
+        self._observer = observer
+        self._tickets = itertools.count()
+        self._last_served: Version = 0
+
+    # --- Members -----------------------------------------------------------------------------------------------------
+
+    def attach(self, engine: Engine, *, version: Version = 0) -> None:
+        """A new engine, routable at once; `version` is what it attested."""
+        if engine.name in self._members:
+            raise ConfigError(f"attaching engine {engine.name!r}: the name is taken. Give every engine a name of its own.")
+        self._members[engine.name] = _Member(engine, version)
+        self._changed()
+
+    def detach(self, engine: str) -> None:
+        """Forgets an engine; its requests are resumed elsewhere, or wait."""
+        member = self._members.pop(engine, None)
+        if member is None:
+            return
+        self._holds.forget(engine)
+        self._lose(member, EngineUnavailable(f"engine {engine} was detached"))
+        self._changed()
+
+    def engines(self) -> tuple[Engine, ...]:
+        """All attached engines as the handover sees them: its pauses and the operator's do not end each other."""
+        return self.engines_of("handover")
+
+    def engines_of(self, owner: str) -> tuple[OwnedEngine, ...]:
+        """All attached engines, those in quarantine too, with pauses counted for `owner`."""
+        return tuple(OwnedEngine(member.shared, owner) for member in self._members.values())
+
+    def states(self) -> tuple[EngineState, ...]:
+        return tuple(
+            EngineState(
+                name=name,
+                version=m.version,
+                error=m.error,
+                on_probation=m.on_probation,
+                reserved=self._keeps(name),
+                held_by=self._holds.owners(name),
+                paused_by=m.shared.owners,
+                num_requests=len(m.leases),
+                tokens_in_flight=m.tokens_in_flight,
+            )
+            for name, m in self._members.items()
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for an engine."""
+        return sum(len(line) for line in self._lines.values())
+
+    # --- Holds -------------------------------------------------------------------------------------------------------
+
+    def hold(self, engine: str, owner: str) -> None:
+        """An engine that was detached meanwhile is not an error, here and below: whoever acts on it may be late."""
+        if engine in self._members:
+            self._holds.hold(owner, engine)
+            self._changed()
+
+    def release(self, engine: str, owner: str) -> None:
+        self._holds.release(owner, engine)
+        self._changed()
+
+    def hold_all(self, owner: str) -> None:
+        """Holds every engine, those attached later too."""
+        self._holds.hold(owner)
+        self._changed()
+
+    def release_all(self, owner: str) -> None:
+        self._holds.release(owner)
+        self._changed()
+
+    # --- An engine reserved for an evaluation ------------------------------------------------------------------------
+
+    def reserve(self, version: Version) -> Reservation:
+        """Keeps an engine that serves this version there, until `unreserve`. One reservation at a time."""
+        assert self._reserved is None, f"version {self._reserved.version} is reserved already"
+        reserved = self._reserved = Reservation(version)
+        self._changed()
+        return reserved
+
+    def unreserve(self, reserved: Reservation) -> None:
+        """The evaluation is over; idempotent. If others serve a newer version by now, its engine stays apart until it does too."""
+        reserved.over.set()
+        self._changed()
+
+    def reserved(self) -> str | None:
+        """The engine that no handover may touch now."""
+        return None if self._reserved is None or self._reserved.over.is_set() else self._reserved.engine
+
+    # --- Versions and quarantine -------------------------------------------------------------------------------------
+
+    def served(self, engine: str, version: Version) -> None:
+        member = self._members.get(engine)
+        if member is None:
+            return
+        rejoined = member.error is not None
+        member.version, member.error, member.on_probation = version, None, False
+        self._changed()
+        if rejoined and self._observer is not None:
+            self._observer.engine_rejoined(engine=engine, version=version)
+
+    def rejoin(self, engine: str, version: Version) -> bool:
+        """Ends a probation, if the engine is (still) on probation and serves what the fleet serves. Says whether it did."""
+        member = self._members.get(engine)
+        if member is None or not member.on_probation or version != self.current_version():
+            return False
+        self.served(engine, version)
+        return True
+
+    def quarantine(self, engine: str, error: BaseException, *, probation: bool = False) -> None:
+        """`probation`: nothing is known against its weights, so `HealthWatch` may let it rejoin; otherwise only `served` does.
+
+        The first error is kept, unless one that allows no probation comes after one that does. Pauses of the engine end here.
+        """
+        member = self._members.get(engine)
+        if member is None:
+            return
+        newly = member.error is None
+        if newly or (member.on_probation and not probation):
+            member.error, member.on_probation = error, probation
+        member.shared.abandon()
+        if newly:
+            self._lose(member, error)
+            self._changed()
+            if self._observer is not None:
+                self._observer.engine_quarantined(engine=engine, error=f"{type(error).__name__}: {error}")
+
+    def served_version(self) -> Version:
+        """Held engines count (they come back), a reserved one does not. While no engine counts: the last one known."""
+        versions = [m.version for name, m in self._members.items() if m.error is None and not self._keeps(name)]
+        self._last_served = min(versions, default=self._last_served)
+        return self._last_served
+
+    def current_version(self) -> Version:
+        """The newest version that an engine out of quarantine and not reserved serves, else that any engine served."""
+        serving = (m.version for name, m in self._members.items() if m.error is None and not self._keeps(name))
+        return max(serving, default=max((m.version for m in self._members.values()), default=self._last_served))
+
+    # --- Requests ----------------------------------------------------------------------------------------------------
+
+    def ticket(self) -> int:
+        """A place in the order of arrival; older tickets are dispatched first."""
+        return next(self._tickets)
+
+    async def place(self, ticket: int, *, tokens: int, affinity: str, deadline: Deadline) -> Lease:
+        """Waits for a routable engine, in order of tickets; woken by attach, release and rejoin, ended by the deadline.
+
+        `tokens` is the load the request brings: prompt plus output budget. The deadline stands while engines are held.
+        """
+        evaluates = self._reserved is not None and affinity in self._reserved.sessions
+        if self._only_held(evaluates):
+            deadline.stop()
+        return await self._lines[evaluates].wait(
+            ticket,
+            lambda: self._lease(tokens=tokens, affinity=affinity, deadline=deadline, evaluates=evaluates),
+            give_back=self.leave,
+            deadline=deadline,
+        )
+
+    def leave(self, lease: Lease) -> None:
+        """The request has ended on its engine. Idempotent."""
+        lease.end()
+        lease.deadline.start()
+
+    def forget(self, affinity: str) -> None:
+        """The session is over."""
+        self._pins.forget(affinity)
+
+    def describe(self) -> str:
+        """Each engine and why it takes no request, for error messages."""
+        return "; ".join(_describe(state) for state in self.states()) or "no engine is attached"
+
+    # --- State -------------------------------------------------------------------------------------------------------
+
+    def _keeps(self, engine: str) -> bool:
+        """Whether it keeps its version for an evaluation, or has yet to catch up."""
+        return self._reserved is not None and self._reserved.engine == engine
+
+    def _takers(self, evaluates: bool) -> list[str]:
+        """Engines out of quarantine that such requests may go to. A reserved one alone is shared: but never while it is behind
+        `served_version`, because tokens older than that would break admission's count (I2)."""
+        healthy = [name for name, m in self._members.items() if m.error is None]
+        if evaluates:
+            return [name for name in healthy if self._keeps(name)]
+        others = [name for name in healthy if not self._keeps(name)]
+        return others or [name for name in healthy if self._members[name].version >= self._last_served]
+
+    def _is_routable(self, engine: str) -> bool:
+        return self._members[engine].error is None and not self._holds.owners(engine)
+
+    def _candidates(self, takers: Collection[str]) -> list[Candidate]:
+        return [
+            Candidate(name, m.version, m.tokens_in_flight, routable=name in takers and self._is_routable(name))
+            for name, m in self._members.items()
+        ]
+
+    def _lease(self, *, tokens: int, affinity: str, deadline: Deadline, evaluates: bool) -> Lease | None:
+        """A place on the chosen engine, where the session stays. One whose engine is only held goes elsewhere once and keeps its pin."""
+        pinned = self._pins.get(affinity)
+        name = choose(self._candidates(self._takers(evaluates)), pinned=pinned, tokens=tokens)
+        if name is None:
+            return None
+        if pinned is None or self._is_routable(pinned):
+            self._pins.pin(affinity, name)
+        deadline.start()
+        return Lease(self._members[name], tokens=tokens, deadline=deadline, evaluates=evaluates)
+
+    def _lose(self, member: _Member, error: BaseException) -> None:
+        self._pins.forget_engine(member.shared.engine.name)
+        for lease in member.leases:
+            lease.lose(error)
+
+    def _only_held(self, evaluates: bool) -> bool:
+        """Whether such a request waits for a hold to end: time that no deadline counts."""
+        takers = self._takers(evaluates)
+        return self._holds.shut or (bool(takers) and all(self._holds.owners(name) for name in takers))
+
+    def _changed(self) -> None:
+        """Serves the lines, lets every deadline run or stand as the holds now say, and tells a new `served_version`."""
+        self._settle_reservation()
+        before = self._last_served
+        if self.served_version() != before and self.on_served is not None:
+            self.on_served(self._last_served)
+        self._leave_behind()
+        for evaluates, line in self._lines.items():
+            line.serve()
+            held = self._only_held(evaluates)
+            for deadline in line.deadlines():
+                _run_or_stand(deadline, stands=held)
+        for name, member in self._members.items():
+            for lease in member.leases:
+                _run_or_stand(lease.deadline, stands=bool(self._holds.owners(name)))
+
+    def _settle_reservation(self) -> None:
+        """It ends when it is over and its engine is one of the others again, or fell out."""
+        reserved = self._reserved
+        if reserved is None:
+            return
+        healthy = [c for c in self._candidates(self._members) if self._members[c.name].error is None]
+        reserved.settle(healthy, newest=self.current_version())
+        if reserved.over.is_set() and (reserved.engine is None or reserved.version >= self.current_version()):
+            self._reserved = None
+
+    def _leave_behind(self) -> None:
+        """Requests that ran on the engine when it was reserved go on elsewhere once it is behind: its tokens are too old now (I2)."""
+        for name, member in self._members.items():
+            if self._keeps(name) and member.version < self._last_served:
+                for lease in member.leases:
+                    if not lease.evaluates:
+                        lease.lose(EngineUnavailable(f"{name} keeps version {member.version} for an evaluation"))
+
+
+def _run_or_stand(deadline: Deadline, *, stands: bool) -> None:
+    if stands:
+        deadline.stop()
+    else:
+        deadline.start()
+
+
+def _describe(state: EngineState) -> str:
+    if state.error is not None:
+        return f"{state.name} is in quarantine ({state.error})"
+    if state.held_by:
+        return f"{state.name} is held by {', '.join(state.held_by)}"
+    return f"{state.name} serves version {state.version}" + (", for an evaluation alone" if state.reserved else "")

@@ -1,0 +1,135 @@
+"""Progress-based health: an engine that has work and makes no token for too long is put in quarantine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from midflight.errors import EngineError, EngineUnavailable
+from midflight.gateway.fleet.fleet import EngineState, Fleet
+from midflight.gateway.fleet.pauses import OwnedEngine
+from midflight.ports import Engine
+from midflight.types import EngineHealth
+
+_MAX_DOUBLINGS = 6
+"""An engine that falls out again and again is tried after 1, 2, 4, ... up to 64 intervals."""
+
+
+@dataclass(slots=True)
+class _Record:
+    num_tokens: int
+    since: float
+    """When it last made progress, or was excused."""
+
+
+class Progress:
+    """Two readings with work and equal `num_tokens`, `stall_seconds` apart and not paused, show a stall. Synchronous."""
+
+    def __init__(self, *, stall_seconds: float) -> None:
+        self._stall_seconds = stall_seconds
+        self._records: dict[str, _Record] = {}
+
+    def read(self, engine: str, health: EngineHealth | None, *, now: float, excused: bool = False) -> str | None:
+        """Takes a reading (`None`: no answer); says what is wrong, or `None`. An engine held by us is `excused`."""
+        record = self._records.setdefault(engine, _Record(-1, now))
+        if health is not None and (health.num_tokens != record.num_tokens or health.paused or not _has_work(health)):
+            record.num_tokens, record.since = health.num_tokens, now
+        if excused:
+            record.since = now
+        waited = now - record.since
+        if waited < self._stall_seconds:
+            return None
+        if health is None:
+            return f"it has not answered a health check for {waited:.1f} s"
+        return f"no token in {waited:.1f} s with {health.num_running} requests running and {health.num_waiting} waiting"
+
+    def forget(self, engine: str) -> None:
+        self._records.pop(engine, None)
+
+
+def _has_work(health: EngineHealth) -> bool:
+    return health.num_running + health.num_waiting > 0
+
+
+class HealthWatch:
+    """Reads every engine once per interval; quarantines the dead and the stalled, and lets recovered ones rejoin.
+
+    One that is in quarantine for its weights rejoins only through a handover (I7).
+    """
+
+    def __init__(self, fleet: Fleet, *, interval_seconds: float, stall_seconds: float) -> None:
+        self._fleet = fleet
+        self._interval_seconds = interval_seconds
+        self._progress = Progress(stall_seconds=stall_seconds)
+        self._lapses: dict[str, int] = {}
+        self._retry_at: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group."""
+        while True:
+            await asyncio.sleep(self._interval_seconds)
+            await self.check()
+
+    async def check(self) -> None:
+        """One reading of all engines at once; waits for the slowest, at most one interval."""
+        states = {state.name: state for state in self._fleet.states()}
+        self._forget_detached(states)
+        async with asyncio.TaskGroup() as group:
+            for engine in self._fleet.engines_of("health"):
+                group.create_task(self._check_one(engine, states[engine.name]), name=f"health of {engine.name}")
+
+    async def _check_one(self, engine: OwnedEngine, state: EngineState) -> None:
+        try:
+            async with asyncio.timeout(self._interval_seconds):
+                health = await engine.health()
+                await engine.renew()
+        except EngineUnavailable as error:
+            self._condemn(engine.name, error)
+        except (EngineError, OSError):  # a timeout is an OSError
+            self._judge(engine.name, None, state)
+        else:
+            if state.error is None and health.version < state.version:
+                restarted = f"watching engine {engine.name}: it serves version {health.version} after attesting {state.version}."
+                self._condemn(engine.name, EngineUnavailable(f"{restarted} It rejoins at the current version."))
+            elif state.error is None:
+                self._judge(engine.name, health, state)
+            elif state.on_probation:
+                await self._readmit(engine, health)
+
+    def _judge(self, name: str, health: EngineHealth | None, state: EngineState) -> None:
+        excused = bool(state.held_by or state.paused_by) and health is not None
+        wrong = self._progress.read(name, health, now=asyncio.get_running_loop().time(), excused=excused)
+        if wrong is not None:
+            self._condemn(name, EngineUnavailable(f"watching engine {name}: {wrong}. Restart it."))
+
+    def _condemn(self, name: str, error: BaseException) -> None:
+        self._progress.forget(name)
+        self._fleet.quarantine(name, error, probation=True)
+        self._retry_after(name)
+
+    def _retry_after(self, name: str) -> float:
+        """The loop's time from which the engine may rejoin; each lapse doubles the wait."""
+        if name not in self._retry_at:
+            lapses = self._lapses.get(name, 0)
+            self._lapses[name] = lapses + 1
+            self._retry_at[name] = asyncio.get_running_loop().time() + self._interval_seconds * 2 ** min(lapses, _MAX_DOUBLINGS)
+        return self._retry_at[name]
+
+    async def _readmit(self, engine: Engine, health: EngineHealth) -> None:
+        """An engine that answers again, on the weights the fleet serves. A pause that nobody owns any more is ended first."""
+        if asyncio.get_running_loop().time() < self._retry_after(engine.name) or health.version != self._fleet.current_version():
+            return
+        if health.paused:
+            try:
+                async with asyncio.timeout(self._interval_seconds):
+                    await engine.resume()
+            except (EngineError, OSError):
+                return
+        if self._fleet.rejoin(engine.name, health.version):
+            self._retry_at.pop(engine.name, None)
+
+    def _forget_detached(self, attached: dict[str, EngineState]) -> None:
+        for name in [n for n in self._lapses if n not in attached]:
+            self._progress.forget(name)
+            self._lapses.pop(name)
+            self._retry_at.pop(name, None)

@@ -1,0 +1,282 @@
+"""The gateway on HTTP: routes, tokens, statuses. All meaning is in `Gateway`, `Control` and the dialects."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from midflight.errors import MidflightError, Stopping, UnknownModel, nearest
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.ongoing import Ongoing, Reader
+from midflight.gateway.answers.retries import Requests, Ticket, ticket
+from midflight.gateway.dialects.chat import ChatExchange
+from midflight.gateway.dialects.completions import CompletionExchange
+from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
+from midflight.gateway.dialects.faults import Fault, fault_of, log_unexpected, plain_fault
+from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
+from midflight.gateway.dialects.native import NativeExchange
+from midflight.gateway.dialects.responses import ResponsesExchange, broken
+from midflight.gateway.http.count import CountEndpoint
+from midflight.gateway.http.openapi import OpenApiEndpoint
+from midflight.gateway.http.operator import Control, operator_routes
+from midflight.gateway.http.stream import AnswerStream, WholeAnswer
+from midflight.gateway.http.wire import ClientGone, api_key, headers_of, key_in, read_body, send_bytes, send_fault, send_json, until_gone
+from midflight.gateway.sessions.session import Session
+from midflight.types import Json
+
+WATCH_AFTER_SECONDS = 0.02
+"""An answer that is told within this time is told to a client who has gone, too: it costs less than to look."""
+
+DIALECTS = (
+    Dialect("/v1/chat/completions", ChatExchange),
+    Dialect("/v1/completions", CompletionExchange),
+    Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True),
+    Dialect("/v1/responses", ResponsesExchange, broken=broken, named_events=True),
+    Dialect("/generate", NativeExchange),
+)
+
+
+def build_app(
+    gateway: Gateway,
+    control: Control,
+    *,
+    control_token: str | None = None,
+    ready: Callable[[], bool] = lambda: True,
+    metrics: CollectorRegistry | None = None,
+    now: Callable[[], float] = time.time,
+    extra_routes: Sequence[BaseRoute] = (),
+) -> ASGIApp:
+    """The ASGI application. `ready`: whether an engine is routable. `control_token` guards pause, continue and abort.
+
+    `now` gives Unix seconds for the `created` field, and nothing else.
+    """
+    endpoints = {dialect.path: CompletionEndpoint(gateway, dialect, now=now) for dialect in DIALECTS}
+    models = ModelsEndpoint(gateway, now=now)
+    routes: list[BaseRoute] = []
+    for prefix in ("/s/{token}", ""):
+        routes += [Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+        routes.append(Route(prefix + "/v1/messages/count_tokens", CountEndpoint(gateway), methods=["POST"]))
+        routes += [Route(prefix + path, models, methods=["GET"]) for path in ("/v1/models", "/v1/models/{model:path}")]
+    routes += operator_routes(control, control_token=control_token)
+    routes += [Route("/health", HealthEndpoint(ready), methods=["GET"]), *extra_routes]
+    routes.append(Route("/openapi.json", OpenApiEndpoint(gateway.model), methods=["GET"]))
+    if metrics is not None:
+        routes.append(Route("/metrics", MetricsEndpoint(metrics), methods=["GET"]))
+    return Direct(endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception}))
+
+
+class Direct:
+    """The routes that agents call, found in one step; every other request goes to `rest`, which knows these routes too."""
+
+    def __init__(self, endpoints: Mapping[str, ASGIApp], rest: ASGIApp) -> None:
+        """`endpoints`: by path, for POST; each is also there under `/s/<token>`."""
+        self._endpoints, self._rest = endpoints, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
+            path: str = scope["path"]
+            params: dict[str, str] = {}
+            if path.startswith("/s/"):
+                token, slash, rest = path[3:].partition("/")
+                path, params = slash + rest, {"token": token}
+            endpoint = self._endpoints.get(path)
+            if endpoint is not None and params.get("token") != "":
+                scope["path_params"] = params
+                await endpoint(scope, receive, send)
+                return
+        await self._rest(scope, receive, send)
+
+
+class CompletionEndpoint:
+    """One dialect's route."""
+
+    def __init__(self, gateway: Gateway, dialect: Dialect, *, now: Callable[[], float]) -> None:
+        self._gateway = gateway
+        self._requests: Requests = gateway.requests
+        self._dialect = dialect
+        self._now = now
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Waits for the body, then for the answer; ended by them, or by the client who goes. Whoever asks first stays until
+        the generation ends, read or not (see `Ongoing`)."""
+        session: Session | None = None
+        try:
+            headers = headers_of(scope)
+            key = key_in(headers)
+            session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=key)
+            body = await read_body(receive, declared=headers.get(b"content-length"))
+            exchange = self._dialect.exchange(body)
+            await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
+            session_id = session.session_id if session.key is not None else None
+            asked = ticket(headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body)
+            original = self._requests.find(asked, now=_loop_time())
+            ongoing = original or self._begin(session, exchange, asked)
+            await self._visit(ongoing, exchange, generates=original is None, receive=receive, send=send)
+        except ClientGone:
+            return
+        except Exception as error:  # the edge: every error becomes an answer
+            self._failed(session, error)
+            await send_fault(send, self._dialect.fault(error))
+
+    def _failed(self, session: Session | None, error: Exception) -> None:
+        log_unexpected(error)
+        self._gateway.failed(session, error)
+
+    def _begin(self, session: Session, exchange: Exchange, asked: Ticket | None) -> Ongoing:
+        self._requests.check_room()
+        job = self._gateway.prepare(session, exchange.call)
+        ongoing = Ongoing(job, created=int(self._now()), orphan_seconds=self._requests.orphan_seconds if asked is not None else 0.0)
+        self._requests.begin(ongoing, asked)
+        return ongoing
+
+    async def _visit(self, ongoing: Ongoing, exchange: Exchange, *, generates: bool, receive: Receive, send: Send) -> None:
+        """Waits until the client was told, or went; and for the generation, if this visit `generates`. An error that came
+        before anything was told is raised; a later one is the stream's last event."""
+        reader = ongoing.join()
+        reply = Reply(ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer)
+        streams = exchange.call.stream
+        telling = self._stream(reader, exchange, reply) if streams else WholeAnswer(reader, exchange, reply)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = Watch(tasks, receive, reader)
+                told = tasks.create_task(telling.tell(send), name="tell") if generates and streams else None
+                if generates:
+                    await self._generate(ongoing)
+                if ongoing.error is not None:
+                    await watch.look()
+                await (told or telling.tell(send))
+                watch.end()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            ongoing.leave(reader)
+            self._requests.settle(ongoing, now=_loop_time())
+        if ongoing.error is not None and not telling.started and not reader.gone:
+            raise ongoing.error
+
+    def _stream(self, reader: Reader, exchange: Exchange, reply: Reply) -> AnswerStream:
+        return AnswerStream(reader, exchange, reply, dialect=self._dialect, failed=partial(self._failed, reply.job.session))
+
+    async def _generate(self, ongoing: Ongoing) -> None:
+        """Waits for the answers; ended by them, or when nobody has read them for too long. Its failure is the answer's."""
+        error: Exception | None = Stopping("the gateway is stopping: try again when it is back.")
+        try:
+            await self._gateway.run(ongoing.job, ongoing.put, begun=ongoing.runs_in)
+            error = None
+        except Exception as failure:
+            error = failure
+        finally:
+            self._requests.end(ongoing, error, now=_loop_time())
+
+
+class Watch:
+    """Tells a reader when his client goes. Most answers come before it begins, and are spared a task."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, receive: Receive, reader: Reader) -> None:
+        self._tasks, self._receive, self._reader = tasks, receive, reader
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._begin)
+
+    async def look(self) -> None:
+        """Notices a client who has gone already: an error after that is none of his. Waits for one turn of the event loop."""
+        self.end()  # two may not read the client's messages at once
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await self._run()
+
+    def end(self) -> None:
+        """The client was told."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = self._tasks.create_task(self._run(), name="watch for the client's disconnect")
+
+    async def _run(self) -> None:
+        """Waits for the client to go; cancelled when he was told."""
+        await until_gone(self._receive)
+        self._reader.go()
+
+
+class ModelsEndpoint:
+    """The one model, in an object that OpenAI's clients and Anthropic's both read."""
+
+    def __init__(self, gateway: Gateway, *, now: Callable[[], float]) -> None:
+        self._gateway = gateway
+        self._created = int(now())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=api_key(scope))
+            await send_json(send, self._body(scope["path_params"].get("model")))
+        except MidflightError as error:
+            await send_fault(send, fault_of(error))
+
+    def _body(self, asked: str | None) -> Json:
+        name = self._gateway.model
+        limits = self._gateway.limits
+        model: Json = {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "midflight",
+            "max_model_len": limits.max_context,
+            # The same in Anthropic's words.
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": limits.max_context,
+        }
+        if asked is None:
+            return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        if asked != name:
+            raise UnknownModel(f"the model {asked!r} does not exist.{nearest(asked, [name])}", param="model")
+        return model
+
+
+class HealthEndpoint:
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._ready():
+            await send_json(send, {"status": "ok"})
+        else:
+            await send_fault(send, Fault(503, {"status": "no engine is routable"}))
+
+
+class MetricsEndpoint:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST.encode())
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods, in the shape that clients read."""
+    assert isinstance(error, HTTPException)
+    if request.method == "OPTIONS" and error.status_code == 405:
+        return Response(status_code=204, headers=error.headers)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+    fault = plain_fault(error.status_code, f"{request.method}: {error.detail}. Look up the route.", code)
+    return Response(msgspec.json.encode(fault.body), error.status_code, headers=error.headers, media_type="application/json")
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,139 @@
+"""A request of an agent, free of any wire format, and the events that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeAlias
+
+from midflight.gateway.sessions.node import Prompt
+from midflight.text import Message
+from midflight.text.formats import AssistantMessage, Piece, Tool
+from midflight.types import Grammar, Json, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """A prompt to be written by the chat template."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """Names of the template's own, such as `enable_thinking`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    ids: tuple[int, ...]
+
+
+Source: TypeAlias = Messages | Text | TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Sampling as far as the client asked for it; `None` leaves the session's default."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] | None = None
+    grammar: Grammar | None = None
+    top_logprobs: int | None = None
+
+
+class ToolChoice(StrEnum):
+    """Whether the answer may, must or must not call a tool. With `NONE` nothing is looked for: what looks like a call is content."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    """`n` answers to each of `sources`. Choices are numbered source by source."""
+
+    sources: tuple[Source, ...]
+    asked: Asked = Asked()
+    n: int = 1
+    stream: bool = False
+    """Whether `Delta`s are wanted before the answers."""
+    default_max_tokens: int | None = None
+    """Of the dialect, where neither client nor session names one; `None` is all the room there is."""
+    model: str | None = None
+    request_id: str | None = None
+    """The client's own name for the request, by which it may abort it."""
+    may_abort: bool = False
+    """Whether an abort of the operator ends the request with what there is; otherwise it is resumed."""
+    prompt_param: str = "prompt"
+    """What the client calls the prompt."""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the client calls fields of `Asked`, where his names are others."""
+    tool_choice: ToolChoice = ToolChoice.NONE
+    forced_tool: str | None = None
+    """With `REQUIRED`: the one tool that must be called."""
+    parallel_tool_calls: bool = True
+    """False shows the agent the first call only."""
+
+    def name_of(self, asked: str) -> str:
+        """The client's own name for a field of `Asked`, by which its faults are told. The grammar of a call that must come is ours."""
+        if asked == "grammar" and self.tool_choice is ToolChoice.REQUIRED:
+            return "tool_choice"
+        return self.names.get(asked, asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of a choice, and the text that became certain with them (it may lag behind the tokens)."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    pieces: tuple[Piece, ...] = ()
+    """Of a chat: the text, parsed."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Alternatives of each token, where they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished choice. `text` is what the agent sees, without the stop string; `tail` and `tail_pieces` what no `Delta` has carried yet."""
+
+    choice: int
+    request_id: str
+    prompt: Prompt
+    turn: Turn
+    text: str
+    tail: str
+    message: AssistantMessage
+    """Of a chat: `text`, parsed."""
+    tail_pieces: tuple[Piece, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Alternatives of each token of the turn, where they were asked for."""
+
+
+Event: TypeAlias = Delta | Answer
+
+
+class Sink(Protocol):
+    """Where a running call puts its events. Never waits."""
+
+    def __call__(self, event: Event) -> None: ...

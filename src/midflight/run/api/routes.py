@@ -1,0 +1,194 @@
+"""`/midflight/v1`: the routes by which a trainer, ours or a foreign one, draws batches and publishes weights.
+
+Documented for other languages in docs/foreign-trainers.md. `API_VERSION` counts up when a client of the version before would
+no longer work; fields may be added to answers without that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from midflight.config.sections import Config
+from midflight.errors import RequestRejected
+from midflight.gateway.http.wire import with_client
+from midflight.run.api.batches import batch_as_lists
+from midflight.run.api.edge import JSON, PACKED, Body, body_of, control_route, json_answer, wants
+from midflight.run.api.session_routes import WaitSeconds
+from midflight.run.api.steps import DoneBody, ModelTensors, StepBook
+from midflight.run.service import TakesWithin
+from midflight.trajectories.packing import to_bytes
+from midflight.types import Delta, PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.weights.transports.published_file import check_readable, manifest_of
+
+API_VERSION = 1
+
+
+class Take(Body, frozen=True):
+    train_version: Annotated[Version, Meta(ge=0)]
+    wait_seconds: WaitSeconds | None = None
+    """Then the answer is 204. Without it the request waits as long as it takes."""
+
+
+class AtVersion(Body, frozen=True):
+    version: Annotated[Version, Meta(ge=0)]
+
+
+class WeightsBody(Body, frozen=True):
+    """`file`, a safetensors file that this machine can read; or all fields of a `WeightManifest` from a trainer that made one."""
+
+    version: Annotated[Version, Meta(ge=0)]
+    file: str | None = None
+    fingerprint: str | None = None
+    transport: str | None = None
+    location: str | None = None
+    tensors: tuple[TensorSpec, ...] | None = None
+    deltas: tuple[Delta, ...] = ()
+
+
+class Info(msgspec.Struct, frozen=True):
+    """What answers here."""
+
+    api_version: int
+    run: str
+    purpose: str
+    model: str
+    """The model id that agents use."""
+    model_path: str
+    """Folder of the weights that the run began with."""
+    served_version: Version
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    max_tokens: int
+    temperature: float
+    max_context: int
+    rollout_seconds: float
+    steps: int
+
+
+def info_route(config: Config, *, purpose: str, model: str, max_context: int, served: Callable[[], Version], token: str) -> BaseRoute:
+    """`GET /midflight/v1`."""
+
+    async def info(request: Request) -> Response:
+        return json_answer(
+            Info(
+                api_version=API_VERSION,
+                run=config.run.name,
+                purpose=purpose,
+                model=config.model.name,
+                model_path=model,
+                served_version=served(),
+                max_staleness=config.rollout.max_staleness,
+                groups_per_step=config.rollout.groups_per_step,
+                group_size=config.rollout.group_size,
+                max_tokens=config.environment.max_tokens,
+                temperature=config.environment.temperature,
+                max_context=max_context,
+                rollout_seconds=config.environment.rollout_seconds,
+                steps=config.run.steps,
+            )
+        )
+
+    return control_route("", info, token=token, method="GET")
+
+
+class TrainerRoutes:
+    """All behind the control token. Each waits for the service, and for as long as its client does."""
+
+    def __init__(
+        self,
+        service: TakesWithin,
+        *,
+        token: str,
+        model: Path,
+        start_version: Version,
+        served: Callable[[], Version],
+        finished: Callable[[], None] | None = None,
+    ) -> None:
+        """`finished` is called when the answer to `finish` has been sent."""
+        self._service, self._token, self._model = service, token, model
+        self._served, self._finished = served, finished
+        self._book = StepBook(start_version=start_version)
+        self._tensors: ModelTensors | None = None
+
+    def routes(self) -> Sequence[BaseRoute]:
+        verbs = {
+            "take": self._take,
+            "done": self._done,
+            "weights": self._weights,
+            "checkpointed": self._checkpointed,
+            "finish": self._finish,
+        }
+        return [control_route(f"/{name}", verb, token=self._token) for name, verb in verbs.items()]
+
+    async def _take(self, request: Request) -> Response:
+        body = await body_of(request, Take)
+        self._book.check_take(body.train_version)
+        batch = await with_client(request.receive, self._drawn(body))
+        if batch is None:
+            return Response(status_code=204)
+        self._book.taken(batch, now=time.monotonic())
+        if wants(request, (PACKED, JSON)) == JSON:
+            return json_answer(batch_as_lists(batch))
+        return Response(to_bytes(batch), media_type=PACKED)
+
+    async def _drawn(self, body: Take) -> PackedBatch | None:
+        if body.wait_seconds is None:
+            return await self._service.take(body.train_version)
+        return await self._service.take_within(body.train_version, seconds=body.wait_seconds)
+
+    async def _done(self, request: Request) -> Response:
+        step = self._book.report(await body_of(request, DoneBody), now=time.monotonic())
+        await self._service.done(step)
+        self._book.done(step)
+        return json_answer({"version": step.version})
+
+    async def _weights(self, request: Request) -> Response:
+        """Waits until every engine serves the version, is reserved or in quarantine; `served_version` says what came of it."""
+        body = await body_of(request, WeightsBody)
+        self._book.check_version(body.version)
+        manifest = await self._manifest(body)
+        self._book.publishing(manifest)
+        await self._service.publish(manifest)
+        return json_answer({"version": manifest.version, "served_version": self._served()})
+
+    async def _checkpointed(self, request: Request) -> Response:
+        body = await body_of(request, AtVersion)
+        self._book.check_saved(body.version)
+        await self._service.checkpointed(body.version)
+        return json_answer({"version": body.version})
+
+    async def _finish(self, request: Request) -> Response:
+        body = await body_of(request, AtVersion)
+        await self._service.finish(body.version)
+        answer = json_answer({"version": body.version})
+        answer.background = BackgroundTask(self._end)
+        return answer
+
+    async def _end(self) -> None:
+        """Waits for nothing; a coroutine, because others are called in threads."""
+        if self._finished is not None:
+            self._finished()
+
+    async def _manifest(self, body: WeightsBody) -> WeightManifest:
+        """As the trainer gave it, or made here from its file."""
+        if body.file is not None:
+            tensors = self._tensors = self._tensors or await asyncio.to_thread(ModelTensors.of, self._model)
+            path = Path(body.file)
+            return await asyncio.to_thread(lambda: manifest_of(path, version=body.version, fitting=tensors.fitting))
+        if body.fingerprint is None or body.transport is None or body.location is None or body.tensors is None:
+            raise RequestRejected("weights need `version` and `file`, or all fields of a manifest.", param="file")
+        manifest = WeightManifest(body.version, body.fingerprint, body.transport, body.location, body.tensors, body.deltas)
+        await asyncio.to_thread(check_readable, manifest)
+        return manifest

@@ -1,0 +1,233 @@
+"""`/midflight/v1/sessions` and `/claims`: for harnesses and workers outside this process, in any language.
+
+Opening and claiming need the control token. Scoring and ending a session need that, or the session's owner token; the agent's
+own token opens neither, so an agent can't score itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from midflight.environments.claimed import Board, Offer, claims
+from midflight.environments.rewards import LARGEST_REWARD
+from midflight.errors import NothingToClaim, RequestRejected
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
+from midflight.gateway.dialects.fields import LEAST_TEMPERATURE
+from midflight.gateway.http.wire import with_client
+from midflight.gateway.sessions.registry import SessionRegistry
+from midflight.run.api.batches import rows_as_lists
+from midflight.run.api.edge import JSON, PACKED, Body, bearer_of, body_of, control_route, holds, json_answer, open_route, origin, wants
+from midflight.trajectories.packing import pack, to_bytes
+from midflight.types import Batch, Group, Json, SamplingParams, Trajectory, Version
+
+MAX_TASK_BYTES = 64 * 2**10
+"""What a session's `task` may be as JSON: it is kept with each of up to ten thousand sessions."""
+MAX_WAIT_SECONDS = 600.0
+"""Of one request that waits; proxies cut longer ones."""
+
+WaitSeconds = Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)]
+
+
+class Sampling(Body, frozen=True):
+    """Defaults of a session's requests. What is sampled at another temperature, or from a truncated distribution, is masked."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0, or `LEAST_TEMPERATURE` and more."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    stop: list[Annotated[str, Meta(min_length=1)]] = []  # noqa: RUF012 (msgspec copies it)
+
+
+class OpenBody(Body, frozen=True):
+    sampling: Sampling = Sampling()
+    tracked: bool = True
+    """Whether the record has rows; without them it only counts."""
+    count_all_choices: bool = False
+    """Choices (n > 1) that the agent did not go on from get rows too, and are not dropped(unchosen)."""
+    task: msgspec.Raw = msgspec.Raw(b"null")
+    """Anything; comes back with the record."""
+
+
+class RewardBody(Body, frozen=True):
+    reward: float | None
+    """Required: a missing reward is no reward of None."""
+
+
+class ClaimBody(Body, frozen=True):
+    max: Annotated[int, Meta(ge=1, le=1024)] = 1
+    wait_seconds: WaitSeconds = 0.0
+
+
+class Opened(msgspec.Struct, frozen=True):
+    session_id: str
+    base_url: str
+    api_key: str
+    owner_token: str
+
+
+class ClaimedTask(msgspec.Struct, frozen=True):
+    id: str
+    source: str
+    data: Mapping[str, object]
+
+
+class Claim(Opened, frozen=True):
+    task: ClaimedTask
+
+
+class SessionRoutes:
+    """Holds no state. `board` is there where the environment is `claimed`; `served` gives the version that engines serve."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        owned: OwnedSessions,
+        *,
+        token: str,
+        sampling: SamplingParams,
+        served: Callable[[], Version],
+        board: Board | None = None,
+    ) -> None:
+        self._gateway, self._owned, self._board = gateway, owned, board
+        self._token, self._sampling, self._served = token, sampling, served
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return [
+            control_route("/sessions", self._open, token=self._token),
+            open_route("/sessions/{session_id}/reward", self._reward),
+            open_route("/sessions/{session_id}/end", self._end),
+            control_route("/claims", self._claim, token=self._token),
+        ]
+
+    async def _open(self, request: Request) -> Response:
+        body = await body_of(request, OpenBody)
+        if body.sampling.temperature is not None and 0 < body.sampling.temperature < LEAST_TEMPERATURE:
+            raise RequestRejected(
+                f"sampling.temperature is {body.sampling.temperature}: send 0, or {LEAST_TEMPERATURE} and more.",
+                param="sampling.temperature",
+            )
+        if len(body.task) > MAX_TASK_BYTES:
+            raise RequestRejected(f"task has {len(body.task)} bytes: send {MAX_TASK_BYTES} at most, or a reference.", param="task")
+        task = _task(body.task)
+        sampling = _sampling(body.sampling, self._sampling)
+        handle = self._owned.open(sampling=sampling, keeps_rows=body.tracked, count_all_choices=body.count_all_choices, task=task)
+        return json_answer(self._opened(request, handle.session_id, handle.api_key, handle.owner_token))
+
+    async def _reward(self, request: Request) -> Response:
+        session_id = self._checked(request)
+        reward = _reward_of(await body_of(request, RewardBody))
+        if self._board is not None and session_id in self._board:
+            self._board.score(session_id, reward)
+        else:
+            self._owned.score(session_id, reward)
+        return json_answer({"session_id": session_id, "reward": reward})
+
+    async def _end(self, request: Request) -> Response:
+        """What the trainer gets of a claimed rollout is not the worker's to fetch: to end one is to give it up."""
+        session_id = self._checked(request)
+        await body_of(request, Body)
+        if self._board is not None and session_id in self._board:
+            reward = self._board.give_up(session_id)
+            return json_answer({"session_id": session_id, "reward": reward})
+        kind = wants(request, (JSON, PACKED))
+        if kind == PACKED and not self._owned.has_reward(session_id):
+            raise RequestRejected(
+                f"ending session {session_id}: a packed rollout needs its reward, and none was given; post that first, or ask for JSON."
+            )
+        ended = self._owned.end(session_id)
+        return Response(_packed(ended, self._served()), media_type=PACKED) if kind == PACKED else json_answer(_record(ended))
+
+    async def _claim(self, request: Request) -> Response:
+        """Waits for offers; ended by them, by `wait_seconds`, or by the worker who goes."""
+        if self._board is None:
+            raise NothingToClaim(
+                'nothing is to be claimed here: the run\'s environment.entry is not "midflight.environments.claimed:claimed".'
+            )
+        body = await body_of(request, ClaimBody)
+        offers = await with_client(request.receive, claims(self._board, most=body.max, wait_seconds=body.wait_seconds))
+        return json_answer([self._claim_of(request, offer) for offer in offers])
+
+    def _claim_of(self, request: Request, offer: Offer) -> Claim:
+        opened = self._opened(request, offer.session_id, offer.api_key, self._gateway.registry.owner_token(offer.session_id))
+        task = ClaimedTask(offer.task.id, offer.task.source, offer.task.data)
+        return Claim(opened.session_id, opened.base_url, opened.api_key, opened.owner_token, task)
+
+    def _opened(self, request: Request, session_id: str, api_key: str, owner_token: str) -> Opened:
+        return Opened(session_id, f"{origin(request)}/s/{api_key}/v1", api_key, owner_token)
+
+    def _checked(self, request: Request) -> str:
+        """The session that the request may score and end."""
+        session_id = str(request.path_params["session_id"])
+        if not holds(request, self._token):
+            owner: OwnedSessions | SessionRegistry = self._owned if session_id in self._owned else self._gateway.registry
+            owner.check_owner(session_id, bearer_of(request))
+        return session_id
+
+
+def _task(raw: msgspec.Raw) -> Json:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestRejected(f"task is no JSON that could be kept: {error}. Send something plainer.", param="task") from error
+
+
+def _sampling(asked: Sampling, default: SamplingParams) -> SamplingParams:
+    return replace(
+        default,
+        max_tokens=default.max_tokens if asked.max_tokens is None else asked.max_tokens,
+        min_tokens=asked.min_tokens,
+        temperature=default.temperature if asked.temperature is None else asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        stop=tuple(asked.stop),
+    )
+
+
+def _reward_of(body: RewardBody) -> float | None:
+    """As float32 it must be finite, because that is how rewards travel."""
+    if body.reward is not None and not abs(body.reward) <= LARGEST_REWARD:
+        raise RequestRejected(
+            f"reward is {body.reward}: send a finite number, or null for a rollout that cannot be scored.", param="reward"
+        )
+    return body.reward
+
+
+def _record(ended: OwnedRecord) -> dict[str, object]:
+    record = ended.record
+    return {
+        "session_id": record.session_id,
+        "task": ended.task,
+        "reward": ended.reward,
+        "num_turns": record.num_turns,
+        "num_branches": record.num_branches,
+        "num_tokens": sum(row.num_trainable for row in record.rows),
+        "num_rewritten": record.num_rewritten,
+        "num_mismatches": record.num_mismatches,
+        "failed_requests": record.failed_requests,
+        "truncated": record.truncated,
+        "masked": record.masked,
+        "dropped": record.dropped,
+        "rows_given": ended.rows_given,
+        "rows": rows_as_lists(record.rows),
+    }
+
+
+def _packed(ended: OwnedRecord, served: Version) -> bytes:
+    """A batch of one group with one rollout; its `lease` is 0, and its `train_version` the version served now."""
+    record = ended.record
+    rollout = Trajectory(ended.key, record.session_id, "session", ended.reward, record.rows, record.truncated)
+    newest = max((int(row.versions.max()) for row in record.rows), default=served)
+    return to_bytes(pack(Batch(0, max(served, newest), (Group(ended.key.group, record.session_id, "session", (rollout,)),))))

@@ -1,0 +1,55 @@
+"""An embedded engine's process: a model, the decode loop, and the wire, on a socket that the launcher holds."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from midflight.config.derived import served_dtype
+from midflight.config.sections import Config
+from midflight.engines.app import build_app
+from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.stream import serve_stream
+from midflight.models.load import load_model
+from midflight.observe.observers import Silent
+from midflight.run.http_server import listen, serve_app
+from midflight.run.messages import EngineSpec, Launcher, Ready
+from midflight.run.parts import serve_while
+from midflight.text.tokenizer import Tokenizer
+from midflight.weights.transports.select import receiver
+
+
+def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:
+    section = config.engine
+    return EmbeddedEngine(
+        load_model(model, dtype=served_dtype(config), device=section.device),
+        tokenizer=Tokenizer.load(model),
+        name=name,
+        receiver=receiver(),
+        observer=Silent(),
+        max_running=section.max_running,
+        max_batch_tokens=section.max_batch_tokens,
+        max_context=config.model.max_context,
+        pause_lease_seconds=section.pause_lease_seconds,
+        version=version,
+    )
+
+
+async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
+    """Decodes and serves until the launcher ends it, or the decode loop crashes."""
+    config = Config.model_validate_json(spec.config)
+    engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
+    app = build_app(engine, serve_stream, token=spec.token, scorer=engine)
+    with socket.socket(fileno=spec.socket_fd) as listener:
+        await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))
+
+
+async def serve_engine(config: Config, model: Path, *, host: str, port: int, token: str | None, ready: Callable[[str], None]) -> None:
+    """One engine on its own, for `midflight engine`; `ready` gets its URL. With a token it asks for that. Ended by cancellation."""
+    with listen(host, port) as listener:
+        engine = await asyncio.to_thread(make_engine, config, model, name="engine", version=0)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        app = build_app(engine, serve_stream, token=token, scorer=engine)
+        await serve_while(engine.run(), serve_app(app, listener, ready=lambda: ready(url)))

@@ -1,0 +1,190 @@
+"""An inference server of other people as a child of this process: on a leash, waited for, ended. Torch-free.
+
+| wait | waits for | ended by |
+|---|---|---|
+| `started`, `attached` | the server's first answer | the end of one that was started here, or a deadline |
+| `StartedServer.died` | the server's end | it, or cancellation |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import aiohttp
+
+from midflight.config.derived import engine_python, served_dtype
+from midflight.config.sections import Config, EngineSection
+from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
+from midflight.errors import ConfigError, RunFailed
+from midflight.models.sizes import sizes_of
+from midflight.run.engine import leash
+from midflight.run.parts import ServerLost, first_error, serve_while
+
+POLL_SECONDS = 0.25
+"""Between two looks at whether a server answers: it tells nobody else, and takes half a minute or more."""
+ANSWER_SECONDS = 2.0
+"""For the answer to one look."""
+STOP_SECONDS = 1.5
+"""Between asking a server to end and killing it: less than the companion has for its own end. A server keeps nothing worth a wait."""
+LAST_LINES = 25
+"""Of the log, in an error: a server's traceback is long, and its cause is not at the end."""
+
+
+def interpreter(engine: EngineSection) -> Path:
+    """Of the server's environment; `ConfigError` when it is not there. Not resolved: a virtual environment's is a link."""
+    path = engine_python(engine).absolute()
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"starting {engine.kind}: there is no interpreter {path}; run `make engines`, which installs vLLM and SGLang, "
+            "or set engine.python to that of an environment that has it."
+        )
+    return path
+
+
+def check_interpreter(engine: EngineSection) -> None:
+    """Before anything is started. Embedded engines and servers that run already need none."""
+    if engine.kind != "embedded" and not engine.urls:
+        interpreter(engine)
+
+
+def command_for(config: Config, model: Path, *, version: int, port: int, inherited: Mapping[str, str]) -> Command:
+    dtype = served_dtype(config)
+    served = Served(
+        folder=model.absolute(),
+        name=config.model.name,
+        dtype=dtype,
+        max_context=config.model.max_context,
+        kv_bytes_per_token=sizes_of(model).kv_bytes_per_token(dtype),
+        version=version,
+    )
+    return server_command(config.engine, served, python=interpreter(config.engine), port=port, inherited=inherited)
+
+
+def reserve_port() -> socket.socket:
+    """A bound socket that does not listen: while it is open nobody is given its port by chance, and a server that asks for it gets it."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind((HOST, 0))
+    return made
+
+
+class Attached:
+    """A server that others started and will end: whether it lives is found out by asking it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def died(self) -> NoReturn:
+        """Waits for ever; ended by cancellation."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+@asynccontextmanager
+async def attached(engine: EngineSection, url: str, *, name: str) -> AsyncGenerator[Attached]:
+    """A server at `url` that answers: waited for up to `engine.start_seconds`, because it may just have been started."""
+    at = url.rstrip("/")
+    try:
+        async with asyncio.timeout(engine.start_seconds):
+            await answering(at + READY[engine.kind])
+    except TimeoutError as error:
+        raise RunFailed(
+            f"attaching {name}: no {engine.kind} server answered at {at}{READY[engine.kind]} within {engine.start_seconds:g} s; "
+            "start it, or mend engine.urls."
+        ) from error
+    yield Attached(at)
+
+
+@asynccontextmanager
+async def started(config: Config, model: Path, *, name: str, version: int) -> AsyncGenerator[StartedServer]:
+    """A server that answers; it ends with the context, or with this process. `RunFailed` with the end of its log when it does not come up."""
+    log = Path(config.run.folder) / "logs" / f"{name}.server.log"
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        server = StartedServer(name, f"http://{HOST}:{port}", log)
+        await server.start(command_for(config, model, version=version, port=port, inherited=os.environ))
+        try:
+            await server.come_up(READY[config.engine.kind], seconds=config.engine.start_seconds)
+            yield server
+        finally:
+            await server.stop()
+
+
+class StartedServer:
+    """The process at the end of the leash, its address and its log."""
+
+    def __init__(self, name: str, url: str, log: Path) -> None:
+        self.name, self.url, self.log = name, url, log
+        self._log_began = 0
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, command: Command) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_began = log.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", leash.__file__, str(STOP_SECONDS), *command.argv),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env=command.environ,
+                start_new_session=True,
+            )
+
+    async def come_up(self, path: str, *, seconds: float) -> None:
+        """Waits until it answers 200 at `path`. Its death is `RunFailed`: it would die again; more than `seconds` is `ServerLost`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await serve_while(answering(self.url + path), self.died())
+        except TimeoutError as error:
+            raise ServerLost(
+                f"starting {self.name}'s server: no answer from {self.url}{path} within {seconds:g} s; raise engine.start_seconds, "
+                f"or look at {self._last_lines()}"
+            ) from error
+        except BaseExceptionGroup as errors:
+            raise RunFailed(f"starting {self.name}'s server: {first_error(errors)}") from errors
+
+    async def died(self) -> NoReturn:
+        """Waits for its end, which nobody asked for: `ServerLost`."""
+        assert self._process is not None
+        status = await self._process.wait()
+        how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
+        raise ServerLost(f"{self.name}'s server ended with {how}; {self._last_lines()}")
+
+    async def stop(self) -> None:
+        """Waits for the end of its processes, which the leash sees to; ended by that, at the latest by a kill."""
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * STOP_SECONDS):
+                    await process.wait()
+
+    def _last_lines(self) -> str:
+        text = self.log.read_bytes()[self._log_began :].decode(errors="replace")
+        return f"the end of {self.log}:\n" + "\n".join(text.splitlines()[-LAST_LINES:])
+
+
+async def answering(url: str) -> None:
+    """Waits until a GET of `url` is answered 200; the caller has the deadline. `RunFailed` where something else listens there."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)) as session:
+        while not await _answers(session, url):  # noqa: ASYNC110 (the event is another program's)
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    with suppress(aiohttp.ClientError, OSError, TimeoutError):
+        async with session.get(url, allow_redirects=False) as answer:
+            if 300 <= answer.status < 500:
+                raise RunFailed(
+                    f"{url} is answered with status {answer.status}: another program listens there; mend engine.urls or engine.kind."
+                )
+            return answer.status == 200
+    return False

@@ -1,0 +1,298 @@
+"""What the commands do: `train`, `rollouts`, `serve`, `engine`, `evaluate`, `new_model`. Each returns an exit status.
+
+The launcher never imports torch; whatever computes does so in a child process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from midflight.config.resumed import check_same_model
+from midflight.config.sections import Config
+from midflight.errors import ConfigError
+from midflight.observe.memory import PeakMemory
+from midflight.observe.plot import draw_plot
+from midflight.observe.status import Phase, Status, WarmStartStatus
+from midflight.observe.summary import Summary, summarise, summary_table, write_summary
+from midflight.observe.terminal import Terminal
+from midflight.run.launcher.endpoint import ControlToken, control_token, exposure, is_loopback
+from midflight.run.launcher.ring import PartFailed, Ring
+from midflight.run.messages import Alarm, Message, ModelReady, Progress, Purpose, Ready, Restarted, WarmStart
+from midflight.run.parts import first_error, serve_while
+
+MEMORY_SECONDS = 1.0
+"""Between two looks at the memory of all processes; a look costs some milliseconds of one core."""
+PRODUCTS = (
+    "endpoint.json",
+    "metrics.jsonl",
+    "summary.json",
+    "plot.png",
+    "store.sqlite",
+    "store.sqlite-wal",
+    "store.sqlite-shm",
+    "published",
+)
+FOLDERS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights", "logs")
+
+
+class Run:
+    """A training run, from the launcher: what it shows, measures and leaves behind."""
+
+    def __init__(self, config: Config, terminal: Terminal, token: ControlToken) -> None:
+        self._config, self._terminal, self._token = config, terminal, token
+        self._folder = Path(config.run.folder)
+        self._began = time.monotonic()
+        self._memory = PeakMemory(os.getpid())
+        self.status = Status(name=config.run.name, steps=config.run.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Since the command began, however many processes have come and gone."""
+        return time.monotonic() - self._began
+
+    async def train(self, *, resume: bool) -> None:
+        """Restarts the ring from its last checkpoint when a part dies, within the budget. Ended by the last step, or an error."""
+        await serve_while(self._attempts(resume=resume), self._watch_memory())
+
+    async def roll_out(self, model: ModelReady, hear: Callable[[Message], None]) -> None:
+        """Rollouts for a trainer that is not ours. Ended by its `finish`, or by the death of a part: the weights are the trainer's."""
+        ring = Ring(self._config, on_message=hear, control_token=self._token.value, model=model)
+        await serve_while(ring.serve(purpose=Purpose.ROLLOUTS), self._watch_memory())
+
+    async def _attempts(self, *, resume: bool) -> None:
+        restarts = self._config.run.restarts
+        while True:
+            try:
+                return await Ring(self._config, on_message=self.hear, control_token=self._token.value).train(resume=resume)
+            except BaseExceptionGroup as failures:
+                failure = first_error(failures)
+                if not isinstance(failure, PartFailed) or restarts == 0:
+                    raise failure from failures
+            restarts -= 1
+            resume = (self._folder / "checkpoints" / "latest").exists()
+            where = "its last checkpoint" if resume else "the beginning"
+            self._terminal.say(f"{failure}\nThe run goes on from {where}; {restarts} restarts are left.")
+            if not resume:
+                clear(self._folder)
+
+    def hear(self, message: Message) -> None:
+        """A word from a part. Synchronous; drawing takes milliseconds."""
+        match message:
+            case Progress(status):
+                self.status = status
+            case WarmStart(step, loss, accuracy):
+                section = self._config.warm_start
+                before = self.status.warm_start
+                shown = accuracy if accuracy is not None else (before.accuracy if before else None)
+                warm = WarmStartStatus(step, section.max_steps, loss, shown, section.target_accuracy)
+                self.status = Status(name=self._config.run.name, phase=Phase.WARM_START, steps=self._config.run.steps, warm_start=warm)
+            case Restarted(part, error, left):
+                self._terminal.say(f"{error}\n{part} is started again; {left} restarts are left.")
+                return
+            case Alarm(version, sentences):
+                self._terminal.say(f"alarm at version {version}: {'; '.join(sentences)}. docs/metrics.md says what to look at.")
+                return
+            case _:
+                return
+        self.status = replace(self.status, seconds=self.seconds)
+        self._terminal.show(self.status)
+
+    async def _watch_memory(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group."""
+        while True:
+            self._memory.sample()
+            await asyncio.sleep(MEMORY_SECONDS)
+
+    def conclude(self) -> Summary:
+        """Writes summary and plot of what there is, also after an interruption or a failure."""
+        primary = self._config.environment.sources[0].dataset
+        summary = summarise(self.status, primary=primary, seconds=self.seconds, peak_memory_mb=self._memory.peak_mb)
+        write_summary(summary, self._folder / "summary.json")
+        if self.status.step:
+            try:
+                draw_plot(self._folder / "metrics.jsonl", self._folder / "plot.png", title=self._config.run.name)
+            except (ConfigError, OSError) as error:
+                self._terminal.say(str(error))
+        return summary
+
+
+def train(config: Config, *, resume: bool) -> int:
+    """Ctrl-C ends it within five seconds, with everything written and nothing left running; `--resume` goes on from there."""
+    folder = Path(config.run.folder)
+    prepare(folder, resume=resume)
+    if resume:
+        check_same_model(config)
+    with Terminal() as terminal:
+        run = Run(config, terminal, control_token(None))
+        warn(terminal, config, anonymous=False)
+        try:
+            status = main_task(run.train(resume=resume))
+        finally:
+            summary = run.conclude()
+        terminal.say(summary_table(summary))
+        made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/", "adapter/") if (folder / name).exists()]
+        terminal.say(f"{folder}: {', '.join(made)}")
+    return status
+
+
+def rollouts(config: Config, *, token: str | None) -> int:
+    """Engines, gateway and rollouts for a trainer that somebody else brings, until it has finished, or until Ctrl-C."""
+    model = _model(config.model.path, "set model.path to a Hugging Face model folder; `midflight new-model DIR` makes one to try with")
+    chosen = control_token(token)
+    folder = Path(config.run.folder)
+    prepare(folder, resume=False)
+    with Terminal() as terminal:
+        run = Run(config, terminal, chosen)
+        warn(terminal, config, anonymous=False)
+
+        def hear(message: Message) -> None:
+            if isinstance(message, Ready) and message.url is not None:
+                announce(terminal, message.url, chosen)
+                terminal.say(f"endpoint: {folder / 'endpoint.json'}")
+            run.hear(message)
+
+        try:
+            status = main_task(run.roll_out(model, hear))
+        finally:
+            summary = run.conclude()
+        terminal.say(summary_table(summary))
+    return status
+
+
+def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
+    """The address; and the token, where nobody knows it yet."""
+    terminal.say(f"ready: {address}")
+    if token.is_new:
+        terminal.say(f"control token: {token.value}")
+
+
+def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
+    if (warning := exposure(config.gateway.host, anonymous=anonymous)) is not None:
+        terminal.say(warning)
+
+
+def prepare(folder: Path, *, resume: bool) -> None:
+    """A new run starts in a clean folder; only what an earlier run made is removed. A resumed one needs a checkpoint."""
+    if resume and not (folder / "checkpoints" / "latest").exists():
+        raise ConfigError(f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            clear(folder)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise ConfigError(
+            f"writing to {folder}: {error.strerror} ({error.filename}); choose another run.folder, or make it writable."
+        ) from error
+
+
+def clear(folder: Path) -> None:
+    for name in PRODUCTS:
+        (folder / name).unlink(missing_ok=True)
+    for name in FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def serve(config: Config, *, token: str | None) -> int:
+    """Engines and gateway, until Ctrl-C."""
+    model, chosen = _model(config.model.path), control_token(token)
+    with Terminal() as terminal:
+        warn(terminal, config, anonymous=True)
+
+        def hear(message: Message) -> None:
+            if isinstance(message, Ready) and message.url is not None:
+                announce(terminal, f"{message.url}/v1", chosen)
+            elif isinstance(message, Restarted):
+                terminal.say(f"{message.error}\n{message.part} is started again; {message.left} restarts are left.")
+
+        return main_task(Ring(config, on_message=hear, control_token=chosen.value, model=model).serve(purpose=Purpose.SERVE))
+
+
+def evaluate(config: Config, model: Path) -> int:
+    """The held-out score of a model folder, by the same environment, seeds and engine as in training."""
+    with Terminal() as terminal:
+        last = Status()
+
+        def hear(message: Message) -> None:
+            nonlocal last
+            if isinstance(message, Progress):
+                last = message.status
+                terminal.show(last)
+
+        ring = Ring(config, on_message=hear, control_token=control_token(None).value, model=_model(model))
+        status = main_task(ring.serve(purpose=Purpose.EVALUATE))
+        for source in last.sources:
+            score = source.heldout_last if source.heldout_last is not None else source.heldout_before
+            terminal.say(f"{source.name}: {score:.4f} ({source.num_heldout} tasks)" if score is not None else f"{source.name}: no score")
+    return status
+
+
+def _model(folder: Path | None, remedy: str = "pass --model DIR, a Hugging Face model folder") -> ModelReady:
+    if folder is None:
+        raise ConfigError(f"no model was given: {remedy}.")
+    return ModelReady(str(folder.resolve()), 0)
+
+
+def engine(config: Config, *, host: str, port: int, token: str | None) -> int:
+    """One engine, in this process, until Ctrl-C. Reachable from other machines it has a token, on loopback only if one is given."""
+    if config.engine.kind == "embedded":
+        from midflight.run.engine.engine_process import serve_engine as serve_one
+    else:
+        from midflight.run.engine.companion import serve_server as serve_one
+
+    assert config.model.path is not None
+    chosen = control_token(token)
+    guard = None if chosen.is_new and is_loopback(host) else chosen
+    with Terminal() as terminal:
+
+        def ready(url: str) -> None:
+            terminal.say(f"ready: {url}")
+            if guard is not None and guard.is_new:
+                terminal.say(f"control token: {guard.value}")
+
+        given = None if guard is None else guard.value
+        return main_task(serve_one(config, config.model.path, host=host, port=port, token=given, ready=ready))
+
+
+def new_model(config: Config, folder: Path) -> int:
+    from midflight.run.trainer.trainer_process import first_model
+
+    first_model(config.model.model_copy(update={"path": None}), folder, seed=config.run.seed)
+    return 0
+
+
+def main_task(main: Coroutine[Any, Any, object]) -> int:
+    """Runs to the end, or until SIGINT or SIGTERM, which cancel it: 130, or 143."""
+
+    async def run() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        asked: list[signal.Signals] = []
+
+        def stop(number: signal.Signals) -> None:
+            if not asked:  # once: a second Ctrl-C must not cut short what ends the parts
+                asked.append(number)
+                task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            await main
+        except asyncio.CancelledError:
+            if not asked:
+                raise
+            return 128 + asked[0]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        return 0
+
+    return asyncio.run(run())

@@ -1,0 +1,290 @@
+"""The launcher's view of a run: its processes, started together, listened to, restarted within a budget, always stopped.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `Ring._rank` (one each) | a trainer process's messages | its end; that of the first is the trainer's | the process |
+| `Ring._rollout` | the rollout process's messages | its end, which is an error before the trainer's | cancellation |
+| `Ring._engine` (one each) | the engine's messages | its end; then it starts it again | cancellation, or a spent budget |
+
+Torch-free: this process only watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from midflight.config.derived import num_engines
+from midflight.config.sections import Config
+from midflight.errors import ConfigError, MidflightError, RunFailed
+from midflight.run.http_server import listen
+from midflight.run.launcher.endpoint import Endpoint, remove_endpoint, write_endpoint
+from midflight.run.launcher.process import Child, stop_all
+from midflight.run.messages import (
+    TEACHER,
+    EngineSpec,
+    Failed,
+    Message,
+    ModelReady,
+    Part,
+    Purpose,
+    Ready,
+    Restarted,
+    RolloutSpec,
+    Spec,
+    TrainerSpec,
+    Verdict,
+)
+from midflight.run.parts import PartLost, first_error, serve_while
+from midflight.weights.transports.stale import SHARED, remove_stale
+
+WRITING_SECONDS = 2.0
+"""Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
+LAST_WORDS_SECONDS = 0.5
+"""To read what ended processes left in their pipes."""
+OWN_REASON_SECONDS = 1.0
+"""For a part that was lost to say why itself: its message is on its way when its connections break."""
+
+
+class PartFailed(RunFailed):
+    """A process ended that should not have, and a restart may help."""
+
+
+def segment_name(folder: Path) -> str:
+    """Begins the names of a run's files of shared memory: the same after a crash, and no other run's."""
+    return f"midflight-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}"
+
+
+def staging(segment: str, engine: str) -> Path:
+    """Where the companion of a server puts versions: in memory where there is a place for it."""
+    return (SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())) / f"{segment}-{engine}"
+
+
+def remove_left(segment: str) -> None:
+    """What trainers and companions left in memory, those of an earlier attempt too, which may have had more engines."""
+    remove_stale(segment)
+    every = staging(segment, "engine*")
+    for folder in every.parent.glob(every.name):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePart:
+    """One engine process, in all its lives. `url` is of a server that it attaches to; `model` of the teacher, which has its own."""
+
+    name: str
+    kind: str
+    listener: socket.socket
+    url: str | None = None
+    model: str | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+
+class Ring:
+    """One attempt at a run. `on_message` hears everything the parts say; it must not raise or wait."""
+
+    def __init__(
+        self, config: Config, *, on_message: Callable[[Message], None], control_token: str, model: ModelReady | None = None
+    ) -> None:
+        self._config, self._on_message = config, on_message
+        self._given_model = model
+        self._control_token = control_token
+        self._engine_token = secrets.token_urlsafe(24)
+        self._engine_restarts = config.run.restarts
+        self._segment = segment_name(Path(config.run.folder))
+        self.children: list[Child] = []
+
+    async def train(self, *, resume: bool) -> None:
+        """Returns when the trainer has finished all steps and its last version is evaluated and exported."""
+        await self._run(lambda: self._trainer(resume=resume), purpose=Purpose.TRAIN)
+
+    async def serve(self, *, purpose: Purpose) -> None:
+        """Engines and gateway without a trainer of ours; see `Purpose` for what ends it. Serving ends only by cancellation."""
+        await self._run(None, purpose=purpose)
+
+    async def _run(self, trainer: Callable[[], Coroutine[Any, Any, None]] | None, *, purpose: Purpose) -> None:
+        gateway = self._config.gateway
+        self._socket = listen(gateway.host, gateway.port)
+        self._engines = self._engine_parts(purpose)
+        self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
+        if self._given_model is not None:
+            self._model.set_result(self._given_model)
+        engines = [self._engine(part) for part in self._engines]
+        rollout = self._rollout(purpose)
+        try:
+            if trainer is None:
+                await serve_while(rollout, *engines)
+            else:
+                await serve_while(trainer(), rollout, *engines)
+        finally:
+            for made in (self._socket, *(part.listener for part in self._engines)):
+                made.close()
+            await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
+            await self._last_words()
+            remove_left(self._segment)
+            remove_endpoint(Path(self._config.run.folder), self._control_token)
+
+    def _engine_parts(self, purpose: Purpose) -> list[EnginePart]:
+        section, teacher = self._config.engine, self._config.distillation.teacher
+        urls = section.urls or (None,) * num_engines(section)
+        parts = [EnginePart(f"engine{index}", section.kind, listen("127.0.0.1", 0), url=url) for index, url in enumerate(urls)]
+        if teacher is not None and purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
+            parts.append(EnginePart(TEACHER, "embedded", listen("127.0.0.1", 0), model=str(teacher)))
+        return parts
+
+    @property
+    def url(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    async def _trainer(self, *, resume: bool) -> None:
+        """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
+        spec = TrainerSpec(self._config.model_dump_json(), self.url, self._control_token, self._segment, resume)
+        with tempfile.TemporaryDirectory(prefix="midflight-") as meeting:
+            specs = [msgspec.structs.replace(spec, rank=rank, meeting=f"{meeting}/ranks") for rank in range(self._config.trainer.ranks)]
+            first, *others = [self._rank(spec) for spec in specs]
+            await serve_while(first, *others)
+
+    async def _rank(self, spec: TrainerSpec) -> None:
+        trainer = await self._start(Part.TRAINER, f"trainer{spec.rank or ''}")
+        await trainer.tell(spec)
+        try:
+            await self._follow(trainer)
+        except PartLost as lost:
+            await asyncio.sleep(OWN_REASON_SECONDS)
+            raise PartFailed(str(lost)) from lost
+
+    async def _rollout(self, purpose: Purpose) -> None:
+        rollout = await self._start(Part.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
+        addresses = {part.name: part.address for part in self._engines}
+        teacher = addresses.pop(TEACHER, None)
+
+        def spec(model: ModelReady) -> Spec:
+            return RolloutSpec(
+                config=self._config.model_dump_json(),
+                model=model.folder,
+                socket_fd=self._socket.fileno(),
+                port=self._socket.getsockname()[1],
+                token=self._engine_token,
+                control_token=self._control_token,
+                engines=addresses,
+                teacher=teacher,
+                purpose=purpose,
+                version=model.version,
+                checkpoint=model.checkpoint,
+            )
+
+        await self._brief_and_follow(rollout, spec)
+        if purpose is Purpose.TRAIN:
+            raise PartFailed("the rollout process ended before the trainer did")
+
+    async def _engine(self, part: EnginePart) -> None:
+        """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
+        name, made = part.name, part.listener
+
+        def spec(model: ModelReady) -> Spec:
+            return EngineSpec(
+                name=name,
+                model=part.model or model.folder,
+                config=self._config.model_dump_json(),
+                socket_fd=made.fileno(),
+                token=self._engine_token,
+                staging=str(staging(self._segment, name)),
+                version=model.version,
+                url=part.url,
+            )
+
+        while True:
+            engine = await self._start(Part.ENGINE, name, sockets=[made], arguments=[part.kind])
+            try:
+                await self._brief_and_follow(engine, spec)
+                failure = PartFailed(f"{name} ended, though nobody asked it to")
+            except PartFailed as error:
+                failure = error
+            if self._engine_restarts == 0:
+                raise failure
+            self._engine_restarts -= 1
+            self._on_message(Restarted(name, str(failure), self._engine_restarts))
+            engine.signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
+            await engine.ended()
+
+    async def _start(self, part: Part, name: str, *, sockets: Sequence[socket.socket] = (), arguments: Sequence[str] = ()) -> Child:
+        threads = {Part.ENGINE: self._config.engine.threads, Part.TRAINER: self._config.trainer.threads}.get(part, 1)
+        environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if part is Part.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
+        log = Path(self._config.run.folder) / "logs" / f"{name}.log"
+        child = Child(part, name, log=log, environ=environ, sockets=sockets, arguments=arguments)
+        self.children.append(child)
+        await child.start()
+        return child
+
+    async def _brief_and_follow(self, child: Child, spec: Callable[[ModelReady], Spec]) -> None:
+        """Hears the child from its start, and tells it its spec as soon as there is a model; its failure may come before."""
+
+        async def brief() -> None:
+            await child.tell(spec(await asyncio.shield(self._model)))
+
+        try:
+            await serve_while(self._follow(child), brief())
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+    async def _last_words(self) -> None:
+        """What parts said while they ended: the last status. Waits for nothing but bytes that are there."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                for child in self.children:
+                    async for message in child.messages():
+                        if not isinstance(message, Failed):
+                            self._on_message(message)
+
+    def _write_endpoint(self, url: str) -> None:
+        """Before the address is announced: whoever waits for one may then read the other."""
+        write_endpoint(
+            Path(self._config.run.folder),
+            Endpoint(url, self._control_token, self._config.run.name, str(Path(self._model.result().folder).resolve())),
+        )
+
+    async def _follow(self, child: Child) -> None:
+        """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the child."""
+        async for message in child.messages():
+            if isinstance(message, Failed):
+                raise error_of(child.name, message)
+            if isinstance(message, ModelReady) and not self._model.done():
+                self._model.set_result(message)
+            if isinstance(message, Ready) and message.url is not None:
+                self._write_endpoint(message.url)
+            self._on_message(message)
+        if (status := await child.ended()) != 0:
+            raise PartFailed(str(child.died(status)))
+
+
+def error_of(name: str, said: Failed) -> MidflightError:
+    """The launcher's error for a part's last words: what a user can mend is one message, a crash has its traceback (I9)."""
+    match said.verdict:
+        case Verdict.CONFIG:
+            return ConfigError(said.error)
+        case Verdict.FINAL:
+            return RunFailed(said.error)
+        case Verdict.LOST:
+            return PartLost(f"{name}: {said.error}")
+        case Verdict.CRASH:
+            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip())

@@ -1,0 +1,95 @@
+"""The serving side: gateway, fleet and handover over the engines of a run.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `HealthWatch.run` | readings | its interval | time |
+| `Rejoin.run` | engines in quarantine | its interval | time |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from midflight.config.sections import Config
+from midflight.errors import EngineError
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.sampling import Limits as GatewayLimits
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.fleet.health import HealthWatch
+from midflight.gateway.http.control import Control
+from midflight.ports import Engine, Observer
+from midflight.text.formats import MessageFormat
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import Version
+from midflight.weights.handover import Handover
+
+HEALTH_SECONDS = 1.0
+"""Between readings of an engine's progress; a crash shows at once by its connection, this finds stalls."""
+STALL_SECONDS = 30.0
+"""Without a token while it has work, an engine counts as stalled: far above one step of a large model."""
+
+
+class Rejoin:
+    """Brings engines in quarantine back: one that was restarted serves old weights and must first be given the current ones (I7)."""
+
+    def __init__(self, fleet: Fleet, handover: Handover) -> None:
+        self._fleet, self._handover = fleet, handover
+
+    async def run(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group. An engine that hangs keeps no other from rejoining."""
+        async with asyncio.TaskGroup() as rejoins:
+            while True:
+                await asyncio.sleep(HEALTH_SECONDS)
+                for state in self._fleet.states():
+                    if state.error is not None:
+                        rejoins.create_task(self._rejoin(state.name))
+
+    async def _rejoin(self, engine: str) -> None:
+        """Ends at once while the engine is rejoining already, so that there is one of each at most; else by the handover's deadlines."""
+        with suppress(EngineError):
+            await self._handover.rejoin(engine)
+
+
+class Serving:
+    """Gateway and fleet: all that answering agents needs. `serve` mode is this alone."""
+
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, engines: Sequence[Engine], *, observer: Observer, version: Version, anonymous: bool
+    ) -> None:
+        self.fleet = Fleet(observer=observer)
+        for engine in engines:
+            self.fleet.attach(engine, version=version)
+        self.generator = Generator(self.fleet, tokenizer=tokenizer, request_seconds=config.gateway.request_seconds)
+        self.control = Control(self.fleet, self.generator)
+        self.handover = Handover(
+            self.fleet,
+            pause_mode=config.rollout.pause_mode,
+            way=config.weights.commit,
+            stage_seconds=config.weights.stage_seconds,
+            commit_seconds=config.weights.commit_seconds,
+            observer=observer,
+        )
+        self.rejoin = Rejoin(self.fleet, self.handover)
+        self.health = HealthWatch(self.fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS)
+        self.gateway = Gateway(
+            self.generator,
+            tokenizer,
+            observer,
+            model=config.model.name,
+            limits=GatewayLimits.of([engine.capabilities for engine in engines]),
+            run_name=config.run.name,
+            run_seed=config.run.seed,
+            max_sessions=config.gateway.max_sessions,
+            max_requests=config.gateway.max_requests,
+            orphan_seconds=config.gateway.orphan_seconds,
+            anonymous=anonymous,
+            count_all_choices=config.environment.count_all_choices,
+            message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
+        )
+
+    def routable(self) -> bool:
+        """Whether some engine takes requests."""
+        return any(state.error is None for state in self.fleet.states())

@@ -1,0 +1,1 @@
+"""The trainer process: warm start, steps, versions, and the ranks that share them."""

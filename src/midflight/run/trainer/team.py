@@ -1,0 +1,198 @@
+"""Several trainer processes as one: the first decides, says each deed to the others, and all do it together.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `follow` | deeds | the next that the first rank says; its own | the first rank; its death closes the connection, which is an error here |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from midflight.models.names import named_tensors
+from midflight.run.messages import Alarm
+from midflight.run.parts import PartLost
+from midflight.trainer.checkpoint import load_checkpoint, stage
+from midflight.trainer.model.ranks import PATIENCE, Ranks
+from midflight.trainer.step import StepReport
+from midflight.trainer.trainer import Trainer
+from midflight.trajectories.packing import from_bytes, to_bytes
+from midflight.types import PackedBatch, Version
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    batch: bytes
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    folder: str
+    as_version: Version
+
+
+class Stage(msgspec.Struct, frozen=True, tag=True):
+    """Copy the checkpoint's shards, and write them beside the next steps."""
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Put the weights together on the first rank."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Deed = Step | Load | Stage | Gather | End
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Deed).decode
+
+
+class Wire:
+    """Carries deeds from the first rank to all others, and has the groups of processes that talk beside the steps."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._control = self._group()
+        self.writing = self._group()
+        """Of checkpoints on their way to the disk."""
+
+    def say(self, deed: Deed) -> None:
+        """Returns when it was sent."""
+        if self.ranks.size > 1:
+            data = torch.frombuffer(bytearray(_encode(deed)), dtype=torch.uint8)
+            dist.broadcast(torch.tensor([len(data)]), 0, group=self._control)
+            dist.broadcast(data, 0, group=self._control)
+
+    def hear(self) -> Deed:
+        """Waits for the first rank."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(length, 0, group=self._control)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self._control)
+        return _decode(data.numpy().tobytes())
+
+    def _group(self) -> dist.ProcessGroup | None:
+        if self.ranks.size == 1:
+            return None
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        return group
+
+
+@contextmanager
+def together() -> Generator[None]:
+    """Around what all ranks do. A connection that breaks in it is the death of another: why it died is its own to say, so this is `PartLost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistBackendError) or "gloo" in str(error):
+            raise PartLost(f"another rank is gone: {error}") from error
+        raise
+
+
+class Team:
+    """The first rank's trainer, as the training loop sees it. Alone it says nothing to anybody."""
+
+    def __init__(self, trainer: Trainer, checkpoints: Path, *, keep: int, tell: Callable[[Alarm], None]) -> None:
+        self._trainer, self._checkpoints, self._keep, self._tell = trainer, checkpoints, keep, tell
+        self._is_alarmed = False
+        self._wire = Wire(trainer.ranks)
+
+    @property
+    def version(self) -> Version:
+        return self._trainer.version
+
+    @property
+    def num_steps(self) -> int:
+        return self._trainer.num_steps
+
+    @together()
+    def step(self, batch: PackedBatch) -> StepReport:
+        if self._trainer.ranks.size > 1:
+            self._wire.say(Step(to_bytes(batch)))
+        report = self._trainer.step(batch)
+        if report.alarms and not self._is_alarmed:
+            self._tell(Alarm(report.version, report.alarms))
+        self._is_alarmed = bool(report.alarms)
+        return report
+
+    @together()
+    def load(self, folder: Path, *, as_version: Version) -> Version:
+        """Returns the checkpoint's own version."""
+        self._wire.say(Load(str(folder), as_version))
+        return load_checkpoint(folder, self._trainer, as_version=as_version).version
+
+    @together()
+    def stage(self) -> Callable[[], None]:
+        """Copies the state between two steps; what it returns writes the copy, beside the next steps."""
+        self._wire.say(Stage())
+        return _writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire)
+
+    @together()
+    def weights(self) -> dict[str, Tensor]:
+        """What is handed over, whole. Alone these share the model's storage."""
+        self._wire.say(Gather())
+        return _whole(self._trainer)
+
+    def end(self) -> None:
+        self._wire.say(End())
+
+
+async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int) -> None:
+    """Any rank but the first: makes its trainer and does what is said until the end. Any error ends it, also that of a checkpoint on its way
+    to the disk, for which the first rank would wait for ever: our end is what tells it.
+    """
+    # One thread for all deeds: a thread chooses its GPU. Not waited for at the end, since nothing ends its waiting but the first rank.
+    thread = ThreadPoolExecutor(1, "deeds")
+    loop = asyncio.get_running_loop()
+    try:
+        trainer = await loop.run_in_executor(thread, make)
+        wire = await loop.run_in_executor(thread, Wire, trainer.ranks)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                deed = await loop.run_in_executor(thread, together()(wire.hear))
+                if isinstance(deed, End):
+                    return
+                write = await loop.run_in_executor(thread, _done, deed, trainer, checkpoints, keep, wire)
+                if write is not None:
+                    tasks.create_task(asyncio.to_thread(write))  # after the one before: the first rank writes one at a time
+    finally:
+        thread.shutdown(wait=False)
+
+
+@together()
+def _done(deed: Step | Load | Stage | Gather, trainer: Trainer, checkpoints: Path, keep: int, wire: Wire) -> Callable[[], None] | None:
+    """What is left to do beside the next deeds."""
+    match deed:
+        case Step(batch):
+            trainer.step(from_bytes(batch))
+        case Load(folder, as_version):
+            load_checkpoint(Path(folder), trainer, as_version=as_version)
+        case Stage():
+            return _writing(trainer, checkpoints, keep=keep, wire=wire)
+        case Gather():
+            _whole(trainer)
+    return None
+
+
+def _writing(trainer: Trainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[[], None]:
+    return partial(together()(stage(trainer, cursor="").write), checkpoints, keep=keep, group=wire.writing)
+
+
+def _whole(trainer: Trainer) -> dict[str, Tensor]:
+    """Tensors that are spread over ranks are put together one by one; a rank that is not the first keeps none."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in named_tensors(trainer.model).items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if trainer.ranks.is_first:
+            found[name] = whole
+    return found

@@ -1,0 +1,204 @@
+"""The trainer's process: model, warm start, then the loop of steps. Owns the numbers of versions."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from midflight.config.derived import lora_alpha, num_engines, served_dtype
+from midflight.config.sections import Config, ModelSection
+from midflight.environments.sources import load_sources
+from midflight.errors import ConfigError
+from midflight.models.dtypes import torch_dtype
+from midflight.models.export import export_model
+from midflight.models.load import load_model, make_model
+from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
+from midflight.models.names import assign, in_dtype
+from midflight.run.api.client import RolloutClient
+from midflight.run.messages import Launcher, ModelReady, TrainerSpec
+from midflight.run.trainer.lineage import PublishedVersions
+from midflight.run.trainer.team import Team, follow
+from midflight.run.trainer.training import TrainingLoop
+from midflight.run.trainer.warm_start import warm_start
+from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.text.tokenizer import Tokenizer
+from midflight.trainer.checkpoint import latest_checkpoint, version_of
+from midflight.trainer.configure import trainer_of
+from midflight.trainer.model.ranks import Ranks, join
+from midflight.trainer.trainer import Trainer
+from midflight.types import Version, WeightManifest
+from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.select import publisher as make_publisher
+from midflight.weights.transports.stale import remove_stale
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
+    """The model folder a run starts from: the configured one, or one made here with a byte tokenizer and random weights."""
+    if section.path is not None:
+        return section.path
+    write_byte_tokenizer(folder)
+    model = make_model(
+        vocab_size=Tokenizer.load(folder).vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_layers=section.num_layers,
+        num_heads=section.num_heads,
+        num_kv_heads=section.num_kv_heads,
+        max_context=section.max_context,
+        seed=seed,
+        dtype=section.dtype,
+    )
+    save = folder.with_name(folder.name + ".made")
+    export_model(model, folder, save)
+    shutil.rmtree(folder)
+    save.rename(folder)
+    return folder
+
+
+async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
+    """Runs to the last step. Waits for batches and handovers (see `TrainingLoop`); ended by its steps or by the launcher.
+
+    The first rank makes or loads the model and warms it up; the others begin with what it wrote.
+    """
+    config = Config.model_validate_json(spec.config)
+    if spec.rank > 0:
+        await follow(partial(_follower, config, spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
+        return
+    run = Path(config.run.folder)
+    checkpoint = latest_checkpoint(run / "checkpoints") if spec.resume else None
+    model = await _first(config, launcher) if checkpoint is None else await asyncio.to_thread(_started, config)
+    published = PublishedVersions(run / "published")
+    team = await asyncio.to_thread(_team, config, model, spec, launcher)
+    resumed = None
+    if checkpoint is not None:
+        as_version = published.resumed_as(version_of(checkpoint))
+        resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=as_version))
+        await asyncio.to_thread(_export, config, team, run / "start")
+    launcher.tell(ModelReady(str(run / "start"), team.version, resumed))
+    await _train(config, team, spec, published)
+    await asyncio.to_thread(_export, config, team, run / "model", merged=True)
+    await asyncio.to_thread(team.end)
+
+
+async def _first(config: Config, launcher: Launcher) -> PreTrainedModel:
+    """The model that the ring starts with, warmed up. Waits for the warm start, between whose steps it may be cancelled.
+
+    It is written down for engines and other ranks; and, where the loss asks for one, as the reference, which a resumed run keeps.
+    """
+    run = Path(config.run.folder)
+    source = await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
+    model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
+    adapters = _adapters(config, model)  # a wrong one is told before a warm start
+    sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
+    await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell)
+    if adapters is not None:
+        add_adapters(model, adapters, seed=config.run.seed)
+    for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
+        await asyncio.to_thread(export_model, model, source, run / name)
+    return model
+
+
+def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
+    """What the ring started with, this time or before."""
+    return load_model(Path(config.run.folder) / "start", dtype=config.model.dtype, device=device or config.trainer.device)
+
+
+def _team(config: Config, model: PreTrainedModel, spec: TrainerSpec, launcher: Launcher) -> Team:
+    checkpoints = Path(config.run.folder) / "checkpoints"
+    if config.trainer.ranks > 1:
+        join(spec.meeting, rank=0, size=config.trainer.ranks)
+    return Team(_trainer(config, model), checkpoints, keep=config.trainer.keep_checkpoints, tell=launcher.tell)
+
+
+def _follower(config: Config, spec: TrainerSpec) -> Trainer:
+    """Waits for the first rank, which writes down what the others begin with before it joins them."""
+    join(spec.meeting, rank=spec.rank, size=config.trainer.ranks)
+    return _trainer(config, _started(config))
+
+
+def _trainer(config: Config, model: PreTrainedModel) -> Trainer:
+    reference = None
+    if config.objective.kl_coefficient:
+        folder = Path(config.run.folder) / "reference"
+        if not folder.is_dir():
+            raise ConfigError(
+                f"objective.kl_coefficient is set, and {folder} is not there: the run began without one. Remove it, or start anew without --resume."
+            )
+        reference = load_model(folder, dtype=config.model.dtype, device=config.trainer.device)
+    return trainer_of(config, model, reference=reference, ranks=Ranks.joined())
+
+
+def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -> None:
+    """The model as it is now, in a folder that others load. The trainer's own may be in pieces, so a copy is filled with its weights."""
+    start = Path(config.run.folder) / "start"
+    model = _started(config, device="cpu")
+    assign(model, team.weights())
+    export_model(model, start, folder, merged=merged)
+    if merged and is_adapted(model):
+        save_adapters(model, Path(config.run.folder) / "adapter")
+
+
+def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
+    rank = config.lora.rank
+    return None if rank is None else lora_config(model, rank=rank, alpha=lora_alpha(config.lora), targets=config.lora.targets)
+
+
+class ModelWeights:
+    """The outbox of the trainer: every version is noted before its bytes can reach an engine (DECISIONS 1).
+
+    Weights leave in `dtype`, that which engines serve in, so that a fingerprint is of what is served.
+    `release` is called while another thread publishes, so versions are given back at the next publication: a publisher has one caller.
+    """
+
+    def __init__(
+        self, weights: Callable[[], Mapping[str, Tensor]], publisher: Publisher, published: PublishedVersions, *, dtype: str
+    ) -> None:
+        """`weights` gives the trainer's tensors as they are now."""
+        self._weights, self._publisher, self._published = weights, publisher, published
+        self._dtype = torch_dtype(dtype)
+        self._released: deque[Version] = deque()
+
+    def publish(self, version: Version) -> WeightManifest:
+        while self._released:
+            self._publisher.release(self._released.popleft())
+        self._published.note(version)
+        return self._publisher.publish(version, in_dtype(self._weights(), self._dtype))
+
+    def release(self, version: Version) -> None:
+        self._released.append(version)
+
+
+async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions) -> None:
+    await asyncio.to_thread(remove_stale, spec.segment)  # of a trainer of this run that was killed
+    section = config.weights
+    full_every = section.full_every if section.delta else 1
+    engines = num_engines(config.engine)
+    with make_publisher(
+        section.transport, name=spec.segment, folder=Path(config.run.folder) / "weights", full_every=full_every, num_engines=engines
+    ) as weights:
+        async with RolloutClient(spec.rollout_url, token=spec.token) as service:
+            loop = TrainingLoop(
+                team,
+                ModelWeights(team.weights, weights, published, dtype=served_dtype(config)),
+                service,
+                steps=config.run.steps,
+                prefetch=config.rollout.max_staleness > 0,
+                stage=team.stage,
+                save_every=config.trainer.checkpoint_every,
+                stop_at_reward=config.run.stop_at_reward,
+            )
+            if team.num_steps == 0:
+                # What a crash in the first steps goes back to: the warm start is not made twice.
+                await asyncio.to_thread(await asyncio.to_thread(team.stage))
+            await loop.run()

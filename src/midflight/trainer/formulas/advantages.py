@@ -1,0 +1,137 @@
+"""From rewards to advantages: one number per rollout, compared within its group.
+
+A reward that is not finite says that its rollout was not scored: its advantage is 0, and it counts in no mean and no deviation.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from midflight.trainer.formulas import sequences
+
+
+def dr_grpo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """Reward minus the mean of its group.
+
+        A_i = R_i - mean(R of the group of i)
+
+    Liu et al. 2025 (2503.20783), section 3: without the division by the deviation, which favours tasks of little spread.
+    A group of one has advantage 0, not its reward.
+    """
+    scored = rewards.isfinite()
+    means = _sums(rewards.where(scored, 0), groups) / _counts(rewards, groups)
+    return (rewards - means[groups]).where(scored, 0)
+
+
+def grpo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """Reward minus the mean of its group, in deviations of that group.
+
+        A_i = (R_i - mean) / (std + 1e-6),  std = sqrt(sum (R - mean)^2 / (n - 1))
+
+    Shao et al. 2024 (2402.03300), section 4.1.2. The deviation uses n - 1. A group of one has advantage 0.
+    """
+    centred = dr_grpo_advantages(rewards, groups)
+    freedom = (_counts(rewards, groups) - 1).clamp(min=1)
+    deviations = (_sums(centred**2, groups) / freedom).sqrt()
+    return centred / (deviations[groups] + 1e-6)
+
+
+def rloo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """Reward minus the mean of the others in its group.
+
+        A_i = R_i - sum_{j != i} R_j / (n - 1) = n / (n - 1) (R_i - mean)
+
+    REINFORCE leave-one-out: Ahmadian et al. 2024 (2402.14740). A group of one has no others, and advantage 0.
+    """
+    n = _counts(rewards, groups)
+    return dr_grpo_advantages(rewards, groups) * (n / (n - 1).clamp(min=1))[groups]
+
+
+def reinforce_pp_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """Reward minus the mean of its group, in deviations of the whole batch.
+
+        A_i = B((R_i - mean of the group)),  B = batch_normalised
+
+    REINFORCE++ with a baseline: Hu et al. 2025 (2501.03262). A group whose rewards are all alike would otherwise be
+    lifted by a large deviation of its own. Every rollout counts once, however long.
+    """
+    return batch_normalised(dr_grpo_advantages(rewards, groups), counted=rewards.isfinite())
+
+
+def batch_normalised(values: Float[Tensor, " N"], *, counted: Bool[Tensor, " N"] | None = None) -> Float[Tensor, " N"]:
+    """Values minus their mean, in deviations: (x - mean) / (std + 1e-8), where std uses n - 1; 0 for what is not counted.
+
+    REINFORCE++ (2501.03262), of the values of a whole batch: of rewards per rollout, or spread over tokens.
+    """
+    counted = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
+    n = counted.sum()
+    centred = (values - values.where(counted, 0).sum() / n.clamp(min=1)).where(counted, 0)
+    deviation = ((centred**2).sum() / (n - 1).clamp(min=1)).sqrt()
+    return centred / (deviation + 1e-8)
+
+
+def gae(
+    rewards: Float[Tensor, " T"],
+    values: Float[Tensor, " T"],
+    *,
+    sequence: Int[Tensor, " T"],
+    position: Int[Tensor, " T"],
+    num_sequences: int,
+    discount: float,
+    decay: float,
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Generalised advantage estimation: advantages, and returns (advantage + value) for the critic.
+
+        A_t = delta_t + discount decay A_{t+1},  delta_t = R_t + discount V_{t+1} - V_t
+
+    Schulman et al. 2016 (1506.02438), eq. 16. `position` orders the tokens of a rollout. Its trained tokens alone are steps:
+    t + 1 is the next of them, whatever a tool wrote between. A rollout ends after its last one, where V and A are 0.
+    A rollout with a reward that is not finite has advantage 0, and its values for returns.
+    """
+    scored = sequences.sums((~rewards.isfinite()).to(values.dtype), sequence, num_sequences=num_sequences)[sequence] == 0
+    rank = _ranks(sequence, position, num_sequences=num_sequences)
+    ahead = torch.zeros(2, num_sequences, dtype=values.dtype, device=values.device)  # V and A of the step after this one.
+    advantages = torch.zeros_like(values)
+    for at in reversed(rank.argsort().split(rank.bincount().tolist())):
+        next_value, next_advantage = ahead[:, sequence[at]]
+        delta = rewards[at] + discount * next_value - values[at]
+        advantages[at] = delta + discount * decay * next_advantage
+        ahead[:, sequence[at]] = torch.stack((values[at], advantages[at]))
+    advantages = advantages.where(scored, 0)
+    return advantages, advantages + values
+
+
+def overlong_penalty(lengths: Int[Tensor, " M"], *, max_length: int, buffer: int, penalty: float) -> Float[Tensor, " M"]:
+    """What DAPO adds to the reward of an answer that comes close to its limit L = max_length, in tokens; all of it from there on.
+
+        -clip((len - (L - buffer)) / buffer, 0, 1) * penalty
+
+    Yu et al. 2025 (2503.14476), eq. 13. `buffer = 0` is no penalty.
+    """
+    if buffer == 0:
+        return torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
+    excess = lengths.to(torch.float64) - (max_length - buffer)
+    return -(excess / buffer).clamp(0, 1) * penalty
+
+
+def _ranks(sequence: Int[Tensor, " T"], position: Int[Tensor, " T"], *, num_sequences: int) -> Int[Tensor, " T"]:
+    """How many tokens of its own rollout come before each token."""
+    by_position = position.argsort(stable=True)
+    order = by_position[sequence[by_position].argsort(stable=True)]
+    lengths = sequences.counts(sequence, num_sequences=num_sequences)
+    starts = (lengths.cumsum(0) - lengths)[sequence[order]]
+    ranks = torch.empty_like(sequence)
+    ranks[order] = torch.arange(len(sequence), device=sequence.device) - starts
+    return ranks
+
+
+def _sums(values: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " G"]:
+    num_groups = int(groups.max()) + 1 if groups.numel() else 0
+    return torch.zeros(num_groups, dtype=values.dtype, device=values.device).index_add(0, groups, values)
+
+
+def _counts(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " G"]:
+    """Scored rollouts of each group, at least 1."""
+    return _sums(rewards.isfinite().to(rewards.dtype), groups).clamp(min=1)

@@ -1,0 +1,226 @@
+"""Objectives per token, as losses to minimise. What ratio they get decides whether they are bypass or decoupled.
+
+`policy` is log pi_theta. It, and ratios made of it, carry the gradient; all else is a constant. R = pi_theta / behaviour,
+r = pi_theta / proximal. Bounds `clip_low` and `clip_high` say how far a ratio may be from 1, except in GMPO.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from midflight.trainer.formulas import sequences
+
+
+def clipped_surrogate(
+    ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float
+) -> Float[Tensor, " T"]:
+    """PPO's clipped objective.
+
+        L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    Schulman et al. 2017 (1707.06347), eq. 7. `clip_high > clip_low` is DAPO's clip-higher (2503.14476, eq. 10).
+    On the ratio to the behaviour policy this is the bypass form; on the ratio to the proximal policy the decoupled one.
+    """
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+
+
+def dual_clip(loss: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, ceiling: float) -> Float[Tensor, " T"]:
+    """Bounds a clipped surrogate from above where the advantage is negative.
+
+        L_t = min(L_t, -c A_t) where A_t < 0
+
+    Ye et al. 2020 (1912.09729), eq. 5, with c > 1. Without it a token of negative advantage whose ratio has grown
+    large has a loss without bound.
+    """
+    return torch.where(advantage < 0, torch.minimum(loss, -ceiling * advantage), loss)
+
+
+def clipped_below(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float) -> Bool[Tensor, " T"]:
+    """Where the lower clip takes the gradient away: A < 0 and r < 1 - clip_low."""
+    return (advantage < 0) & (ratio < 1 - clip_low)
+
+
+def clipped_above(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_high: float) -> Bool[Tensor, " T"]:
+    """Where the upper clip takes the gradient away: A > 0 and r > 1 + clip_high."""
+    return (advantage > 0) & (ratio > 1 + clip_high)
+
+
+def cispo(
+    policy: Float[Tensor, " T"], ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], clip_low: float, clip_high: float
+) -> Float[Tensor, " T"]:
+    """Clips the importance weight, not the update: every token keeps a gradient.
+
+        L_t = -sg(clip(R_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta
+
+    MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). The usual range of R, [0, 5], is clip_low 1 and clip_high 4.
+    """
+    return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantage * policy
+
+
+def rollout_is(
+    policy: Float[Tensor, " T"], ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], clip_low: float, clip_high: float
+) -> Float[Tensor, " T"]:
+    """Importance-weighted policy gradient on tokens whose ratio is near 1, and none on the others (`cispo` clips those).
+
+        L_t = -sg(R_t [1 - clip_low < R_t < 1 + clip_high]) A_t log pi_theta
+
+    2602.15763. Either sign of the advantage loses its gradient outside, unlike `clipped_surrogate`.
+    """
+    ratio = ratio.detach()
+    inside = (1 - clip_low < ratio) & (ratio < 1 + clip_high)
+    return -torch.where(inside, ratio, 0.0) * advantage * policy
+
+
+def sapo(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, tau_positive: float, tau_negative: float) -> Float[Tensor, " T"]:
+    """A soft gate in place of the clip.
+
+        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau = tau_positive where A_t > 0, else tau_negative
+
+    SAPO (2511.20347). At r = 1 the gradient is that of r A; a larger tau lets it fade sooner. Usual: 1.0 and 1.05.
+    """
+    positive = 4 / tau_positive * torch.sigmoid(tau_positive * (ratio - 1))
+    negative = 4 / tau_negative * torch.sigmoid(tau_negative * (ratio - 1))
+    return -torch.where(advantage > 0, positive, negative) * advantage
+
+
+def sequence_log_ratio(log_ratio: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int) -> Float[Tensor, " T"]:
+    """log of GSPO's ratio, mean log r over the whole rollout that a token is of, without gradient. 2507.18071, eq. 7."""
+    return sequences.means(log_ratio.detach(), sequence, num_sequences=num_sequences)[sequence]
+
+
+def attached_ratio(policy: Float[Tensor, " T"], sequence_log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """A rollout's ratio with the gradient of each of its tokens.
+
+        s_t = sg(s) pi_theta / sg(pi_theta),  s = exp(sequence_log_ratio)
+
+    GSPO-token (2507.18071), eq. 14. GSPO is `clipped_surrogate` of it, averaged per rollout; usual clips 3e-4 and 4e-4.
+    """
+    return sequence_log_ratio.detach().exp() * (policy - policy.detach()).exp()
+
+
+def geometric_mean_ratio(
+    log_ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    sequence: Int[Tensor, " T"],
+    *,
+    num_sequences: int,
+    clip_low: float,
+    clip_high: float,
+) -> Float[Tensor, " T"]:
+    """Geometric mean of the clipped r of the whole rollout that a token is of, without gradient.
+
+    Each log r is clipped to [-clip_low, clip_high] on the pessimistic side only, before the mean. GMPO (2507.20673).
+    """
+    clipped = _clip_logarithm(log_ratio.detach(), advantage, clip_low=clip_low, clip_high=clip_high)
+    return sequences.means(clipped, sequence, num_sequences=num_sequences).exp()[sequence]
+
+
+def geometric_mean_surrogate(
+    log_ratio: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    mean_ratio: Float[Tensor, " T"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Tensor, " T"]:
+    """Geometric-mean policy optimization, for a mean over the tokens of a rollout, then over rollouts.
+
+        L_t = -A g c_t / sg(c_t),  g = mean_ratio, c_t = clip(r_t, e^-clip_low, e^clip_high) on the pessimistic side
+
+    GMPO (2507.20673): the mean over a rollout is -A prod_t c_t^(1/n), in value and gradient. `mean_ratio` comes from
+    `geometric_mean_ratio`. Clips are in logarithms, usual 0.4 and 0.4.
+    """
+    clipped = _clip_logarithm(log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)
+    return -mean_ratio.detach() * (clipped - clipped.detach()).exp() * advantage
+
+
+def _clip_logarithm(
+    log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float
+) -> Float[Tensor, " T"]:
+    above = torch.where(advantage > 0, log_ratio.clamp(max=clip_high), log_ratio)
+    return torch.where(advantage < 0, log_ratio.clamp(min=-clip_low), above)
+
+
+def topr(policy: Float[Tensor, " T"], sequence_ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Tapered off-policy REINFORCE: likes what went well at full weight, forgets what went badly only while it is still likely.
+
+        L_t = -w A_t log pi_theta,  w = 1 where A_t > 0, else sg(clip(R_seq, 0, 1))
+
+    TOPR (2503.14286). `sequence_ratio` is the product of R over the rollout, on each of its tokens. The paper sums over
+    the tokens of a rollout; the reduction decides here.
+    """
+    weight = torch.where(advantage > 0, 1.0, sequence_ratio.detach().clamp(0, 1))
+    return -weight * advantage * policy
+
+
+def mirror_descent(
+    policy: Float[Tensor, " T"], log_ratio: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], tau: float
+) -> Float[Tensor, " T"]:
+    """Policy gradient with a quadratic pull back to the behaviour policy.
+
+        L_t = -A_t log pi_theta + tau / 2 log^2 R_t
+
+    Kimi k1.5 (2501.12599), eq. 3, with A the reward minus its group's mean and `log_ratio` = log R with its gradient; usual
+    tau 0.1. The paper squares the sum over a rollout, we square each token: no token answers for the others' drift.
+    """
+    return -advantage * policy + tau / 2 * log_ratio**2
+
+
+def dppo_tv(
+    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], delta: float, cap: float
+) -> Float[Tensor, " T"]:
+    """Trust region on the probabilities, not on their ratio: rare tokens may move, likely ones may not run off.
+
+        L_t = -sg(min(R_t, cap) M_t) A_t log pi_theta
+        M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta]
+
+    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20. The gradient is that of M R A.
+    """
+    now = policy.detach()
+    gap = now.exp() - behaviour.exp()
+    kept = torch.where(advantage > 0, gap <= delta, gap >= -delta)
+    # From the logarithm, so that no ratio overflows before it is capped.
+    ratio = (now - behaviour).clamp(max=math.log(cap)).exp()
+    return -torch.where(kept, ratio, 0.0) * advantage * policy
+
+
+def largest_covariance(
+    policy: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, share: float, low: float = -math.inf, high: float = math.inf
+) -> Bool[Tensor, " T"]:
+    """True on the share of the batch's tokens, at least one, that add most to cov(log pi, A): entropy falls fastest there.
+
+        cov_t = (log pi_t - mean) (A_t - mean), low < cov_t < high
+
+    Cui et al. 2025 (2505.22617), Clip-Cov and KL-Cov; usual share 2e-4, and for Clip-Cov a band from 1 to 5. Over the
+    tokens of the whole batch. Clip-Cov draws from its band at random; we take the largest, so that ranks and resumed runs agree.
+    """
+    policy = policy.detach()
+    covariance = (policy - policy.mean()) * (advantage - advantage.mean())
+    eligible = torch.where((low < covariance) & (covariance < high), covariance, -torch.inf)
+    selected = torch.zeros_like(eligible, dtype=torch.bool)
+    selected[eligible.topk(min(len(policy), max(1, int(share * len(policy))))).indices] = True
+    return selected & (eligible > -torch.inf)
+
+
+def clip_cov(
+    ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, selected: Bool[Tensor, " T"], clip_low: float, clip_high: float
+) -> Float[Tensor, " T"]:
+    """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected. Clip-Cov (2505.22617)."""
+    return clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high).masked_fill(selected, 0)
+
+
+def kl_cov(
+    log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, selected: Bool[Tensor, " T"], penalty: float
+) -> Float[Tensor, " T"]:
+    """The unclipped surrogate, with a penalty on the tokens that `largest_covariance` selected.
+
+        L_t = -r_t A_t + beta |log r_t| where selected
+
+    KL-Cov (2505.22617); like its authors' code we estimate the divergence by |log r|, whose gradient is 0 at r = 1.
+    `log_ratio` is log r with its gradient; usual penalty beta 1.
+    """
+    return -log_ratio.exp() * advantage + torch.where(selected, penalty * log_ratio.abs(), 0.0)

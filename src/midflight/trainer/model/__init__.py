@@ -1,0 +1,1 @@
+"""Where the trainer meets the architecture: log-probabilities, attention, head, ranks."""

@@ -1,0 +1,110 @@
+"""A causal language model as the trainer uses it: the one place where the trainer meets the architecture."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from midflight.errors import RunFailed
+from midflight.trainer.model.attention import Runs, attend_raggedly
+from midflight.trainer.model.head import token_scores
+from midflight.trainer.model.microbatch import MicroBatch
+from midflight.types import PackedBatch
+
+Scores = tuple[Float[Tensor, " k"], "Float[Tensor, ' k'] | None"]
+
+
+class Reader(nn.Module):
+    """A decoder that reads a micro-batch and says a number of each of its predictions. Its parameters are those of `model`, under `model.`"""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        attend_raggedly(model)
+        model.eval()  # No dropout: the log-probabilities must be those of the distribution that an engine samples.
+        self.model = model
+
+    def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
+        """At each prediction, from the state before its token."""
+        raise NotImplementedError
+
+    def _hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
+        found = self.model.base_model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, runs=micro.runs)
+        hidden: Tensor = found.last_hidden_state[0, micro.inputs]
+        kind = hidden.device.type
+        return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+
+
+class Policy(Reader):
+    """Gives the log-probability of tokens instead of logits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._has_plain_head = has_plain_head(model)
+
+    def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
+        """log softmax(logits / temperature) of each target, in float32 (float64 for a float64 model), and the entropy in nats if asked.
+
+        With the temperature of sampling and no truncation this is the distribution an engine samples from. Logits are made where a
+        prediction is wanted and nowhere else, a few at a time; an architecture that does more to them than a linear layer makes all.
+        """
+        layer = self.model.get_output_embeddings()
+        if self._has_plain_head:
+            hidden = self._hidden(micro)
+            weight, bias = cast(nn.Linear, layer).weight, cast("Tensor | None", cast(nn.Linear, layer).bias)
+            return token_scores(hidden, weight.to(hidden.dtype), bias, micro.targets, temperature=temperature, with_entropy=with_entropy)
+        logits = self._logits(micro)
+        z = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+        table = z.log_softmax(-1)
+        entropy = -(table.exp() * table).sum(-1) if with_entropy else None
+        return table.gather(-1, micro.targets[:, None]).squeeze(-1), entropy
+
+    def _logits(self, micro: MicroBatch) -> Float[Tensor, "k V"]:
+        return self.model(
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            use_cache=False,
+            logits_to_keep=micro.inputs,
+            runs=micro.runs,
+        ).logits[0]
+
+
+def check_fits(batch: PackedBatch, model: PreTrainedModel) -> None:
+    """`RunFailed` if the batch holds tokens or positions that the model has not got: it was sampled from another model."""
+    size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    unknown = batch.token_ids[(batch.token_ids < 0) | (batch.token_ids >= size)]
+    if len(unknown):
+        raise RunFailed(
+            f"the batch holds token {unknown[0]}, and the model's vocabulary ends at {size - 1}. Sample and train with one model and tokenizer."
+        )
+    longest, context = int(np.diff(batch.row_offsets).max(initial=0)), _longest_context(model)
+    if context is not None and longest > context:
+        raise RunFailed(
+            f"the batch holds a row of {longest} tokens, and the model's context is {context}. Lower the environment's lengths, or the engine's context."
+        )
+
+
+def _longest_context(model: PreTrainedModel) -> int | None:
+    """Any reading of the configuration allows no more; none if it does not say. Some count the stretch of rotary positions in, some do not."""
+    config: Any = model.config
+    context: int | None = getattr(config, "max_position_embeddings", None)
+    stretch = (getattr(config, "rope_parameters", None) or {}).get("factor") or 1
+    return None if context is None else int(context * max(1, stretch))
+
+
+@torch.no_grad()
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether logits are one linear layer on the last hidden states, nothing scaled or capped after it: tried out on three tokens."""
+    layer = model.get_output_embeddings()
+    if type(layer) is not nn.Linear or model.base_model is model:
+        return False
+    device = layer.weight.device
+    ids = torch.tensor([[1, 2, 3]], device=device)
+    options = {"position_ids": torch.arange(3, device=device)[None], "use_cache": False, "runs": Runs.of_one(3)}
+    hidden: Tensor = model.base_model(input_ids=ids, **options).last_hidden_state
+    logits: Tensor = model(input_ids=ids, **options).logits
+    return torch.allclose(nn.functional.linear(hidden, layer.weight, layer.bias), logits, rtol=1e-3, atol=1e-5)
