@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from midflight.buffer import Closed, GroupBuffer, Limits, Wait
-from midflight.errors import ConfigError, OutOfTurn, UnknownLease
+from midflight.errors import OutOfTurn, UnknownLease
 from midflight.types import Batch, GroupKey, Reason, StalePolicy
 
 from .making import group, key, limits
@@ -239,16 +239,3 @@ def test_i2_an_open_lease_from_the_store_is_trimmed_for_its_step_again() -> None
     bench = Bench(limits(1, 1, StalePolicy.DROP, n=2), start_version=5)
     bench.buffer.restore(leases=[Batch(7, 5, (group(key(0), (3, 5), (4,)),))])
     assert [len(t.rows) for t in bench.batch(5).groups[0].trajectories] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"buffer_groups": 3}, "buffer_groups = 3"),
-        ({"max_in_flight": 1}, "max_in_flight = 1"),
-        ({"min_group_size": 3}, "min_group_size = 3"),
-    ],
-)
-def test_limits_that_would_wait_for_ever_are_refused_by_name(wrong: dict[str, int], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        limits(4, 1, n=2, **wrong)

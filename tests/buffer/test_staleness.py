@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from midflight.buffer.staleness import ages, credit, overfull, surplus, worst_case
-from midflight.types import StalePolicy
+from midflight.buffer.staleness import ages, credit, overfull, surplus
 
 from .making import group, key
 
@@ -70,9 +69,3 @@ def test_groups_that_no_batch_can_take_in_time_are_counted(finished: list[int], 
 def test_ages_count_trainable_tokens_by_versions_before_the_step() -> None:
     made = group(key(0), (3, 3, 4), (5,))
     assert ages(made.trajectories, 5) == {2: 2, 1: 1, 0: 1}
-
-
-@pytest.mark.parametrize("policy", list(StalePolicy))
-def test_every_policy_states_its_bound_and_its_price(policy: StalePolicy) -> None:
-    assert "older than 4 versions" in worst_case(policy, 4)
-    assert "synchronous" in worst_case(policy, 0)

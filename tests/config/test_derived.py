@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from midflight.buffer.limits import Limits
 from midflight.config import derived, load_config
 from midflight.config.memory import LOGITS_AT_ONCE, memory_estimate, model_sizes, total_bytes
 from midflight.config.objective import effective_loss
 from midflight.config.placement import computing_threads, core_note, placement
 from midflight.errors import ModelNotFound
+from midflight.run.rollout.system import buffer_limits
 from midflight.trainer.model.head import CHUNK
 
 
@@ -31,7 +31,7 @@ def test_the_defaults_follow_from_batch_and_bound() -> None:
 @pytest.mark.parametrize("group_size", [1, 4, 5])
 def test_the_buffer_works_with_the_numbers_that_are_shown(group_size: int) -> None:
     rollout = load_config(None, [f"rollout.group_size={group_size}"]).rollout
-    limits = Limits.of(rollout)
+    limits = buffer_limits(rollout)
     assert limits.max_in_flight == derived.in_flight(rollout)
     assert limits.buffer_groups == derived.buffer_groups(rollout)
     assert limits.min_group_size == derived.min_group_size(rollout)
@@ -57,6 +57,8 @@ def test_i2_every_policy_has_the_bound_as_its_worst_case_and_a_price_of_its_own(
     }
     assert stale.worst == 4
     assert stale.price not in others
+    synchronous = load_config(None, [f"rollout.stale_policy={policy}", "rollout.max_staleness=0"]).rollout
+    assert (derived.worst_staleness(synchronous).worst, derived.worst_staleness(synchronous).price[:4]) == (0, "none")
 
 
 def test_the_tighter_of_two_knobs_binds_and_a_tie_binds_both() -> None:

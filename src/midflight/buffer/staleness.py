@@ -43,7 +43,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from midflight.types import StalePolicy, Trajectory, Version
+from midflight.types import Trajectory, Version
 
 
 def credit(*, open_groups: int, next_version: Version, served_version: Version, max_staleness: int, groups_per_step: int) -> int:
@@ -83,23 +83,7 @@ def surplus(finished: Sequence[Version], train_version: Version, *, max_stalenes
 
 
 def ages(trajectories: Iterable[Trajectory], train_version: Version) -> Mapping[int, int]:
-    """Trainable tokens by age: the version that begins the step minus the version that sampled them (DECISIONS 2)."""
+    """Trainable tokens by age: the version that begins the step minus the version that sampled them."""
     sampled = [row.versions[row.loss_mask] for trajectory in trajectories for row in trajectory.rows]
     versions, counts = np.unique(np.concatenate(sampled or [np.zeros(0, np.int32)]), return_counts=True)
     return {train_version - version: number for version, number in zip(versions.tolist(), counts.tolist(), strict=True)}
-
-
-def worst_case(policy: StalePolicy, max_staleness: int) -> str:
-    """The worst staleness of a trained token under a policy and its price, as a sentence for `--dry-run`."""
-    bound = f"no trained token is older than {max_staleness} versions"
-    if max_staleness == 0:
-        return "synchronous: every token is trained at the version that sampled it; nothing is prefetched and pause modes do not matter"
-    return f"{bound}; {_PRICE[policy]}"
-
-
-_PRICE: Mapping[StalePolicy, str] = {
-    StalePolicy.WAIT: "nothing is dropped for its age, and steps wait for stragglers up to the rollout deadline",
-    StalePolicy.DROP: "older trajectories leave the gradient, which shortens what is trained",
-    StalePolicy.MASK: "older tokens get no gradient, which takes credit from the early decisions of long answers",
-    StalePolicy.REQUEUE: "older groups are generated again, which prefers fast answers",
-}

@@ -31,7 +31,7 @@ def min_group_size(rollout: RolloutSection) -> int:
 
 
 def admission_limit(rollout: RolloutSection, served: Version) -> int:
-    """Groups that may have been submitted and not released while engines serve `served`: (v_served + S + 1) * B (DECISIONS 3).
+    """Groups that may have been submitted and not released while engines serve `served`: (v_served + S + 1) * B.
 
     `released` counts from the start of the run, as `served` does.
     """

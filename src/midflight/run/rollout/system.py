@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from midflight.buffer.limits import Limits as BufferLimits
+from midflight.buffer.limits import Limits
 from midflight.buffer.queue import GroupQueue
-from midflight.config.sections import Config
+from midflight.config import derived
+from midflight.config.sections import Config, RolloutSection
 from midflight.environments.sources import Source
 from midflight.environments.streams import SeededStream
 from midflight.observe.status import Phase
@@ -36,6 +37,20 @@ from midflight.types import Batch, PackedBatch, Task, Version, WeightManifest
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
     return [task for source in sources for task in source.heldout]
+
+
+def buffer_limits(rollout: RolloutSection) -> Limits:
+    return Limits(
+        groups_per_step=rollout.groups_per_step,
+        group_size=rollout.group_size,
+        max_staleness=rollout.max_staleness,
+        policy=rollout.stale_policy,
+        max_in_flight=derived.in_flight(rollout),
+        buffer_groups=derived.buffer_groups(rollout),
+        min_group_size=derived.min_group_size(rollout),
+        requeues=rollout.requeues,
+        drop_zero_spread=rollout.drop_zero_spread,
+    )
 
 
 class RolloutSystem:
@@ -85,7 +100,7 @@ class RolloutSystem:
 
     def _queue(self, config: Config, *, first_lease: int) -> GroupQueue:
         return GroupQueue(
-            BufferLimits.of(config.rollout),
+            buffer_limits(config.rollout),
             observer=self._observer,
             running_oldest=self._ages.of_group,
             closed=self._records.closed,
@@ -103,7 +118,7 @@ class RolloutSystem:
             records=self._records,
             observer=self._observer,
             group_size=config.rollout.group_size,
-            min_group_size=BufferLimits.of(config.rollout).min_group_size,
+            min_group_size=derived.min_group_size(config.rollout),
             retries=config.rollout.retries,
         )
 
