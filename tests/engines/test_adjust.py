@@ -8,9 +8,8 @@ import torch
 from tests.engines.models import MAX_CONTEXT, TOKENIZER, ask
 from tests.engines.test_sampler import batch, distribution
 
-from midflight.engines.embedded.adjust import Biases, Masks, Penalties, biased, masked, penalised
 from midflight.engines.embedded.grammar import Grammars
-from midflight.engines.embedded.sampler import SamplingBatch, sample
+from midflight.engines.embedded.sampler import Biases, Masks, Penalties, SamplingBatch, biased, masked, penalised, sample
 from midflight.engines.embedded.table import SlotTable, Submission
 from midflight.types import GenerateRequest, Grammar, GrammarKind, SamplingParams
 

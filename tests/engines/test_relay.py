@@ -14,10 +14,9 @@ from tests.engines.models import ask
 from tests.engines.reading import collect, ids
 from tests.engines.test_contract import attached, listening
 
-from midflight.engines import outbox
+from midflight.engines import relay as relays
 from midflight.engines.app import build_app
-from midflight.engines.outbox import Outbox
-from midflight.engines.relay import relay
+from midflight.engines.relay import Outbox, relay
 from midflight.engines.wire import Abort, ClientFrame, EngineFrame, Hello, Step, Submit, decode_engine_frame, encode, step_rows
 from midflight.errors import EngineUnavailable, Overloaded, RequestRejected
 from midflight.testing.script import scripted_tokenizer
@@ -150,7 +149,7 @@ def test_an_abort_closes_one_stream_and_the_clients_leaving_all() -> None:
 
 
 def test_a_client_that_lags_gets_no_frame_after_a_gap_and_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "_MAX_FRAMES", 3)
+    monkeypatch.setattr(relays, "_MAX_FRAMES", 3)
 
     async def main() -> None:
         frames, line = Outbox(), Line()

@@ -21,10 +21,10 @@ from tests.real.processes import free_port
 from transformers import PreTrainedModel
 
 from midflight.engines.app import build_app
-from midflight.engines.embedded.scoring import portions, token_logprobs
+from midflight.engines.embedded.runner import portions, token_logprobs
 from midflight.engines.embedded.stream import serve_stream
 from midflight.engines.relay import relay
-from midflight.engines.scores import decode_rows, decode_scores, encode_rows, encode_scores
+from midflight.engines.wire import decode_rows, decode_scores, encode_rows, encode_scores
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
 from midflight.ports import Scorer
 from midflight.types import Float32, Int32, PauseMode

@@ -7,8 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from midflight.engines.output import StepOutput
-from midflight.engines.streams import PATIENCE_SECONDS, ChunkStream, ChunkStreams
+from midflight.engines.streams import PATIENCE_SECONDS, ChunkStream, ChunkStreams, StepOutput
 from midflight.errors import EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, SamplingParams

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from tests.engines.models import ask
 
-from midflight.engines.output import StepOutput, TokenRow, Top
-from midflight.engines.streams import ChunkStreams
+from midflight.engines.streams import ChunkStreams, StepOutput, TokenRow, Top
 from midflight.engines.wire import Abort, Step, Submit, decode_client_frames, decode_engine_frame, encode, pack_chunks, pack_step, step_rows
 from midflight.errors import RequestRejected
 from midflight.testing.virtual_time import run_virtual

@@ -13,7 +13,7 @@ from tests.text.written import CLOCK, WEATHER, model
 
 from midflight.text.formats import AssistantMessage, MessageFormat
 from midflight.text.formats.assistant import joined
-from midflight.text.formats.choice import TOOL_FORMATS
+from midflight.text.formats.format import TOOL_FORMATS
 
 TOOLS = [name for name in TOOL_FORMATS if name not in ("auto", "none")]
 FORMATS = {

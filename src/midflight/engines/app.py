@@ -19,9 +19,8 @@ from starlette.websockets import WebSocket
 
 from midflight.engines.generate_body import Answer, GenerateBody, read_request
 from midflight.engines.metrics import EngineCollector
-from midflight.engines.scores import SCORE_PATH, decode_rows, encode_scores
-from midflight.engines.served import ServedEngine
-from midflight.engines.wire import STREAM_PATH
+from midflight.engines.relay import ServedEngine
+from midflight.engines.wire import SCORE_PATH, STREAM_PATH, decode_rows, encode_scores
 from midflight.errors import Blame, MidflightError, NotSupported, RequestRejected, Unauthorized
 from midflight.ports import Scorer
 from midflight.types import Capabilities, Chunk, PauseMode, WeightManifest

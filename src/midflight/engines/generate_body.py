@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from midflight.errors import RequestRejected
-from midflight.text.stop import StopMatcher
+from midflight.text.detokenizer import StopMatcher
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Grammar, GrammarKind, SamplingParams
 

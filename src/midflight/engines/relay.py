@@ -1,19 +1,83 @@
-"""The end of the multiplexed wire of an engine that is known by its port alone: what its requests get in one moment is one frame."""
+"""The engine's end of the multiplexed wire: what its requests get in one moment is one frame."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Protocol
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from midflight.engines.outbox import Outbox
-from midflight.engines.served import ServedEngine
-from midflight.engines.wire import Abort, Hello, Submit, can_carry, decode_client_frames, pack_chunks
-from midflight.errors import EngineUnavailable, MidflightError
-from midflight.types import Chunk, GenerateRequest
+from midflight.engines.wire import Abort, EngineFrame, Hello, Rejected, Submit, can_carry, decode_client_frames, encode, pack_chunks
+from midflight.errors import EngineUnavailable, MidflightError, Overloaded, RequestRejected
+from midflight.ports import Engine
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import Chunk, EngineHealth, GenerateRequest
+
+
+class ServedEngine(Engine, Protocol):
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """As the port has it; it must be closable, because clients leave."""
+        ...
+
+    def reading(self) -> EngineHealth:
+        """The present numbers, at once, also of an engine that has ended."""
+        ...
+
+
+_MAX_FRAMES = 16_384
+"""Steps a client may lag behind; one that lags more is cut off, so that its frames do not fill the memory."""
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+
+    def send(self, frame: EngineFrame) -> None:
+        """Nothing follows what was left out: a client that lagged is cut off after the frames before."""
+        if self._error is None and len(self._frames) >= _MAX_FRAMES:
+            self.fail(EngineUnavailable(f"the client reads too slowly: {_MAX_FRAMES} frames wait. Attach again."))
+        if self._error is None:
+            self._frames.append(encode(frame))
+            self._changed.set()
+
+    def reject(self, handle: int, error: MidflightError) -> None:
+        """Ends one request, by the client's number."""
+        param = error.param if isinstance(error, RequestRejected) else None
+        retry_after = error.retry_after_seconds if isinstance(error, Overloaded) else None
+        self.send(Rejected(handle, error.code, str(error), param, retry_after))
+
+    def fail(self, error: Exception) -> None:
+        """The engine's end, told after the frames before it."""
+        self._error = error
+        self._changed.set()
+
+    async def next(self) -> bytes:
+        """Waits for a frame or the engine's end; ended by the disconnection of the client."""
+        while not self._frames:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        return self._frames.popleft()
+
+    async def drain(self, socket: WebSocket) -> None:
+        """Waits for frames; ended by the end of the engine, which closes the socket, or of the connection."""
+        # Starlette raises RuntimeError when it sends on a socket that is closed already.
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            try:
+                while True:
+                    await socket.send_bytes(await self.next())
+            except EngineUnavailable as error:
+                await socket.close(code=1011, reason=str(error)[:100])
 
 
 async def relay(engine: ServedEngine, socket: WebSocket) -> None:

@@ -13,9 +13,9 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from midflight.engines.scores import SCORE_PATH, decode_scores, encode_rows
 from midflight.engines.streams import ChunkStream, ChunkStreams
 from midflight.engines.wire import (
+    SCORE_PATH,
     STREAM_PATH,
     Abort,
     ClientFrame,
@@ -24,7 +24,9 @@ from midflight.engines.wire import (
     Step,
     Submit,
     decode_engine_frame,
+    decode_scores,
     encode,
+    encode_rows,
     error_from,
     step_rows,
 )

@@ -11,9 +11,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from midflight.engines.output import StepOutput, TokenRow
-from midflight.errors import EngineError, MidflightError, Overloaded, RequestRejected
-from midflight.types import Capabilities, Chunk, Finish, GenerateRequest, Segment, Version
+from midflight.engines.streams import StepOutput, TokenRow
+from midflight.errors import EngineError, EngineUnavailable, MidflightError, Overloaded, RequestRejected
+from midflight.types import Capabilities, Chunk, Finish, Float32, GenerateRequest, Int32, Segment, Version
 
 STREAM_PATH: Final = "/engine/v1/stream"
 _END_OF_INTS: Final = 2**31
@@ -183,3 +183,49 @@ def _kinds(kind: type[MidflightError]) -> Iterator[type[MidflightError]]:
     while level:
         yield from level
         level = [below for above in level for below in above.__subclasses__()]
+
+
+SCORE_PATH: Final = "/score"
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """Row r has the tokens [row_offsets[r], row_offsets[r + 1])."""
+
+    token_ids: bytes
+    """int32"""
+    row_offsets: bytes
+    """int32, one more than there are rows"""
+    temperature: float
+
+
+_decode_rows = msgspec.msgpack.Decoder(Rows).decode
+
+
+def encode_rows(token_ids: Int32, row_offsets: Int32, *, temperature: float) -> bytes:
+    return encode(Rows(token_ids.astype("<i4").tobytes(), row_offsets.astype("<i4").tobytes(), temperature))
+
+
+def decode_rows(data: bytes) -> tuple[Int32, Int32, float]:
+    """The inverse; `RequestRejected` for other bytes. What the numbers say is not looked at."""
+    try:
+        rows = _decode_rows(data)
+        return _int32(rows.token_ids), _int32(rows.row_offsets), rows.temperature
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RequestRejected(f"reading rows to score: {error}. Send the bytes of `encode_rows` whole.") from error
+
+
+def encode_scores(scores: Float32) -> bytes:
+    return scores.astype("<f4").tobytes()
+
+
+def decode_scores(data: bytes, *, num_tokens: int) -> Float32:
+    """The inverse; `EngineUnavailable` where there is not one for each token."""
+    if len(data) != 4 * num_tokens:
+        raise EngineUnavailable(
+            f"reading an engine's scores: {len(data)} bytes for {num_tokens} tokens. Check that the URL is an engine's."
+        )
+    return np.frombuffer(data, dtype="<f4").astype(np.float32)
+
+
+def _int32(column: bytes) -> Int32:
+    return np.frombuffer(column, dtype="<i4").astype(np.int32)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from midflight.engines.embedded.scheduler import Scheduler
-from midflight.engines.output import StepOutput
+from midflight.engines.streams import StepOutput
 from midflight.errors import EngineUnavailable
 
 R = TypeVar("R")

@@ -15,17 +15,15 @@ from transformers import PreTrainedModel
 
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
-from midflight.engines.embedded.runner import Runner
+from midflight.engines.embedded.runner import Runner, portions, token_logprobs
 from midflight.engines.embedded.scheduler import Scheduler
-from midflight.engines.embedded.scoring import portions, token_logprobs
 from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights
-from midflight.engines.output import Outlet, StepOutput
-from midflight.engines.streams import ChunkStreams, step_chunks
+from midflight.engines.streams import ChunkStreams, Outlet, StepOutput, step_chunks
 from midflight.engines.validation import check_request, check_rows
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import Observer, WeightReceiver
-from midflight.text.stop import StopMatcher
+from midflight.text.detokenizer import StopMatcher
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import (
     Attestation,

@@ -1,8 +1,9 @@
-"""One flattened forward per engine step, over any decoder-only model of `transformers`."""
+"""Forward passes over any decoder-only model of `transformers`: one flattened pass per engine step, and rows to score."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.engines.embedded.attention import ATTENTION, Bucket, StepTokens
-from midflight.engines.embedded.kv_cache import KvCache
+from midflight.engines.embedded.attention import ATTENTION, Bucket, KvCache, StepTokens
+from midflight.types import Float32, Int32
 
 Ints = NDArray[np.int64]
 
@@ -112,3 +113,52 @@ class Runner:
 
     def _put(self, values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+MAX_LOGITS = 2**26
+"""Logits that are there at once: 256 MiB in float32, and as much again for their softmax."""
+
+
+def portions(lengths: NDArray[np.int64], *, max_tokens: int) -> list[list[int]]:
+    """Rows that go through the model together, by number, shortest first: at most `max_tokens` with their padding, or one row."""
+    made: list[list[int]] = []
+    for row in np.argsort(lengths, kind="stable").tolist():
+        if made and (len(made[-1]) + 1) * int(lengths[row]) <= max_tokens:
+            made[-1].append(row)
+        else:
+            made.append([row])
+    return made
+
+
+@torch.inference_mode()
+def token_logprobs(model: PreTrainedModel, rows: Sequence[Int32], *, temperature: float, max_logits: int = MAX_LOGITS) -> list[Float32]:
+    """log softmax(logits / temperature) of each token after those before it in its row; 0 for the first, which nothing predicts.
+
+    Padding stands behind the tokens, where causal attention never looks. Columns go through the model a stretch at a time over the
+    keys of those before, so that the logits of a long row need not all be there at once.
+    """
+    ids = _padded(rows, model.device)
+    found = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    width = max(1, max_logits // (len(rows) * int(model.config.get_text_config().vocab_size)))
+    past = None
+    for start in range(0, ids.shape[1] - 1, width):
+        end = min(start + width, ids.shape[1] - 1)
+        out = model(input_ids=ids[:, start:end], past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        found[:, start + 1 : end + 1] = _chosen(out.logits, ids[:, start + 1 : end + 1], temperature=temperature)
+    scores = found.cpu().numpy()
+    return [scores[number, : len(row)] for number, row in enumerate(rows)]
+
+
+def _padded(rows: Sequence[Int32], device: torch.device) -> Tensor:
+    """[rows, longest]; padding is token 0."""
+    ids = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+    return torch.from_numpy(ids).to(device)
+
+
+def _chosen(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
+    """[b, k, V] and [b, k] -> [b, k], computed in float32, or float64 for a float64 model."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return (logits / temperature).log_softmax(-1).gather(-1, targets[..., None])[..., 0]

@@ -3,6 +3,8 @@
 SplitMix64 (Steele, Lea and Flood 2014) is used as a counter-based generator, and the Gumbel-max trick draws from the
 distribution: token = argmax over kept ids of log p + g, g = -log(-log u). Because the noise of an id does not depend on what
 else is in the batch, nor on how often the generation was interrupted, the same request gives the same tokens.
+
+Before temperature the logits are adjusted, in this order: penalties, bias, grammar. Rows that ask for nothing are not touched.
 """
 
 from __future__ import annotations
@@ -14,7 +16,98 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midflight.engines.embedded.adjust import Biases, Masks, Penalties, biased, masked, penalised
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Penalties:
+    """Of P of a step's rows. They are a function of the tokens so far, never of state, so that a resume changes nothing (I5)."""
+
+    rows: Ints
+    """[P]"""
+    tokens: Ints
+    """[P, L] prompt and output so far; what lies after them does not matter."""
+    num_prompt: Ints
+    """[P]"""
+    length: Ints
+    """[P] prompt and output together."""
+    repetition: NDArray[np.float64]
+    frequency: NDArray[np.float64]
+    presence: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Biases:
+    """Triples: to the logit of `token_ids` in `rows`, `values` is added."""
+
+    rows: Ints
+    token_ids: Ints
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """Rows with a grammar."""
+
+    rows: Ints
+    """[G]"""
+    allowed: NDArray[np.bool_]
+    """[G, V]; at least one id of each row."""
+
+    def without(self, suppressed: Ints) -> tuple[Masks, NDArray[np.bool_]]:
+        """Takes ids [G, W] (padded with -1) away; also which rows [G] stayed as they were because nothing would have been left."""
+        fewer = self.allowed.copy()
+        row, column = np.nonzero(suppressed >= 0)
+        fewer[row, suppressed[row, column]] = False
+        empty = np.asarray(~fewer.any(1))
+        fewer[empty] = self.allowed[empty]
+        return Masks(self.rows, fewer), empty
+
+
+def penalised(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Logits [R, V] with, in the rows that ask for it,
+
+        z_j <- z_j / r if z_j > 0 else z_j r    for every id j in prompt or output,
+        z_j <- z_j - f n_j - p [n_j > 0]        where n_j counts j in the output alone.
+
+    The first is Keskar et al. 2019 (CTRL), eq. 2, which divides negative logits too; they would become likelier.
+    """
+    rows, tokens = _on(penalties.rows, logits), _on(penalties.tokens, logits)
+    index = torch.arange(tokens.shape[1], device=logits.device)
+    before = index < _column(penalties.length, logits)
+    output = before & (index >= _column(penalties.num_prompt, logits))
+    part = logits[rows]
+    seen = _counts(tokens, before, like=part) > 0
+    repetition = _column(penalties.repetition, logits)
+    part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+    counts = _counts(tokens, output, like=part)
+    part = part - _column(penalties.frequency, logits) * counts - _column(penalties.presence, logits) * (counts > 0)
+    return logits.index_copy(0, rows, part)
+
+
+def biased(logits: Tensor, biases: Biases) -> Tensor:
+    """Logits [R, V] with the biases added."""
+    index = (_on(biases.rows, logits), _on(biases.token_ids, logits))
+    return logits.index_put(index, _on(biases.values, logits).to(logits.dtype), accumulate=True)
+
+
+def masked(logits: Tensor, masks: Masks) -> Tensor:
+    """Logits [R, V], -inf where a row's grammar forbids the id."""
+    rows = _on(masks.rows, logits)
+    return logits.index_copy(0, rows, logits[rows].masked_fill(~_on(masks.allowed, logits), -torch.inf))
+
+
+def _counts(tokens: Tensor, counted: Tensor, *, like: Tensor) -> Tensor:
+    """How often each id [P, V] is among the `counted` [P, L] of `tokens` [P, L]."""
+    return torch.zeros_like(like).scatter_add_(1, tokens, counted.to(like.dtype))
+
+
+def _on(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)
+
+
+def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    return _on(values, like)[:, None]
 
 
 def _signed(value: int) -> int:
@@ -77,7 +170,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     scores.masked_fill_(log_p == -torch.inf, -torch.inf)
     token_ids = scores.argmax(-1)
     if greedy.any():
-        token_ids = torch.where(_vector(greedy, logits), logits.argmax(-1), token_ids)
+        token_ids = torch.where(_on(greedy, logits), logits.argmax(-1), token_ids)
         if batch.num_top is not None:
             log_p = torch.where(_column(greedy, logits), _certain(token_ids, like=log_p), log_p)
     logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
@@ -159,7 +252,7 @@ def _likeliest(log_p: Tensor, num_top: NDArray[np.int64] | None) -> tuple[NDArra
     if num_top is None or not width:
         return ids, logprobs
     rows = np.flatnonzero(num_top)
-    part = log_p[_vector(rows, log_p)]
+    part = log_p[_on(rows, log_p)]
     # Equal values at the border are all taken in, so that ids decide between them; a stable sort would visit the whole vocabulary.
     near = (part >= part.topk(width).values[:, -1:]) & (part > -torch.inf)
     row, column = near.nonzero().T.cpu().numpy()
@@ -170,11 +263,3 @@ def _likeliest(log_p: Tensor, num_top: NDArray[np.int64] | None) -> tuple[NDArra
     kept = rank < num_top[rows][row]
     ids[rows[row[kept]], rank[kept]], logprobs[rows[row[kept]], rank[kept]] = column[kept], value[kept]
     return ids, logprobs
-
-
-def _vector(values: NDArray[np.generic], like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)
-
-
-def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
-    return _vector(values, like)[:, None]

@@ -11,12 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midflight.engines.embedded.adjust import Masks
-from midflight.engines.embedded.prompts import SharedPrompts
 from midflight.engines.embedded.runner import Runner, StepBatch
-from midflight.engines.embedded.sampler import Sampled, sample
-from midflight.engines.embedded.table import SlotTable, Submission
-from midflight.engines.output import StepOutput
+from midflight.engines.embedded.sampler import Masks, Sampled, sample
+from midflight.engines.embedded.table import SharedPrompts, SlotTable, Submission
+from midflight.engines.streams import StepOutput
 from midflight.errors import RequestRejected
 from midflight.types import Finish, FinishReason, PauseMode, Version
 

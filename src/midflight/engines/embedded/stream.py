@@ -9,8 +9,8 @@ import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.outbox import Outbox
-from midflight.engines.output import StepOutput
+from midflight.engines.relay import Outbox
+from midflight.engines.streams import StepOutput
 from midflight.engines.wire import Abort, Hello, Submit, decode_client_frames, pack_step
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.types import GenerateRequest

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from midflight.engines.servers.attempt import Attempt
 from midflight.engines.servers.http import ServerClient
-from midflight.engines.servers.same_model import check_same_model
-from midflight.engines.servers.server import Found, Piece, Server, cut, mode_at_server
+from midflight.engines.servers.server import Found, Piece, Server, check_same_model, cut, mode_at_server
 from midflight.engines.servers.staged import Staged, StagingArea
 from midflight.engines.streams import ChunkStream
 from midflight.engines.validation import check_features, check_request

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.engines.servers.answers import number, part
-from midflight.engines.servers.http import ServerClient
+from midflight.engines.servers.http import ServerClient, number, part
 from midflight.engines.servers.server import Found, Piece
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, Version

@@ -1,6 +1,6 @@
 """The weights that a server loads next: a model folder of our own in memory, written while it generates.
 
-A server loads whole weights. Where a version is adapters, they are merged into their base here (`merging`, which imports torch).
+A server loads whole weights. Where a version is adapters, they are merged into their base here (which imports torch).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from safetensors import safe_open
 
 from midflight.errors import EngineUnavailable, RunFailed, WeightsCorrupt, nearest
-from midflight.models.adapter import FOLDER, adapter_of, served_weights
+from midflight.models.adapter import FOLDER, Adapter, adapter_of, served_weights
 from midflight.ports import WeightReceiver
 from midflight.types import TensorSpec, Version, WeightManifest
 
@@ -56,9 +56,7 @@ class StagingArea:
                 if self._adapter is None:
                     _write_tensors(folder / "model.safetensors", manifest.tensors, views)
                 else:
-                    from midflight.engines.servers.merging import write_merged
-
-                    write_merged(self._model, self._adapter, folder, given=(manifest.tensors, views))
+                    _write_merged(self._model, self._adapter, folder, given=(manifest.tensors, views))
             except OSError as error:
                 raise EngineUnavailable(
                     f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
@@ -95,11 +93,9 @@ def write_first(model: Path, place: Path) -> Path:
     """Blocking. `RunFailed` where there is no room."""
     folder = first_folder(model, place)
     if (adapter := adapter_of(model)) is not None:
-        from midflight.engines.servers.merging import write_merged
-
         try:
             _fresh_copy(model, folder)
-            write_merged(model, adapter, folder)
+            _write_merged(model, adapter, folder)
         except OSError as error:
             raise RunFailed(f"writing the first weights in {str(folder)!r}: {error}; make room there (containers: --shm-size).") from error
     return folder
@@ -133,3 +129,24 @@ def _write_tensors(path: Path, specs: tuple[TensorSpec, ...], views: Mapping[str
         file.write(len(header).to_bytes(8, "little") + header)
         for spec in specs:
             file.write(views[spec.name])
+
+
+_Given = tuple[tuple[TensorSpec, ...], Mapping[str, memoryview]]
+
+
+def _write_merged(model: Path, adapter: Adapter, folder: Path, *, given: _Given | None = None) -> None:
+    """Writes the base of `model` with `given` adapters merged into it to `folder`, in the base's dtype; without any, with its own.
+
+    Imports torch, which a companion without adapters does without.
+    """
+    from safetensors.torch import load_file, save_file
+    from torch import Tensor
+
+    from midflight.models.lora import merged
+    from midflight.models.names import as_tensors
+
+    adapters = load_file(adapter.weights) if given is None else as_tensors(*given)
+    base: dict[str, Tensor] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        base |= load_file(path)
+    save_file(merged(base, adapters, scale=adapter.scale), folder / "model.safetensors", metadata={"format": "pt"})

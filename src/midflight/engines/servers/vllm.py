@@ -11,9 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.engines.servers.answers import number, part
 from midflight.engines.servers.command import INSIDE
-from midflight.engines.servers.http import ServerClient
+from midflight.engines.servers.http import ServerClient, number, part
 from midflight.engines.servers.server import Found, Piece
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.types import (

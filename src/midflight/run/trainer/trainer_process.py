@@ -17,11 +17,9 @@ from midflight.config.derived import lora_alpha, num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
 from midflight.environments.sources import load_sources
 from midflight.errors import ConfigError
-from midflight.models.dtypes import torch_dtype
-from midflight.models.export import export_model
-from midflight.models.load import load_model, make_model
+from midflight.models.load import export_model, load_model, make_model
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
-from midflight.models.names import assign, in_dtype
+from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.run.api.client import RolloutClient
 from midflight.run.messages import Launcher, ModelReady, TrainerSpec
 from midflight.run.trainer.lineage import PublishedVersions

@@ -10,7 +10,8 @@ T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
 """Yields when it needs more text; returns what it read."""
 
-SPACES = re.compile(r"[ \t\r\n]+")
+_BLANKS = " \t\r\n"
+SPACES = re.compile(f"[{_BLANKS}]+")
 """What counts as whitespace in messages: JSON's."""
 
 
@@ -117,3 +118,35 @@ class Cursor:
 def outside(marker: str) -> re.Pattern[str]:
     """Letters that cannot begin `marker`."""
     return re.compile(f"[^{re.escape(marker[0])}]+")
+
+
+class TrimmedText:
+    """Takes text as it comes and gives it on. Whitespace at a touched place is dropped if the text begins or ends there."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        """Whitespace after which nothing has come yet."""
+        self._begun = False
+        self.touched = False
+        """Whether only whitespace came since the last `touch`."""
+
+    def touch(self) -> None:
+        """A marker stands here."""
+        self.touched = True
+
+    def add(self, text: str) -> str:
+        """What is certain now: text up to its last letter that is no whitespace."""
+        body = text.rstrip(_BLANKS)
+        if not body:
+            self._held.append(text)
+            return ""
+        given = "".join([*self._held, body])
+        if self.touched and not self._begun:
+            given = given.lstrip(_BLANKS)
+        self._held = [text[len(body) :]]
+        self._begun, self.touched = True, False
+        return given
+
+    def end(self) -> str:
+        """The rest, when the text has ended."""
+        return "" if self.touched else "".join(self._held)

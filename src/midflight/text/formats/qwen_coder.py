@@ -6,12 +6,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from midflight.text.formats.assistant import Tool, ToolCall
+from midflight.text.formats.assistant import Give, Tool, ToolCall
 from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
-from midflight.text.formats.hermes import CLOSING, OPENING
 from midflight.text.formats.json_call import loads
+from midflight.text.formats.json_formats import END_TOOL_CALL, TOOL_CALL
 from midflight.text.formats.lark import Lark, alternatives, json_value, literal
-from midflight.text.formats.tool_format import Give
 from midflight.types import Json
 
 FUNCTION, PARAMETER, END_PARAMETER, END_FUNCTION = "<function=", "<parameter=", "</parameter>", "</function>"
@@ -32,8 +31,8 @@ class QwenCoder:
     """One newline at either end of a value belongs to the markers. A value is a string where the tool's schema says so, else
     JSON if it is JSON, else a string."""
 
-    opening = OPENING
-    markers = (OPENING, CLOSING)
+    opening = TOOL_CALL
+    markers = (TOOL_CALL, END_TOOL_CALL)
 
     def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
         yield from cursor.run(SPACES)
@@ -46,7 +45,7 @@ class QwenCoder:
             text = yield from cursor.until(END_PARAMETER)
             values[key] = _written(text.removeprefix("\n").removesuffix("\n"), _property(schema, key))
         yield from cursor.run(SPACES)
-        yield from cursor.expect(CLOSING)
+        yield from cursor.expect(END_TOOL_CALL)
         give(ToolCall(name, f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {value}' for key, value in values.items())}}}"))
 
     def read_bare(self, cursor: Cursor, give: Give) -> None:
@@ -57,7 +56,7 @@ class QwenCoder:
         return "\n".join(
             [
                 'calls: call ("\\n" call)*' if parallel else "calls: call",
-                f'call: {lark.marker(OPENING)} "\\n" {alternatives(names)} "\\n" {lark.marker(CLOSING)}',
+                f'call: {lark.marker(TOOL_CALL)} "\\n" {alternatives(names)} "\\n" {lark.marker(END_TOOL_CALL)}',
                 *(rule for name, tool in zip(names, tools, strict=True) for rule in _tool_rules(lark, name, tool)),
             ]
         )

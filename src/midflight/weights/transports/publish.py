@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from midflight.models.dtypes import dtype_name
+from midflight.models.names import dtype_name
 from midflight.types import Version, WeightManifest
 
 MAX_HELD = 3

@@ -1,0 +1,171 @@
+"""The formats whose calls are JSON objects: those of Hermes (and Qwen), Llama 3 and Mistral."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from midflight.text.formats.assistant import Give, Tool, ToolCall
+from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
+from midflight.text.formats.json_call import as_call, read_object
+from midflight.text.formats.lark import Lark, alternatives, arguments, literal
+
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+_NAME = re.compile(r"[\w.:/-]+")
+
+
+class Hermes:
+    """Whitespace may stand around the object; text around the calls is content."""
+
+    opening = TOOL_CALL
+    markers = (TOOL_CALL, END_TOOL_CALL)
+
+    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
+        yield from cursor.run(SPACES)
+        call = as_call((yield from read_object(cursor)))
+        yield from cursor.run(SPACES)
+        yield from cursor.expect(END_TOOL_CALL)
+        give(call)
+
+    def read_bare(self, cursor: Cursor, give: Give) -> None:
+        return None
+
+    def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        names, objects = _objects_of(tools, "arguments")
+        opening, closing = lark.marker(TOOL_CALL), lark.marker(END_TOOL_CALL)
+        return "\n".join(
+            [
+                'calls: call ("\\n" call)*' if parallel else "calls: call",
+                f'call: {opening} "\\n" {alternatives(names)} "\\n" {closing}',
+                *objects,
+            ]
+        )
+
+
+def _objects_of(tools: Sequence[Tool], member: str) -> tuple[list[str], list[str]]:
+    """A rule for each tool, `{"name": its name, member: its arguments}`: their names, and the rules."""
+    names = [f"tool_{place}" for place in range(len(tools))]
+    rules: list[str] = []
+    for name, tool in zip(names, tools, strict=True):
+        head = f'{{"name": {literal(tool.name)}, "{member}": '
+        rules += [f'{name}: {literal(head)} {name}_arguments "}}"', f"{name}_arguments: {arguments(tool.parameters)}"]
+    return names, rules
+
+
+class Llama3:
+    """Several objects are separated by `;`. After the tag each is a call of its own; without it, all of the message must be
+    calls, which is known at its end."""
+
+    opening = PYTHON_TAG
+    markers = (PYTHON_TAG,)
+
+    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
+        yield from cursor.run(SPACES)
+        while True:
+            give(as_call((yield from read_object(cursor))))
+            yield from cursor.run(SPACES)
+            yield from cursor.expect(";")
+            yield from cursor.run(SPACES)
+
+    def read_bare(self, cursor: Cursor, give: Give) -> Reading[None]:
+        calls: list[ToolCall] = []
+        while True:
+            calls.append(as_call((yield from read_object(cursor))))
+            yield from cursor.run(SPACES)
+            if not (yield from cursor.literal(";")):
+                break
+            yield from cursor.run(SPACES)
+        if (yield from cursor.peek()):
+            raise NotACall
+        for call in calls:
+            give(call)
+
+    def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        names = [f"tool_{place}" for place in range(len(tools))]
+        return "\n".join(
+            [
+                f"calls: {lark.marker(PYTHON_TAG)}? call" + (' ("; " call)*' if parallel else ""),
+                f"call: {alternatives(names)}",
+                *(rule for name, tool in zip(names, tools, strict=True) for rule in _tool_rules(name, tool)),
+            ]
+        )
+
+
+def _tool_rules(name: str, tool: Tool) -> tuple[str, str]:
+    """One tool's object, JSON token by JSON token: llguidance decides between it and other JSON that may stand in its place by
+    comparing such tokens."""
+    parts = ["{", '"name"', ":", " ", json.dumps(tool.name), ",", " ", '"parameters"', ":", " "]
+    head = " ".join(literal(part) for part in parts)
+    return f'{name}: {head} {name}_arguments "}}"', f"{name}_arguments: {arguments(tool.parameters)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mistral:
+    """Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, whose calls are known when the list is
+    closed, and `[TOOL_CALLS]name[ARGS]{...}` (in some versions without `[ARGS]`, or with `[CALL_ID]` and an id before it)."""
+
+    named: bool
+    """Whether the model is made to write the second form."""
+
+    opening = TOOL_CALLS
+    markers = (TOOL_CALLS, ARGUMENTS, CALL_ID)
+
+    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
+        yield from cursor.run(SPACES)
+        if (yield from cursor.literal("[")):
+            calls = yield from _listed(cursor)
+        else:
+            calls = [(yield from _named(cursor))]
+        for call in calls:
+            give(call)
+
+    def read_bare(self, cursor: Cursor, give: Give) -> None:
+        return None
+
+    def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        if self.named:
+            return _named_rules(lark, tools, parallel=parallel)
+        names, objects = _objects_of(tools, "arguments")
+        more = ' (", " call)*' if parallel else ""
+        return "\n".join([f'calls: {lark.marker(TOOL_CALLS)} "[" call{more} "]"', f"call: {alternatives(names)}", *objects])
+
+
+def _listed(cursor: Cursor) -> Reading[list[ToolCall]]:
+    calls: list[ToolCall] = []
+    while True:
+        yield from cursor.run(SPACES)
+        calls.append(as_call((yield from read_object(cursor))))
+        yield from cursor.run(SPACES)
+        if not (yield from cursor.literal(",")):
+            yield from cursor.expect("]")
+            return calls
+
+
+def _named(cursor: Cursor) -> Reading[ToolCall]:
+    name = yield from cursor.run(_NAME)
+    yield from cursor.run(SPACES)
+    if (yield from cursor.literal(CALL_ID)):
+        yield from cursor.run(_NAME)
+    yield from cursor.literal(ARGUMENTS)
+    yield from cursor.run(SPACES)
+    mark = cursor.mark()
+    yield from read_object(cursor)
+    if not name:
+        raise NotACall
+    return ToolCall(name, cursor.since(mark))
+
+
+def _named_rules(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    names = [f"tool_{place}" for place in range(len(tools))]
+    rules = [f"calls: call{'+' if parallel else ''}", f"call: {lark.marker(TOOL_CALLS)} {alternatives(names)}"]
+    for name, tool in zip(names, tools, strict=True):
+        rules += [
+            f"{name}: {literal(tool.name)} {lark.marker(ARGUMENTS)} {name}_arguments",
+            f"{name}_arguments: {arguments(tool.parameters)}",
+        ]
+    return "\n".join(rules)
