@@ -43,10 +43,10 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     module = ModuleType("midflight.run.launcher.launch")
     for name in ("train", "rollouts", "serve", "engine", "evaluate", "new_model"):
         setattr(module, name, lambda *a, _name=name, **k: made._call(_name, *a, **k))
-    import midflight.run
+    import midflight.run.launcher
 
     monkeypatch.setitem(sys.modules, "midflight.run.launcher.launch", module)
-    monkeypatch.setattr(midflight.run, "launch", module, raising=False)
+    monkeypatch.setattr(midflight.run.launcher, "launch", module, raising=False)
     return made
 
 
