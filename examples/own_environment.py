@@ -11,8 +11,8 @@ from __future__ import annotations
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from midflight.environments.fields import text_field
 from midflight.environments.registry import environment
+from midflight.environments.rewards import text_field
 from midflight.types import Task
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midflight.environments.sources import Source
-from midflight.environments.streams import SeededStream
+from midflight.environments.tasks import SeededStream, Source
 from midflight.errors import ConfigError
 from midflight.ports import TaskStream
 from midflight.types import GroupKey, Task

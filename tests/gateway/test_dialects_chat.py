@@ -12,8 +12,7 @@ from tests.gateway.offered import KEY, ScriptedGenerator, Seen, make_gateway, of
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.chat import ChatExchange
-from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.dialects.wording import call_id
+from midflight.gateway.dialects.exchange import Reply, call_id
 from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage, CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from tests.gateway.offered import offered
 
-from midflight.gateway.dialects.chat_body import ChatBody
+from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
-from midflight.gateway.dialects.fields import Body
-from midflight.gateway.dialects.known import HARMLESS, NEUTRAL, REMEDIES
+from midflight.gateway.dialects.fields import HARMLESS, NEUTRAL, REMEDIES, Body
 from midflight.gateway.dialects.native import NativeBody, NativeSampling
 from midflight.gateway.http.http import DIALECTS
 from midflight.gateway.http.openapi import DESCRIBED, openapi_document

@@ -17,7 +17,7 @@ import pytest
 
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection, RolloutSection, RunSection, TrainerSection
 from midflight.environments.registry import Environment
-from midflight.environments.sources import Source
+from midflight.environments.tasks import Source
 from midflight.errors import MidflightError
 from midflight.gateway.http.control import Control
 from midflight.gateway.sessions.call import CompletionCall, Messages

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from midflight.config.sections import Config, EngineSection, EnvironmentSection, ModelSection, RolloutSection, RunSection, TrainerSection
-from midflight.environments.sources import Source
-from midflight.environments.streams import SeededStream
+from midflight.environments.tasks import SeededStream, Source
 from midflight.models.load import load_model
 from midflight.models.names import named_tensors
 from midflight.observe.events import BatchTaken

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from midflight.environments.group import Slots
+from midflight.environments.rollout import Slots
 from midflight.ports import Observer
 from midflight.types import GroupKey, RolloutKey, Task, Trajectory, Version
 

@@ -1,4 +1,4 @@
-"""What counts as a reward, and the plainest of rewards."""
+"""What an environment is written with: reading the text of a task, comparing a reply; and what counts as a reward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from midflight.errors import BadReward
+from midflight.errors import BadReward, TaskFieldMissing
 from midflight.types import Task
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
@@ -33,3 +33,13 @@ def checked_reward(value: object, *, task: Task) -> float | None:
 def exact_match(reply: str, answer: str) -> float:
     """1.0 if the reply is the answer, but for white space around either; else 0.0."""
     return float(reply.strip() == answer.strip())
+
+
+def text_field(task: Task, name: str) -> str:
+    """A field that must be there and hold text; `TaskFieldMissing` names the field, the task and what the task has."""
+    value = task.data.get(name)
+    if isinstance(value, str):
+        return value
+    has = ", ".join(sorted(task.data)) or "no field at all"
+    what = f"holds {value!r} in field {name!r}, which is not text" if name in task.data else f"has no field {name!r}"
+    raise TaskFieldMissing(f"task {task.id} of {task.source} {what} (it has: {has}); add the field to the task or use another environment.")

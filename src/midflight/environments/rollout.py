@@ -1,4 +1,4 @@
-"""The rollout of one agent: a session opened, an environment run under a deadline, a trajectory out of it."""
+"""The rollout of one agent (a session, an environment under a deadline, a trajectory), and the rollouts of one task together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from midflight.environments.registry import Environment
 from midflight.environments.rewards import checked_reward
 from midflight.errors import Cost, MidflightError, RolloutTimeout
 from midflight.ports import Observer, SessionHandle, Sessions
-from midflight.types import Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
+from midflight.types import GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -195,3 +196,55 @@ def _failure(error: BaseException) -> Outcome:
     if isinstance(error, MidflightError) and error.cost is Cost.RUN:
         raise error
     return Outcome(None, f"{type(error).__name__}: {error}")
+
+
+class Rollouts(Protocol):
+    """What runs one rollout; `RolloutRunner` is one."""
+
+    async def run(self, key: RolloutKey, task: Task) -> Trajectory: ...
+
+
+class Slots(Protocol):
+    """Limits the rollouts in flight, first come first served; `asyncio.Semaphore` is one."""
+
+    async def __aenter__(self) -> object: ...
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> object: ...
+
+
+class GroupRunner:
+    """Runs groups, any number at once, within the shared `slots`."""
+
+    def __init__(self, *, rollouts: Rollouts, slots: Slots, fates: FateSink, group_size: int, retries: int) -> None:
+        self._rollouts = rollouts
+        self._slots = slots
+        self._fates = fates
+        self._group_size = group_size
+        self._retries = retries
+
+    async def run(self, key: GroupKey, task: Task) -> list[Trajectory]:
+        """One trajectory for each sample, in their order; those that stayed without reward are among them.
+
+        Waits for all of them; ended by cancellation, or by an error priced at the run, which cancels the other samples.
+        """
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(self._sample(RolloutKey(key, sample), task), name=f"rollout {RolloutKey(key, sample)}")
+                for sample in range(self._group_size)
+            ]
+        return [task.result() for task in running]
+
+    async def _sample(self, key: RolloutKey, task: Task) -> Trajectory:
+        """A rollout, tried again at most `retries` times while it has no reward. It keeps its slot: its group is ageing.
+
+        Waits for a slot, freed by another rollout's end. A retry has the same key, hence the same seeds, in a new session: what
+        failed by infrastructure gives its tokens again, and an environment that fails by its own fault fails again, a bounded time.
+        """
+        async with self._slots:
+            trajectory = await self._rollouts.run(key, task)
+            for _ in range(self._retries):
+                if trajectory.reward is not None:
+                    break
+                if trajectory.rows:
+                    self._fates.rows_discarded(key, trajectory.rows, reason=Reason.NO_REWARD)
+                trajectory = await self._rollouts.run(key, task)
+            return trajectory

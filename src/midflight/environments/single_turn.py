@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from midflight.environments.fields import text_field
-from midflight.environments.rewards import exact_match
+from midflight.environments.rewards import exact_match, text_field
 from midflight.types import Task
 
 if TYPE_CHECKING:

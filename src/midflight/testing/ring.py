@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from midflight.config.sections import Config
 from midflight.environments.clients import SharedClients
 from midflight.environments.registry import Environment
-from midflight.environments.sources import Source
+from midflight.environments.tasks import Source
 from midflight.gateway.http.http import build_app
 from midflight.gateway.http.memory import MemoryTransport
 from midflight.observe.observers import Silent

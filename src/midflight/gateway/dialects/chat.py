@@ -1,17 +1,192 @@
-"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+"""OpenAI's chat completions, `POST /v1/chat/completions`: the body, the messages in it, and how answers are written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
 
-from midflight.gateway.dialects.chat_body import ChatBody, chat_call
-from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.dialects.fields import parse
-from midflight.gateway.dialects.wording import Alternatives, call_id, logprob_entries, usage, usage_so_far, weight_versions
-from midflight.gateway.sessions.call import Answer, Delta, Event
-from midflight.text import Tokenizer
+from pydantic import Field, JsonValue, WithJsonSchema
+
+from midflight.errors import RequestRejected
+from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
+from midflight.gateway.dialects.exchange import Alternatives, Reply, call_id, logprob_entries, usage, usage_so_far, weight_versions
+from midflight.gateway.dialects.fields import SamplingBody, Tokens, TopLogprobs, parse
+from midflight.gateway.dialects.tools import MAX_TOOLS, ToolBody, ToolChoiceBody, choice_of, tools_of
+from midflight.gateway.sessions.call import Answer, CompletionCall, Delta, Event, Messages
+from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
 from midflight.types import FinishReason, Json
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles as templates know them."""
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which clients send thinking back; the first that says something counts."""
+
+_READ = {"role", "content", "tool_calls", "tool_call_id", *_REASONING}
+
+JsonObject = dict[str, JsonValue]
+
+_RESERVED_OPTIONS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    | {f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
+    | {"additional_special_tokens"}
+)
+"""Names that a template reads and that the gateway fills in itself."""
+
+_MessageBody = Annotated[
+    dict[str, JsonValue],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "role": {"enum": list(ROLES)},
+                "content": {"type": ["string", "array", "null"], "items": {"type": "object", "required": ["type", "text"]}},
+            },
+            "required": ["role"],
+        }
+    ),
+]
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatBody(SamplingBody):
+    messages: Annotated[list[_MessageBody], Field(min_length=1)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceBody = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+
+def chat_call(body: ChatBody) -> CompletionCall:
+    """The call that a chat means; raises `RequestRejected` where its fields contradict each other."""
+    if body.top_logprobs and not body.logprobs:
+        raise RequestRejected(f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.", param="top_logprobs")
+    tools = tools_of((f"tools.{place}.function", tool.function) for place, tool in enumerate(body.tools or ()))
+    choice, forced = choice_of(body.tool_choice, tools)
+    return CompletionCall(
+        sources=(Messages(conversation(body.messages), tools, template_options(body.chat_template_kwargs, body.reasoning_effort)),),
+        asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
+        n=body.n or 1,
+        stream=bool(body.stream),
+        model=body.model,
+        prompt_param="messages",
+        names=body.names("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
+        tool_choice=choice,
+        forced_tool=forced,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise RequestRejected(f"max_tokens is {old} and max_completion_tokens is {new}: send one of them.", param="max_completion_tokens")
+    return old if new is None else new
+
+
+def template_options(given: Mapping[str, JsonValue] | None, effort: str | None) -> dict[str, Json]:
+    """Names for the template. What it fills with its own values is refused."""
+    options: dict[str, Json] = dict(given or {})
+    if reserved := next((f"chat_template_kwargs.{name}" for name in options if name in _RESERVED_OPTIONS), None):
+        raise RequestRejected(f"{reserved} is set by the gateway: leave it out.", param=reserved)
+    if effort is not None:
+        options["reasoning_effort"] = effort
+    return options
+
+
+def conversation(messages: Sequence[JsonObject]) -> tuple[Message, ...]:
+    """Every message checked; a fault names its place, as in `messages.2.tool_calls.0.function.name`."""
+    return tuple(_read_message(message, f"messages.{place}") for place, message in enumerate(messages))
+
+
+def _read_message(message: JsonObject, param: str) -> Message:
+    """Fields without a value are dropped, fields that are not ours are the template's business."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        remedy = "send role tool" if role == "function" else f"send one of {', '.join(ROLES)}"
+        raise RequestRejected(f"{param}.role is {role!r:.80}: {remedy}.", param=f"{param}.role")
+    _check_fields(message, role, param)
+    kept: dict[str, Json] = {name: value for name, value in message.items() if name not in _READ and value not in (None, [], {})}
+    content = _read_content(message, role, param)
+    match role:
+        case "tool":
+            return kept | tool_result(content, call_id=filled(message.get("tool_call_id"), f"{param}.tool_call_id"))
+        case "assistant":
+            return kept | assistant(content, reasoning=_read_reasoning(message), calls=_read_calls(message, param))
+        case _:
+            return kept | {"role": ROLES[role], "content": content}
+
+
+def _check_fields(message: JsonObject, role: str, param: str) -> None:
+    """What no message may hold, or not one of this role."""
+    for name in ("function_call", "audio", "refusal"):
+        if message.get(name):
+            remedy = "send tool_calls instead" if name == "function_call" else "send its meaning as content"
+            raise RequestRejected(f"{param}.{name} is not supported here: {remedy}.", param=f"{param}.{name}")
+    for name in ("name", *_REASONING):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise RequestRejected(f"{param}.{name} is {value!r:.80}: send a text, or leave it out.", param=f"{param}.{name}")
+    if message.get("tool_calls") and role != "assistant":
+        raise RequestRejected(
+            f"{param}.tool_calls stands in a message of role {role}: send it in one of role assistant.", param=f"{param}.tool_calls"
+        )
+
+
+def _read_content(message: JsonObject, role: str, param: str) -> str:
+    """An assistant may have said nothing; everybody else says something, if only the empty text."""
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise RequestRejected(f"{param}.content is missing: send a text, or a list of text parts.", param=f"{param}.content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestRejected(f"{param}.content is {content!r:.80}: send a text, or a list of text parts.", param=f"{param}.content")
+    return "".join(_read_part(part, f"{param}.content.{place}") for place, part in enumerate(content))
+
+
+def _read_part(part: JsonValue, param: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise RequestRejected(f'{param} is a part of type {kind!r:.80}: send parts of type "text" only.', param=param)
+    return text
+
+
+def _read_reasoning(message: JsonObject) -> str:
+    return str(next((message[name] for name in _REASONING if message.get(name)), ""))
+
+
+def _read_calls(message: JsonObject, param: str) -> list[Json]:
+    calls = message.get("tool_calls")
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise RequestRejected(f"{param}.tool_calls is {calls!r:.80}: send a list of calls.", param=f"{param}.tool_calls")
+    return [_read_call(call, f"{param}.tool_calls.{place}") for place, call in enumerate(calls)]
+
+
+def _read_call(call: JsonValue, param: str) -> Json:
+    if not isinstance(call, dict):
+        raise RequestRejected(f"{param} is {call!r:.80}: send an object with id, type and function.", param=param)
+    if call.get("type", "function") != "function":
+        raise RequestRejected(f'{param}.type is {call["type"]!r:.80}: send "function".', param=f"{param}.type")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise RequestRejected(f"{param}.function is {function!r:.80}: send an object with name and arguments.", param=f"{param}.function")
+    return tool_call(
+        call_id=filled(call.get("id"), f"{param}.id"),
+        name=filled(function.get("name"), f"{param}.function.name"),
+        arguments=arguments_text(function.get("arguments"), f"{param}.function.arguments"),
+    )
+
 
 _Object = dict[str, Json]
 

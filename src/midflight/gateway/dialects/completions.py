@@ -9,9 +9,8 @@ from typing import Annotated, cast
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects.exchange import Reply
+from midflight.gateway.dialects.exchange import Reply, alternatives, token_name, token_text, usage, usage_so_far, weight_versions
 from midflight.gateway.dialects.fields import SamplingBody, TopLogprobs, parse
-from midflight.gateway.dialects.wording import alternatives, token_name, token_text, usage, usage_so_far, weight_versions
 from midflight.gateway.sessions.call import Answer, CompletionCall, Delta, Event, Source, Text, TokenIds
 from midflight.text import Tokenizer
 from midflight.types import Json

@@ -1,16 +1,17 @@
-"""What every dialect offers the HTTP shell."""
+"""What every dialect offers the HTTP shell, and the pieces of answers that several dialects write."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from midflight.gateway.answers.plan import Job
+from midflight.gateway.answers.plan import Choice, Job
 from midflight.gateway.dialects.faults import Fault, fault_of
 from midflight.gateway.sessions.call import Answer, CompletionCall, Event
 from midflight.text import Tokenizer
-from midflight.types import Json
+from midflight.types import Json, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,68 @@ class Dialect:
     """The last frame of a stream that fails after it began."""
     named_events: bool = False
     """Frames are preceded by an `event:` line with their `type`, and no `[DONE]` ends the stream."""
+
+
+Alternatives: TypeAlias = Sequence[tuple[tuple[int, float], ...]]
+"""Of each token the likeliest, with their log-probabilities."""
+
+
+def call_id(request_id: str, index: int) -> str:
+    """Name of a tool call: the same in a stream and in a whole answer, another in every answer and for every call."""
+    return "call_" + hashlib.blake2b(f"{index}.{request_id}".encode(errors="surrogatepass"), digest_size=12).hexdigest()
+
+
+def usage(answers: Sequence[Answer]) -> Json:
+    """OpenAI's token counts: a prompt counts once, however many choices it has."""
+    prompts = {id(answer.prompt): len(answer.prompt.ids) for answer in answers}
+    return _usage(sum(prompts.values()), sum(len(answer.turn.output_ids) for answer in answers))
+
+
+def usage_so_far(choices: Sequence[Choice], completion_tokens: int) -> Json:
+    """The same counts in mid-stream."""
+    prompts = {id(choice.prompt): len(choice.prompt.ids) for choice in choices}
+    return _usage(sum(prompts.values()), completion_tokens)
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> Json:
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
+
+
+def weight_versions(turn: Turn) -> Json:
+    """Spans of output tokens by the version that sampled them."""
+    return [{"version": s.version, "start": s.start, "end": s.end} for s in turn.segments]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token on its own; half a character is written as U+FFFD."""
+    return tokenizer.decode((token_id,))
+
+
+def token_name(tokenizer: Tokenizer, token_id: int, *, as_id: bool) -> str:
+    """A token in lists of log-probabilities: its text, or `token_id:` and its number (vLLM's `return_tokens_as_token_ids`)."""
+    return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> Json:
+    table = tokenizer.token_bytes
+    raw = token_text(tokenizer, token_id).encode() if table is None else table.get(token_id, b"")
+    return list(raw)
+
+
+def alternatives(top: Alternatives, num_tokens: int) -> Alternatives:
+    """One entry for each token; empty for those of which none are known."""
+    return (*top[:num_tokens], *((),) * (num_tokens - len(top)))
+
+
+def logprob_entries(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Alternatives, *, as_ids: bool = False
+) -> list[Json]:
+    """OpenAI's list of tokens with log-probabilities, each with its alternatives where they were asked for."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Json]:
+        return {"token": token_name(tokenizer, token_id, as_id=as_ids), "logprob": logprob, "bytes": token_bytes(tokenizer, token_id)}
+
+    return [
+        {**entry(i, p), "top_logprobs": [entry(*other) for other in others]}
+        for (i, p), others in zip(zip(token_ids, logprobs, strict=True), alternatives(top, len(token_ids)), strict=True)
+    ]

@@ -1,20 +1,25 @@
-"""Anthropic's conversations, whose messages are lists of blocks, as the chat messages that templates read.
+"""Requests of Anthropic's Messages API: the bodies, and their messages, which are lists of blocks, as the chat messages that templates read.
 
-One form for what an agent sends back: an assistant message becomes the very message that stands for the recorded answer, so
-that its tokens are found again (I4).
+There is one form for what an agent sends back: an assistant message becomes the same message that stands for the recorded answer,
+so that its tokens are found again (I4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
+from midflight.gateway.dialects.fields import MAX_STOPS, Body, MinTokens, Probability, Seed, Temperature, Tokens, TopK, TopP, top_k
+from midflight.gateway.dialects.grammars import check_schema, schema_grammar
+from midflight.gateway.dialects.tools import MAX_TOOLS, check_known, tools_of
+from midflight.gateway.sessions.call import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
-from midflight.types import Json
+from midflight.text.formats import Tool
+from midflight.types import Grammar, Json
 
 Block: TypeAlias = Mapping[str, JsonValue]
 
@@ -122,3 +127,178 @@ def _only(value: Block, known: frozenset[str], param: str) -> None:
     lost = next((name for name, given in value.items() if name not in known and given is not None), None)
     if lost is not None:
         raise RequestRejected(f"unknown field {f'{param}.{lost}'[:80]!r}: leave it out.", param=f"{param}.{lost}"[:80])
+
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+
+
+class ThreadRefused(RequestRejected):
+    """By this code Anthropic's SDK knows to send the whole conversation instead, and does."""
+
+    code = "thread_unsupported_request"
+
+
+def _of_client(kind: str) -> str:
+    if kind != "custom":
+        raise ValueError("a tool of Anthropic's own, send one that the client runs, with an input_schema")
+    return kind
+
+
+class ClientTool(Body):
+    """A tool that the client runs. `type` is checked first, so that a tool of Anthropic's own is refused by its name."""
+
+    type: Annotated[str, AfterValidator(_of_client)] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, JsonValue]
+    strict: bool | None = None
+    """Ignored: a call is shown only when it is well formed, and sampled under its schema where one must come."""
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    eager_input_streaming: bool | None = None
+    """Ignored: a call is streamed when it is known to be one."""
+    cache_control: JsonValue = None
+
+    def tool(self, place: str) -> Tool:
+        return Tool(self.name, self.description or "", check_schema(self.input_schema, f"{place}.input_schema", of_object=True))
+
+
+class Choosing(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Tokens | None = None
+    """Not enforced: `max_tokens` bounds thinking and text together."""
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, JsonValue], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class PromptBody(Body):
+    """What the prompt is written from: the whole body of `count_tokens`."""
+
+    harmless: ClassVar[Mapping[str, str]] = {
+        "metadata": "the client's own labels",
+        "cache_control": "engines find common prefixes by themselves",
+        "diagnostics": "asks about the cache of prompts",
+        "service_tier": "there is one tier",
+        "speed": "there is one speed",
+        "inference_geo": "names a place of Anthropic's",
+        "user_profile_id": "names the client's own user",
+        "workspace_id": "names the client's account",
+    }
+    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {"mcp_servers": ([],)}
+
+    model: str
+    messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
+    system: JsonValue = None
+    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choosing | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+    def prompt(self) -> Messages:
+        """Raises `RequestRejected` that names what cannot be a prompt."""
+        tools = tools_of((f"tools.{place}", tool) for place, tool in enumerate(self.tools or ()))
+        return Messages(conversation(self.system, self.messages), tools, self._options())
+
+    def _options(self) -> dict[str, Json]:
+        """Names that templates may read; the others write what they always write."""
+        options: dict[str, Json] = {}
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            options["enable_thinking"] = self.thinking.type == "enabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            options["reasoning_effort"] = self.output_config.effort
+        return options
+
+
+class MessagesBody(PromptBody):
+    max_tokens: Tokens
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stream: bool | None = None
+    seed: Seed | None = None
+    min_p: Probability | None = None
+    min_tokens: MinTokens | None = None
+    return_token_ids: bool | None = None
+    thread: JsonValue = None
+    """Refused: conversations are not kept for the client."""
+
+    def asked(self) -> Asked:
+        return Asked(
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=top_k(self.top_k),
+            min_p=self.min_p,
+            stop=None if self.stop_sequences is None else tuple(self.stop_sequences),
+            seed=self.seed,
+            grammar=self._grammar(),
+        )
+
+    def choice(self, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
+        """Whether a tool must be called, and which."""
+        choosing = self.tool_choice
+        if choosing is None or choosing.type == "auto":
+            return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
+        if choosing.type == "none":
+            return ToolChoice.NONE, None
+        if not tools:
+            raise RequestRejected(f"tool_choice is {choosing.type!r} without tools: send tools, or leave it out.", param="tool_choice")
+        if choosing.type == "any":
+            return ToolChoice.REQUIRED, None
+        if choosing.name is None:
+            raise RequestRejected("tool_choice.name is missing: send the name of a tool.", param="tool_choice.name")
+        check_known(choosing.name, tools, param="tool_choice.name")
+        return ToolChoice.REQUIRED, choosing.name
+
+    @property
+    def format_param(self) -> str:
+        """Where the client says what the answer must match."""
+        return "output_format" if self.output_format is not None else "output_config.format"
+
+    def _grammar(self) -> Grammar | None:
+        newer = self.output_config.format if self.output_config is not None else None
+        if self.output_format is not None and newer is not None:
+            both = "output_format and output_config.format both say what the answer must match"
+            raise RequestRejected(f"{both}: send one of them.", param="output_format")
+        form, param = self.output_format or newer, self.format_param
+        if form is None:
+            return None
+        return schema_grammar(form.json_schema, f"{param}.schema")
+
+
+def messages_call(body: MessagesBody) -> CompletionCall:
+    """The call that a body means; raises `RequestRejected` where its fields contradict each other."""
+    if body.thread is not None:
+        raise ThreadRefused("thread is not supported here: leave it out, and send the whole conversation as messages.", param="thread")
+    prompt = body.prompt()
+    choice, forced = body.choice(prompt.tools)
+    return CompletionCall(
+        sources=(prompt,),
+        asked=body.asked(),
+        stream=bool(body.stream),
+        model=body.model,
+        prompt_param="messages",
+        tool_choice=choice,
+        forced_tool=forced,
+        parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        names={"grammar": body.format_param},
+    )

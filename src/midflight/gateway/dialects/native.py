@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.completions import PROMPT_SCHEMA, sources
-from midflight.gateway.dialects.exchange import Reply
+from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, token_text, weight_versions
 from midflight.gateway.dialects.fields import (
     Body,
     LogitBias,
@@ -31,7 +31,6 @@ from midflight.gateway.dialects.fields import (
     top_k,
 )
 from midflight.gateway.dialects.grammars import grammar_of
-from midflight.gateway.dialects.wording import Alternatives, alternatives, token_text, weight_versions
 from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Event
 from midflight.text import Tokenizer
 from midflight.types import FinishReason, Grammar, Json

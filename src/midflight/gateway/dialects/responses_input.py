@@ -1,20 +1,27 @@
-"""Input of OpenAI's responses: items in a row, as the chat messages that templates read.
+"""Requests for OpenAI's responses: the body, and its input items as the chat messages that templates read.
 
-The items of one answer (reasoning, message, calls) become the very message that stands for the recorded answer, so that its
+The items of one answer (reasoning, message, calls) become the same message that stands for the recorded answer, so that its
 tokens are found again (I4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from functools import cached_property
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
+from midflight.gateway.dialects.chat import ReasoningEffort, template_options
 from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
+from midflight.gateway.dialects.fields import Body, SamplingBody, Tokens, TopLogprobs
+from midflight.gateway.dialects.grammars import ANY_OBJECT, schema_grammar
+from midflight.gateway.dialects.tools import MAX_TOOLS, FunctionTool, ToolChoiceBody, check_known, choice_of, tools_of
+from midflight.gateway.sessions.call import CompletionCall, Messages, ToolChoice
 from midflight.text import Message
-from midflight.types import Json
+from midflight.text.formats import Tool
+from midflight.types import Grammar, Json
 
 Item: TypeAlias = Mapping[str, JsonValue]
 
@@ -137,3 +144,151 @@ def _part(part: JsonValue, kinds: Sequence[str], param: str) -> str:
     if not isinstance(part, dict) or kind not in kinds:
         raise RequestRejected(f"{param} is a part of type {kind!r:.80}: send parts of type {' or '.join(kinds)} only.", param=param)
     return text_of(part, "text", param)
+
+
+_STORED = ("previous_response_id", "conversation", "prompt")
+"""Fields that name something stored."""
+
+_OF_CHAT: Mapping[str, str] = {
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of chat completions, and what they are called here."""
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+_Input = Annotated[
+    JsonValue, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
+]
+_Refused = Annotated[JsonValue, WithJsonSchema({"type": "null"})]
+"""A field with a remedy of its own."""
+
+
+class FormatBody(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema_: JsonValue = Field(default=None, alias="schema")
+    strict: bool | None = None
+    """As good as given: answers match the schema always."""
+
+
+class TextBody(Body):
+    format: FormatBody | None = None
+
+
+class ReasoningBody(Body):
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Ignored: the reasoning is told in full."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesBody(SamplingBody):
+    input: _Input
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceBody = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Tokens | None = None
+    """Ignored: it counts calls of hosted tools, and there are none."""
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: TopLogprobs | None = None
+    truncation: Literal["disabled"] | None = None
+    background: bool | None = None
+    previous_response_id: _Refused = None
+    conversation: _Refused = None
+    prompt: _Refused = None
+    metadata: dict[str, JsonValue] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: JsonValue = None
+    """Ignored: engines find common prefixes by themselves."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    max_tokens: _Refused = None
+    max_completion_tokens: _Refused = None
+    reasoning_effort: _Refused = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def format(self) -> FormatBody | None:
+        return self.text and self.text.format
+
+    @cached_property
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """`text.format` says it here, unless one of the fields does that are not OpenAI's."""
+        other, own = super().grammar, self.format and _grammar(self.format)
+        if own is None:
+            return other
+        if other is not None:
+            raise RequestRejected("text.format and another field both say what the answer must match: send one.", param="text.format")
+        return "text.format", own
+
+
+def responses_call(body: ResponsesBody) -> CompletionCall:
+    """The call that a request means; raises `RequestRejected` where its fields contradict each other or want what is not here."""
+    _refuse_unkept(body)
+    tools = tools_of((f"tools.{place}", tool) for place, tool in enumerate(body.tools or ()))
+    choice, forced = _choice(body.tool_choice, tools)
+    options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
+    return CompletionCall(
+        sources=(Messages(conversation(body.input, instructions=body.instructions), tools, options),),
+        asked=body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs),
+        stream=bool(body.stream),
+        model=body.model,
+        prompt_param="input",
+        names=body.names("max_output_tokens"),
+        tool_choice=choice,
+        forced_tool=forced,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def _refuse_unkept(body: ResponsesBody) -> None:
+    """What is known and cannot be done here, by name and with the remedy."""
+    for name in _STORED:
+        if getattr(body, name) is not None:
+            raise RequestRejected(f"{name} names something stored, and nothing is stored here: send the whole input.", param=name)
+    if body.background:
+        remedy = "send the whole input and wait for the response, or stream it"
+        raise RequestRejected(f"background is true, and nothing is stored here to be fetched later: {remedy}.", param="background")
+    if body.n not in (None, 1):
+        raise RequestRejected(f"n is {body.n}, and a response is one answer: send several requests.", param="n")
+    for name, own in _OF_CHAT.items():
+        if getattr(body, name) is not None:
+            raise RequestRejected(f"{name} is a field of chat completions: send {own} instead.", param=name)
+
+
+def _choice(given: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
+    """Whether to call a tool, and the one that is forced: `{"type": "function", "name": ...}`."""
+    if not isinstance(given, dict):
+        return choice_of(given, tools)
+    kind, name = given.get("type"), given.get("name")
+    if kind != "function":
+        remedy = 'send none, auto, required or {"type": "function", "name": ...}, and only the tools allowed'
+        raise RequestRejected(f"tool_choice.type is {kind!r:.80}, which is not supported here: {remedy}.", param="tool_choice.type")
+    if not isinstance(name, str):
+        raise RequestRejected(f"tool_choice.name is {name!r:.80}: send the name of a tool.", param="tool_choice.name")
+    check_known(name, tools, param="tool_choice.name")
+    return ToolChoice.REQUIRED, name
+
+
+def _grammar(given: FormatBody) -> Grammar | None:
+    if given.type == "text":
+        return None
+    if given.type == "json_object":
+        return ANY_OBJECT
+    param = "text.format.schema"
+    if given.schema_ is None:
+        raise RequestRejected(f"{param} is missing: send a JSON schema.", param=param)
+    return schema_grammar(given.schema_, param)

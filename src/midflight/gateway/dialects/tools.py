@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.fields import Body
-from midflight.gateway.dialects.schemas import check_schema
+from midflight.gateway.dialects.grammars import check_schema
 from midflight.gateway.sessions.call import ToolChoice
 from midflight.text.formats import Tool
 

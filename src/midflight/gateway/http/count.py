@@ -9,7 +9,7 @@ from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.faults import log_unexpected
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages import messages_fault
-from midflight.gateway.dialects.messages_body import PromptBody
+from midflight.gateway.dialects.messages_input import PromptBody
 from midflight.gateway.http.wire import ClientGone, api_key, read_body, send_fault, send_json
 from midflight.gateway.sessions.call import CompletionCall
 

@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.types import Receive, Scope, Send
 
-from midflight.gateway.dialects.chat_body import ChatBody
+from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
-from midflight.gateway.dialects.messages_body import MessagesBody, PromptBody
+from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
-from midflight.gateway.dialects.responses_body import ResponsesBody
+from midflight.gateway.dialects.responses_input import ResponsesBody
 from midflight.gateway.http.wire import send_json
 from midflight.types import Json
 

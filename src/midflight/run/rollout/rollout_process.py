@@ -14,7 +14,7 @@ from midflight.engines.remote import RemoteEngine
 from midflight.environments.claimed import Board, Claimed
 from midflight.environments.clients import SharedClients
 from midflight.environments.registry import load_environment
-from midflight.environments.sources import load_sources
+from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
 from midflight.gateway.http.memory import MemoryTransport

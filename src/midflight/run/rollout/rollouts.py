@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 from midflight.buffer.queue import GroupQueue
-from midflight.environments.group import GroupRunner
-from midflight.environments.rollout import RolloutRunner
-from midflight.environments.streams import SeededStream
+from midflight.environments.rollout import GroupRunner, RolloutRunner
+from midflight.environments.tasks import SeededStream
 from midflight.errors import RunFailed
 from midflight.ports import Observer
 from midflight.run.rollout.ages import GroupAges

@@ -17,8 +17,7 @@ from midflight.buffer.limits import Limits
 from midflight.buffer.queue import GroupQueue
 from midflight.config import derived
 from midflight.config.sections import Config, RolloutSection
-from midflight.environments.sources import Source
-from midflight.environments.streams import SeededStream
+from midflight.environments.tasks import SeededStream, Source
 from midflight.observe.status import Phase
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while

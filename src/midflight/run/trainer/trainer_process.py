@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from midflight.config.derived import lora_alpha, num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
-from midflight.environments.sources import load_sources
+from midflight.environments.tasks import load_sources
 from midflight.errors import ConfigError
 from midflight.models.load import export_model, load_model, make_model
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.environments.rewards import exact_match
-from midflight.environments.sources import Source
+from midflight.environments.tasks import Source
 from midflight.errors import StepSkipped
 from midflight.models.names import named_tensors
 from midflight.observe.observers import Silent
