@@ -191,13 +191,13 @@ async def midflight(port: int, engine_port: int) -> None:
     from midflight.engines.remote import RemoteEngine
     from midflight.gateway.http.http import build_app
     from midflight.observe.prometheus import Metrics
-    from midflight.run.http_server import serve_app
     from midflight.run.launcher.child import GC_THRESHOLD
     from midflight.run.parts import serve_while
     from midflight.run.rollout.serving import Serving
     from midflight.text.byte_tokenizer import write_byte_tokenizer
     from midflight.text.tokenizer import Tokenizer
     from midflight.types import GroupKey, RolloutKey, SamplingParams
+    from midflight.wire.server import serve_app
 
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)

@@ -259,6 +259,13 @@ class Stopping(MidflightError):
     code = "stopping"
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The first leaf of a tree of exception groups: the error that ended a task group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: ` Did you mean 'x'?`, or the known words if none is near."""
     options = sorted(known)

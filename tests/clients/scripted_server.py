@@ -21,12 +21,12 @@ from dataclasses import replace
 from midflight.config.sections import Config
 from midflight.gateway.http.http import build_app
 from midflight.observe.prometheus import Metrics
-from midflight.run.http_server import serve_app
 from midflight.run.rollout.serving import Serving
 from midflight.testing.replies import Replies
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.types import Feature
+from midflight.wire.server import serve_app
 
 CITIES = ("Paris", "Rome")
 

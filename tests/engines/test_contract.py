@@ -15,9 +15,9 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.stream import serve_stream
 from midflight.engines.relay import relay
 from midflight.engines.remote import RemoteEngine
-from midflight.run.http_server import listen, serve_app
 from midflight.testing.script import Script
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
+from midflight.wire.server import listen, serve_app
 
 
 @asynccontextmanager

@@ -101,7 +101,7 @@ def test_a_streamed_answer_ends_as_the_whole_one() -> None:
     ("path", "body", "status", "param", "says"),
     [
         ("/generate", {**BODY, "sampling_params": {"temperature": -1}}, 400, "temperature", "-1"),
-        ("/generate", {**BODY, "sampling_params": {"temprature": 1}}, 400, None, "temprature"),
+        ("/generate", {**BODY, "sampling_params": {"temprature": 1}}, 400, "sampling_params", "temprature"),
         ("/generate", {**BODY, "sampling_params": {"n": 2}}, 400, "n", "2"),
         ("/generate", {**BODY, "sampling_params": {"repetition_penalty": 0}}, 400, "repetition_penalty", "0"),
         ("/generate", {**BODY, "sampling_params": {"logit_bias": {"a": 1}}}, 400, "logit_bias", "'a'"),
@@ -112,7 +112,7 @@ def test_a_streamed_answer_ends_as_the_whole_one() -> None:
         ("/generate", {**BODY, "input_ids": [5, 300]}, 400, "input_ids", "300"),
         ("/generate", {**BODY, "input_ids": [5] * 64}, 400, "input_ids", "64"),
         ("/generate", {"rid": "x"}, 400, "input_ids", "exactly one"),
-        ("/generate", {**BODY, "input_ids": "five", "stream": True}, 400, None, "input_ids"),
+        ("/generate", {**BODY, "input_ids": "five", "stream": True}, 400, "input_ids", "input_ids"),
         ("/pause_generation", {"mode": "nap"}, 400, "mode", "nap"),
         ("/abort_request", {}, 400, "rid", "names no request"),
         ("/commit_weights", {"version": 9}, 503, None, "version 9"),

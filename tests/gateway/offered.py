@@ -14,10 +14,10 @@ import openai
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.http.http import build_app
-from midflight.gateway.http.memory import MemoryTransport
 from midflight.testing.script import Script, play, scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, PauseMode, RolloutKey, SamplingParams
+from midflight.wire.memory import MemoryTransport
 
 KEY = RolloutKey(GroupKey(epoch=0, index=3, attempt=0), sample=1)
 DEFAULTS = SamplingParams(max_tokens=8)

@@ -18,10 +18,10 @@ from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
 from midflight.gateway.http.http import build_app
-from midflight.gateway.http.memory import MemoryTransport
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.types import PauseMode
+from midflight.wire.memory import MemoryTransport
 
 
 class Site:

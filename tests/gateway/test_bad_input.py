@@ -16,11 +16,11 @@ import pytest
 from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, Seen, make_gateway, offered
 
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.http import wire
 from midflight.gateway.http.http import DIALECTS, build_app
-from midflight.run import http_server
-from midflight.run.http_server import serve_app
 from midflight.testing.virtual_time import run_virtual
+from midflight.wire import edge as wire
+from midflight.wire import server
+from midflight.wire.server import serve_app
 
 NUM_EACH = 250
 """Requests of each kind, over each wire."""
@@ -436,7 +436,7 @@ def test_clients_who_vanish_leave_nothing_behind(reset: bool, stream: bool) -> N
 
 def test_a_client_who_reads_nothing_slows_no_other_and_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(http_server, "UNREAD_SECONDS", 0.5)
+        monkeypatch.setattr(server, "UNREAD_SECONDS", 0.5)
         long = {"model": "policy", "prompt": list(range(97, 107)), "max_tokens": 200, "stream": True, "logprobs": 0, "n": 64}
         async with served(ScriptedGenerator(seconds_per_token=0.0), max_requests=9) as it:
             stuck = []

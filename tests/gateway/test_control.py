@@ -123,7 +123,7 @@ def test_p2_a_mode_that_an_engine_lacks_is_refused_before_any_engine_is_touched(
     async def main() -> None:
         site = Site()
         site.engines[1].capabilities = replace(CAPABLE, pause_modes=frozenset({PauseMode.ABORT, PauseMode.DRAIN}))
-        with pytest.raises(NotSupported, match="pausing e1 by keep: it can abort, drain"):
+        with pytest.raises(NotSupported, match="pausing engine 'e1' by keep: it can abort, drain"):
             await site.control.pause(PauseMode.KEEP)
         assert [list(e.calls) for e in site.engines] == [[], []]
         site.assert_running()
@@ -138,7 +138,7 @@ def test_p9_an_engine_that_goes_on_is_named_and_all_are_resumed() -> None:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(site.post(seed)) for seed in range(3)]
             await asyncio.sleep(0.02)
-            with pytest.raises(PauseIgnored, match=r"pausing e1: it made 10 tokens in 0\.1 s"):
+            with pytest.raises(PauseIgnored, match=r"pausing engine 'e1': it made 10 tokens while paused, in 0\.1 s"):
                 await site.control.pause(PauseMode.KEEP)
             site.assert_running()
         assert [ids(t.result()) for t in tasks] == [site.engines[0].answer(site.request(seed)) for seed in range(3)]

@@ -7,8 +7,8 @@ import httpx2
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from midflight.gateway.http.memory import MemoryTransport
 from midflight.testing.virtual_time import run_virtual
+from midflight.wire.memory import MemoryTransport
 
 
 def through(app: ASGIApp, use: Callable[[httpx2.AsyncClient], Awaitable[None]]) -> None:

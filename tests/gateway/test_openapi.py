@@ -14,7 +14,7 @@ from midflight.gateway.dialects.completions import CompletionBody
 from midflight.gateway.dialects.fields import HARMLESS, NEUTRAL, REMEDIES, Body
 from midflight.gateway.dialects.native import NativeBody, NativeSampling
 from midflight.gateway.http.http import DIALECTS
-from midflight.gateway.http.openapi import DESCRIBED, openapi_document
+from midflight.gateway.http.lookups import DESCRIBED, openapi_document
 from midflight.testing.virtual_time import run_virtual
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gateway.md").read_text()

@@ -13,9 +13,9 @@ from tests.gateway.offered import DEFAULTS, KEY, Offered, RecordingControl, Scri
 from midflight.errors import NoEngine
 from midflight.gateway.answers.retries import MAX_KEPT, MAX_KEY_CHARS
 from midflight.gateway.http.http import build_app
-from midflight.run.http_server import serve_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Reason, RolloutKey
+from midflight.wire.server import serve_app
 
 TEXT = "abcdef<|end|>"
 """Seven tokens; at a second each it is whole after seven seconds."""

@@ -17,11 +17,11 @@ from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.http.control import Control
 from midflight.gateway.http.http import build_app
-from midflight.gateway.http.memory import MemoryTransport
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Reason, SamplingParams
+from midflight.wire.memory import MemoryTransport
 
 CHAT = [{"role": "user", "content": "hi"}]
 DEFAULTS = SamplingParams(max_tokens=30, ignore_eos=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from midflight.errors import Overloaded
-from midflight.gateway.http import wire
 from midflight.testing.virtual_time import run_virtual
+from midflight.wire import edge as wire
 
 
 def sending(*sizes: int, wait: asyncio.Event | None = None) -> Callable[[], Awaitable[MutableMapping[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from midflight.run.http_server import listen
+from midflight.wire.server import listen
 
 
 def test_what_is_accepted_sends_at_once() -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, StoreFailed
-from midflight.run.http_server import listen
+from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, StoreFailed, first_error
 from midflight.run.launcher.child import failure_of
 from midflight.run.launcher.launch import clear, main_task, prepare
 from midflight.run.launcher.ring import PartFailed, error_of, remove_left, segment_name, staging
 from midflight.run.messages import Failed, Restarted, Verdict, decode_message, encode
-from midflight.run.parts import PartLost, first_error, serve_while
+from midflight.run.parts import PartLost, serve_while
 from midflight.run.trainer.lineage import PublishedVersions
+from midflight.wire.server import listen
 
 
 async def _raise(error: Exception) -> None:

@@ -23,7 +23,6 @@ from midflight.errors import UnknownLease
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedSessions
 from midflight.gateway.http.http import build_app
-from midflight.gateway.http.memory import MemoryTransport
 from midflight.observe.observers import Recorder
 from midflight.run.api.routes import TrainerRoutes, info_route
 from midflight.run.api.session_routes import SessionRoutes
@@ -31,6 +30,7 @@ from midflight.run.service import StepDone
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, pack
 from midflight.types import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SamplingParams, Task, Trajectory, Version, WeightManifest
+from midflight.wire.memory import MemoryTransport
 
 TOKEN = "the-control-token-of-this-test"
 CONTROL = {"authorization": f"Bearer {TOKEN}"}

@@ -15,13 +15,13 @@ from tests.run.test_routes import API, CONTROL, TOKEN, one_batch
 
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, RequestTimeout
 from midflight.gateway.http.http import build_app
-from midflight.gateway.http.memory import MemoryTransport
 from midflight.run.api.batches import batch_as_lists
 from midflight.run.api.teacher import Teacher, score_route
 from midflight.testing.scripted_scorer import ScriptedScorer
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import Float32, Int32
+from midflight.wire.memory import MemoryTransport
 
 LOST = EngineUnavailable("engine 'teacher' was cut off")
 

@@ -30,7 +30,7 @@ from midflight.engines.wire import (
     error_from,
     step_rows,
 )
-from midflight.errors import EngineError, EngineUnavailable
+from midflight.errors import EngineError, EngineUnavailable, MidflightError
 from midflight.ports import Observer
 from midflight.types import (
     Attestation,
@@ -280,6 +280,8 @@ def _refusal(name: str, path: str, status: int, content: bytes) -> Exception:
     """The error of an answer in OpenAI's shape."""
     try:
         body = json.loads(content)["error"]
+        if body["code"] == MidflightError.code:
+            return EngineError(f"engine {name!r}: {path}: {body['message']}")
         return error_from(str(body["code"]), str(body["message"]), body.get("param"))
     except (ValueError, KeyError, TypeError):
         return EngineError(f"engine {name!r}: {path} answered {status} {content[:200]!r}. Check that the URL is an engine's.")

@@ -28,10 +28,3 @@ async def serve_while(main: Coroutine[Any, Any, T], *services: Coroutine[Any, An
         finally:
             for task in running:
                 task.cancel()
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first leaf of a tree of exception groups: what a task group was ended by."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -8,6 +8,9 @@ import msgspec
 
 from midflight.types import PackedBatch, Version, WeightManifest
 
+PREFIX = "/midflight/v1"
+"""Of the routes by which a trainer, a harness or a worker asks."""
+
 
 class StepDone(msgspec.Struct, frozen=True):
     """A step that ended. `version` is the one it made; times are CLOCK_MONOTONIC seconds."""

@@ -18,7 +18,6 @@ from midflight.environments.clients import SharedClients
 from midflight.environments.registry import Environment
 from midflight.environments.tasks import Source
 from midflight.gateway.http.http import build_app
-from midflight.gateway.http.memory import MemoryTransport
 from midflight.observe.observers import Silent
 from midflight.observe.status import Phase
 from midflight.ports import Engine, Observer, SessionHandle
@@ -32,6 +31,7 @@ from midflight.run.trainer.training import Outbox, Stage, Steps, TrainingLoop
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Version
+from midflight.wire.memory import MemoryTransport
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from midflight.errors import PauseIgnored, WeightsCorrupt
+from midflight.errors import WeightsCorrupt
+from midflight.pausing import verified_pause
 from midflight.ports import Engine, Fleet, Observer
 from midflight.types import Attestation, PauseMode, WeightManifest
 from midflight.weights.barrier import Barrier
@@ -68,16 +69,11 @@ async def _swap(engine: Engine, manifest: WeightManifest) -> None:
 
 
 async def _swap_paused(engine: Engine, manifest: WeightManifest, mode: PauseMode, *, barrier: Barrier, own_time: asyncio.Timeout) -> None:
-    """`pause` returns when no token is on its way any more, so that the first count is final and the second must equal it (P9)."""
-    await engine.pause(mode)
-    before = (await engine.health()).num_tokens
-    with standing(own_time):
-        await barrier.reach("paused", engine.name)
-    if not engine.capabilities.stages_weights:
-        await engine.stage(manifest)
-    await _swap(engine, manifest)
-    made = (await engine.health()).num_tokens - before
-    if made > 0:
-        raise PauseIgnored(f"pausing engine {engine.name!r}: it made {made} tokens while paused, of unknown weights; restart the engine.")
+    async with verified_pause(engine, mode):
+        with standing(own_time):
+            await barrier.reach("paused", engine.name)
+        if not engine.capabilities.stages_weights:
+            await engine.stage(manifest)
+        await _swap(engine, manifest)
     with standing(own_time):
         await barrier.reach("committed", engine.name)

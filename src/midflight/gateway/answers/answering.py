@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
-from midflight.errors import RequestRejected
+from midflight.errors import RequestRejected, first_error
 from midflight.gateway.answers.plan import Choice, Job
 from midflight.gateway.answers.telling import Telling
 from midflight.gateway.sessions.call import Answer, CompletionCall, Delta, Messages, Sink, ToolChoice
@@ -58,7 +58,7 @@ class Answering:
                 for choice in job.choices:
                     tasks.create_task(self._run_choice(job, choice, sink), name=f"choice {choice.request.request_id}")
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise first_error(errors) from None
 
     async def _run_choice(self, job: Job, choice: Choice, sink: Sink) -> None:
         """Waits for the chunks of one generation. Whatever ends it early, its tokens get a fate (I3)."""

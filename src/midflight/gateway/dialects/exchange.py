@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from midflight.gateway.answers.plan import Choice, Job
-from midflight.gateway.dialects.faults import Fault, fault_of
 from midflight.gateway.sessions.call import Answer, CompletionCall, Event
 from midflight.text import Tokenizer
 from midflight.types import Json, Turn
+from midflight.wire.edge import Fault, fault_of
 
 
 @dataclass(frozen=True, slots=True)

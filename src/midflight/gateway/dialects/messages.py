@@ -10,12 +10,12 @@ from typing import cast
 
 from midflight.errors import MidflightError
 from midflight.gateway.dialects.exchange import Reply, call_id, weight_versions
-from midflight.gateway.dialects.faults import Fault, retry_headers
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_input import MessagesBody, messages_call
 from midflight.gateway.sessions.call import Answer, Delta, Event
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
+from midflight.wire.edge import Fault, retry_headers
 
 
 class MessagesExchange:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from midflight.gateway.dialects.exchange import Alternatives, Exchange, Reply, call_id, logprob_entries, weight_versions
-from midflight.gateway.dialects.faults import Fault
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
 from midflight.gateway.dialects.tools import FunctionTool
@@ -13,6 +12,7 @@ from midflight.gateway.sessions.call import Answer, Delta, Event, ToolChoice
 from midflight.text import Tokenizer
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
+from midflight.wire.edge import Fault
 
 
 class ResponsesExchange:

@@ -1,32 +1,44 @@
-"""The operator's pause, resume and abort: what `/pause_generation`, `/continue_generation` and `/abort_request` do."""
+"""The operator's pause, resume and abort over all engines, and their routes with the JSON that SGLang's clients send."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from midflight.errors import EngineError, EngineUnavailable, NotSupported, PauseIgnored
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from midflight.errors import EngineError, EngineUnavailable, RequestRejected, first_error, nearest
 from midflight.gateway.answers.resume import Generator
 from midflight.gateway.fleet.fleet import Fleet
+from midflight.pausing import pause_mode, verified_pause
 from midflight.ports import Engine
-from midflight.types import EngineHealth, PauseMode
+from midflight.types import PauseMode
+from midflight.wire.routes import body_of, json_answer, route
 
 OPERATOR = "operator"
 
-_PREFERENCE = (PauseMode.KEEP, PauseMode.RECOMPUTE, PauseMode.ABORT, PauseMode.DRAIN)
-"""Which mode an engine pauses in when the operator names none: the one that costs it least."""
+PAUSE_NAMES = {
+    **{mode.value: mode for mode in PauseMode},
+    "in_place": PauseMode.KEEP,
+    "retract": PauseMode.RECOMPUTE,
+    "wait": PauseMode.DRAIN,
+}
+"""Pause modes as the project, SGLang and vLLM call them."""
 
 
 class Control:
-    """Pauses and resumes all engines for the operator. One operation at a time, in order of arrival (P13).
+    """Pauses and resumes all engines for the operator. One operation at a time, in order of arrival.
 
     Pause while paused: nothing happens, the mode in force stays. Resume while not paused: engines that nobody else pauses
     are told to resume, which is idempotent. Resume during a pause that is still under way, or the reverse: it comes after.
     """
 
     def __init__(self, fleet: Fleet, generator: Generator, *, pause_seconds: float = 30.0, verify_seconds: float = 0.1) -> None:
-        """`pause_seconds`: deadline of each call to an engine. `verify_seconds`: time between the two readings that verify a
+        """`pause_seconds`: deadline of one engine's pause or resume. `verify_seconds`: time between the two readings that verify a
         pause; larger catches slower engines and makes pausing a busy fleet slower."""
         self._fleet = fleet
         self._generator = generator
@@ -48,10 +60,10 @@ class Control:
         return self._paused
 
     async def pause(self, mode: PauseMode | None = None) -> None:
-        """Holds new requests at the gate and pauses every engine; returns when no token is made any more (P9).
+        """Holds new requests at the gate and pauses every engine; returns when no token is made any more.
 
         Waits for the engines, each at most `pause_seconds` (a drain: the deadline of a request besides), and for
-        `verify_seconds`. If one refuses or ignores it, all are resumed and its error is raised (P10). An engine that is dead
+        `verify_seconds`. If one refuses or ignores it, all are resumed and its error is raised. An engine that is dead
         or silent does not refuse: it goes into quarantine and the pause stands.
         """
         async with self._turn:
@@ -59,15 +71,14 @@ class Control:
                 return
             modes = {engine.name: _mode(engine, mode) for engine in self._healthy()}
             self._hold()
-            async with AsyncExitStack() as guard:
-                guard.callback(self._release)
-                await _each(self._healthy(), lambda engine: self._pause(engine, modes[engine.name], guard))
-                await _each(self._healthy(), self._verify)
-                guard.pop_all()
+            async with AsyncExitStack() as undo:
+                undo.callback(self._release)
+                await _each(self._healthy(), lambda engine: self._pause(engine, modes[engine.name], undo))
+                undo.pop_all()
             self._paused = True
 
     async def resume(self) -> None:
-        """Resumes the engines and lifts the operator's hold, only his. Waits for the engines, `pause_seconds` at most.
+        """Resumes the engines and lifts the operator's hold, no other. Waits for the engines, `pause_seconds` at most.
 
         Cancelled half way, the pause is still in force and can be resumed again.
         """
@@ -97,45 +108,28 @@ class Control:
         broken = {state.name for state in self._fleet.states() if state.error is not None}
         return [engine for engine in self._fleet.engines_of(OPERATOR) if engine.name not in broken]
 
-    async def _pause(self, engine: Engine, mode: PauseMode, guard: AsyncExitStack) -> None:
-        guard.push_async_callback(self._let_go, engine)
+    async def _pause(self, engine: Engine, mode: PauseMode, undo: AsyncExitStack) -> None:
+        """Also an engine at rest is read twice, but without a wait between: what makes no token now makes none later."""
+        undo.push_async_callback(self._let_go, engine)
         drain_seconds = self._generator.request_seconds if mode is PauseMode.DRAIN else 0.0
-        await self._call(engine, lambda: engine.pause(mode), seconds=self._pause_seconds + drain_seconds)
-
-    async def _verify(self, engine: Engine) -> None:
-        """Two readings with equal `num_tokens`, or one without any work; an engine that goes on raises `PauseIgnored`."""
-        first = await self._read(engine)
-        if first is None or first.num_running + first.num_waiting == 0:
-            return
-        await asyncio.sleep(self._verify_seconds)
-        second = await self._read(engine)
-        if second is not None and second.num_tokens > first.num_tokens:
-            raise PauseIgnored(
-                f"pausing {engine.name}: it made {second.num_tokens - first.num_tokens} tokens in {self._verify_seconds:g} s after it "
-                f"said it was paused. All engines were resumed. Detach {engine.name}, or pause in another mode."
-            )
-
-    async def _read(self, engine: Engine) -> EngineHealth | None:
-        readings: list[EngineHealth] = []
-
-        async def read() -> None:
-            readings.append(await engine.health())
-
-        await self._call(engine, read, seconds=self._pause_seconds)
-        return readings[0] if readings else None
+        async with self._answering(engine, seconds=self._pause_seconds + drain_seconds), verified_pause(engine, mode) as reading:
+            if reading.num_running + reading.num_waiting:
+                await asyncio.sleep(self._verify_seconds)
 
     async def _let_go(self, engine: Engine) -> None:
-        """Every pause ends in resume or in quarantine (DECISIONS 18): never raises an engine's error."""
+        """Every pause ends in resume or in quarantine: never raises an engine's error."""
         try:
-            await self._call(engine, engine.resume, seconds=self._pause_seconds)
+            async with self._answering(engine, seconds=self._pause_seconds):
+                await engine.resume()
         except EngineError as error:
             self._fleet.quarantine(engine.name, error, probation=True)
 
-    async def _call(self, engine: Engine, call: Callable[[], Awaitable[None]], *, seconds: float) -> None:
-        """Waits for a call to an engine; one that is dead or silent goes into quarantine, other errors pass."""
+    @asynccontextmanager
+    async def _answering(self, engine: Engine, *, seconds: float) -> AsyncGenerator[None]:
+        """Around calls to an engine: one that is dead or silent goes into quarantine, other errors pass."""
         try:
             async with asyncio.timeout(seconds):
-                await call()
+                yield
         except TimeoutError:
             error = EngineUnavailable(f"pausing or resuming {engine.name}: no answer in {seconds:g} s. Restart it.")
             self._fleet.quarantine(engine.name, error, probation=True)
@@ -144,14 +138,7 @@ class Control:
 
 
 def _mode(engine: Engine, wanted: PauseMode | None) -> PauseMode:
-    """The mode an engine is paused in: the one wanted, else the first it has; `NotSupported` names what it has."""
-    has = engine.capabilities.pause_modes
-    for mode in _PREFERENCE if wanted is None else (wanted,):
-        if mode in has:
-            return mode
-    raise NotSupported(
-        f"pausing {engine.name} by {wanted or 'any mode'}: it can {', '.join(sorted(has)) or 'not be paused'}. Choose one of these."
-    )
+    return pause_mode(engine.name, engine.capabilities, wanted, remedy="choose one of these")
 
 
 async def _each(engines: Iterable[Engine], act: Callable[[Engine], Awaitable[None]]) -> None:
@@ -165,4 +152,47 @@ async def _each(engines: Iterable[Engine], act: Callable[[Engine], Awaitable[Non
             for engine in engines:
                 group.create_task(run(engine), name=f"control of {engine.name}")
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise first_error(errors) from None
+
+
+# --- Routes ----------------------------------------------------------------------------------------------------------
+
+
+class OperatorPause(msgspec.Struct, frozen=True):
+    """Fields that other servers know are ignored, here and in `OperatorAbort`."""
+
+    mode: str | None = None
+
+
+class OperatorAbort(msgspec.Struct, frozen=True):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class ControlRoutes:
+    """`/pause_generation`, `/continue_generation` and `/abort_request`, for whoever has `token`, where there is one."""
+
+    def __init__(self, control: Control, *, token: str | None) -> None:
+        self._control, self._token = control, token
+
+    def routes(self) -> Sequence[BaseRoute]:
+        verbs = {"/pause_generation": self._pause, "/continue_generation": self._resume, "/abort_request": self._abort}
+        return [route(path, verb, token=self._token) for path, verb in verbs.items()]
+
+    async def _pause(self, request: Request) -> Response:
+        name = (await body_of(request, OperatorPause)).mode
+        if name is not None and name not in PAUSE_NAMES:
+            raise RequestRejected(f"mode is {name[:80]!r}: not a way to pause.{nearest(name, PAUSE_NAMES)}", param="mode")
+        await self._control.pause(None if name is None else PAUSE_NAMES[name])
+        return json_answer({"status": "ok", "message": "Generation is paused."})
+
+    async def _resume(self, request: Request) -> Response:
+        await self._control.resume()
+        return json_answer({"status": "ok", "message": "Generation continues."})
+
+    async def _abort(self, request: Request) -> Response:
+        asked = await body_of(request, OperatorAbort)
+        if asked.rid is None and not asked.abort_all:
+            raise RequestRejected('rid is missing: send the id of a request, or "abort_all": true.', param="rid")
+        found = await self._control.abort(None if asked.abort_all else asked.rid)
+        return json_answer({"status": "ok", "num_aborted": found})

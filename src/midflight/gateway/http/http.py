@@ -6,11 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
 
-import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,24 +16,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from midflight.errors import MidflightError, Stopping, UnknownModel, nearest
+from midflight.errors import Stopping, first_error
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.ongoing import Ongoing, Reader
 from midflight.gateway.answers.retries import Requests, Ticket, ticket
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
-from midflight.gateway.dialects.faults import Fault, fault_of, log_unexpected, plain_fault
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.responses import ResponsesExchange, broken
-from midflight.gateway.http.count import CountEndpoint
-from midflight.gateway.http.openapi import OpenApiEndpoint
-from midflight.gateway.http.operator import Control, operator_routes
+from midflight.gateway.http.control import Control, ControlRoutes
+from midflight.gateway.http.lookups import Lookups
 from midflight.gateway.http.stream import AnswerStream, WholeAnswer
-from midflight.gateway.http.wire import ClientGone, api_key, headers_of, key_in, read_body, send_bytes, send_fault, send_json, until_gone
 from midflight.gateway.sessions.session import Session
-from midflight.types import Json
+from midflight.wire.edge import ClientGone, headers_of, key_in, log_unexpected, plain_fault, read_body, send_fault, until_gone
+from midflight.wire.routes import fault_answer, json_answer, metrics_route, route
 
 WATCH_AFTER_SECONDS = 0.02
 """An answer that is told within this time is told to a client who has gone, too: it costs less than to look."""
@@ -64,17 +60,13 @@ def build_app(
     `now` gives Unix seconds for the `created` field, and nothing else.
     """
     endpoints = {dialect.path: CompletionEndpoint(gateway, dialect, now=now) for dialect in DIALECTS}
-    models = ModelsEndpoint(gateway, now=now)
     routes: list[BaseRoute] = []
     for prefix in ("/s/{token}", ""):
         routes += [Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-        routes.append(Route(prefix + "/v1/messages/count_tokens", CountEndpoint(gateway), methods=["POST"]))
-        routes += [Route(prefix + path, models, methods=["GET"]) for path in ("/v1/models", "/v1/models/{model:path}")]
-    routes += operator_routes(control, control_token=control_token)
-    routes += [Route("/health", HealthEndpoint(ready), methods=["GET"]), *extra_routes]
-    routes.append(Route("/openapi.json", OpenApiEndpoint(gateway.model), methods=["GET"]))
+    routes += [*Lookups(gateway, now=now).routes(), *ControlRoutes(control, token=control_token).routes()]
+    routes += [_health_route(ready), *extra_routes]
     if metrics is not None:
-        routes.append(Route("/metrics", MetricsEndpoint(metrics), methods=["GET"]))
+        routes.append(metrics_route(metrics))
     return Direct(endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception}))
 
 
@@ -160,7 +152,7 @@ class CompletionEndpoint:
                 await (told or telling.tell(send))
                 watch.end()
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise first_error(errors) from None
         finally:
             ongoing.leave(reader)
             self._requests.settle(ongoing, now=_loop_time())
@@ -212,60 +204,11 @@ class Watch:
         self._reader.go()
 
 
-class ModelsEndpoint:
-    """The one model, in an object that OpenAI's clients and Anthropic's both read."""
+def _health_route(ready: Callable[[], bool]) -> BaseRoute:
+    async def health(request: Request) -> Response:
+        return json_answer({"status": "ok"}) if ready() else json_answer({"status": "no engine is routable"}, status=503)
 
-    def __init__(self, gateway: Gateway, *, now: Callable[[], float]) -> None:
-        self._gateway = gateway
-        self._created = int(now())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=api_key(scope))
-            await send_json(send, self._body(scope["path_params"].get("model")))
-        except MidflightError as error:
-            await send_fault(send, fault_of(error))
-
-    def _body(self, asked: str | None) -> Json:
-        name = self._gateway.model
-        limits = self._gateway.limits
-        model: Json = {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "midflight",
-            "max_model_len": limits.max_context,
-            # The same in Anthropic's words.
-            "type": "model",
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
-            "lifecycle": "active",
-            "max_input_tokens": limits.max_context,
-        }
-        if asked is None:
-            return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
-        if asked != name:
-            raise UnknownModel(f"the model {asked!r} does not exist.{nearest(asked, [name])}", param="model")
-        return model
-
-
-class HealthEndpoint:
-    def __init__(self, ready: Callable[[], bool]) -> None:
-        self._ready = ready
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._ready():
-            await send_json(send, {"status": "ok"})
-        else:
-            await send_fault(send, Fault(503, {"status": "no engine is routable"}))
-
-
-class MetricsEndpoint:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST.encode())
+    return route("/health", health, method="GET")
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -275,7 +218,9 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         return Response(status_code=204, headers=error.headers)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     fault = plain_fault(error.status_code, f"{request.method}: {error.detail}. Look up the route.", code)
-    return Response(msgspec.json.encode(fault.body), error.status_code, headers=error.headers, media_type="application/json")
+    answer = fault_answer(fault)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _loop_time() -> float:

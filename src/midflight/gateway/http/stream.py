@@ -9,9 +9,9 @@ from starlette.types import Send
 
 from midflight.gateway.answers.ongoing import Reader
 from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
-from midflight.gateway.http.wire import send_json, send_more, sse, start_stream
 from midflight.gateway.sessions.call import Event
 from midflight.types import Json
+from midflight.wire.edge import send_json, send_more, sse, start_stream
 
 KEEP_ALIVE_SECONDS = 10.0
 """Silence after which a comment is sent: proxies and clients cut connections that say nothing, often after 30 s."""

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from midflight.run.parts import PartLost
-from midflight.run.service import StepDone
+from midflight.run.service import PREFIX, StepDone
 from midflight.trajectories.packing import from_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
 
@@ -17,7 +17,7 @@ class RolloutClient:
     """Talks to `/midflight/v1` of a rollout process. A dead rollout process is an error at once, never a wait."""
 
     def __init__(self, url: str, *, token: str) -> None:
-        self._url = url.rstrip("/") + "/midflight/v1"
+        self._url = url.rstrip("/") + PREFIX
         self._token = token
 
     async def __aenter__(self) -> RolloutClient:

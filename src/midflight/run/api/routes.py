@@ -21,30 +21,30 @@ from starlette.routing import BaseRoute
 
 from midflight.config.sections import Config
 from midflight.errors import RequestRejected
-from midflight.gateway.http.wire import with_client
 from midflight.run.api.batches import batch_as_lists
-from midflight.run.api.edge import JSON, PACKED, Body, body_of, control_route, json_answer, wants
 from midflight.run.api.session_routes import WaitSeconds
 from midflight.run.api.steps import DoneBody, ModelTensors, StepBook
-from midflight.run.service import TakesWithin
+from midflight.run.service import PREFIX, TakesWithin
 from midflight.trajectories.packing import to_bytes
 from midflight.types import Delta, PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.published_file import check_readable, manifest_of
+from midflight.wire.edge import with_client
+from midflight.wire.routes import JSON, PACKED, StrictBody, body_of, json_answer, route, wants
 
 API_VERSION = 1
 
 
-class Take(Body, frozen=True):
+class Take(StrictBody, frozen=True):
     train_version: Annotated[Version, Meta(ge=0)]
     wait_seconds: WaitSeconds | None = None
     """Then the answer is 204. Without it the request waits as long as it takes."""
 
 
-class AtVersion(Body, frozen=True):
+class AtVersion(StrictBody, frozen=True):
     version: Annotated[Version, Meta(ge=0)]
 
 
-class WeightsBody(Body, frozen=True):
+class WeightsBody(StrictBody, frozen=True):
     """`file`, a safetensors file that this machine can read; or all fields of a `WeightManifest` from a trainer that made one."""
 
     version: Annotated[Version, Meta(ge=0)]
@@ -100,7 +100,7 @@ def info_route(config: Config, *, purpose: str, model: str, max_context: int, se
             )
         )
 
-    return control_route("", info, token=token, method="GET")
+    return route(PREFIX, info, token=token, method="GET")
 
 
 class TrainerRoutes:
@@ -130,7 +130,7 @@ class TrainerRoutes:
             "checkpointed": self._checkpointed,
             "finish": self._finish,
         }
-        return [control_route(f"/{name}", verb, token=self._token) for name, verb in verbs.items()]
+        return [route(f"{PREFIX}/{name}", verb, token=self._token) for name, verb in verbs.items()]
 
     async def _take(self, request: Request) -> Response:
         body = await body_of(request, Take)

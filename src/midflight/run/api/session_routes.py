@@ -22,12 +22,13 @@ from midflight.errors import NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
 from midflight.gateway.dialects.fields import LEAST_TEMPERATURE
-from midflight.gateway.http.wire import with_client
 from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.batches import rows_as_lists
-from midflight.run.api.edge import JSON, PACKED, Body, bearer_of, body_of, control_route, holds, json_answer, open_route, origin, wants
+from midflight.run.service import PREFIX
 from midflight.trajectories.packing import pack, to_bytes
 from midflight.types import Batch, Group, Json, SamplingParams, Trajectory, Version
+from midflight.wire.edge import with_client
+from midflight.wire.routes import JSON, PACKED, StrictBody, bearer_of, body_of, holds, json_answer, origin, route, wants
 
 MAX_TASK_BYTES = 64 * 2**10
 """What a session's `task` may be as JSON: it is kept with each of up to ten thousand sessions."""
@@ -37,7 +38,7 @@ MAX_WAIT_SECONDS = 600.0
 WaitSeconds = Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)]
 
 
-class Sampling(Body, frozen=True):
+class Sampling(StrictBody, frozen=True):
     """Defaults of a session's requests. What is sampled at another temperature, or from a truncated distribution, is masked."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -50,7 +51,7 @@ class Sampling(Body, frozen=True):
     stop: list[Annotated[str, Meta(min_length=1)]] = []  # noqa: RUF012 (msgspec copies it)
 
 
-class OpenBody(Body, frozen=True):
+class OpenBody(StrictBody, frozen=True):
     sampling: Sampling = Sampling()
     tracked: bool = True
     """Whether the record has rows; without them it only counts."""
@@ -60,12 +61,12 @@ class OpenBody(Body, frozen=True):
     """Anything; comes back with the record."""
 
 
-class RewardBody(Body, frozen=True):
+class RewardBody(StrictBody, frozen=True):
     reward: float | None
     """Required: a missing reward is no reward of None."""
 
 
-class ClaimBody(Body, frozen=True):
+class ClaimBody(StrictBody, frozen=True):
     max: Annotated[int, Meta(ge=1, le=1024)] = 1
     wait_seconds: WaitSeconds = 0.0
 
@@ -105,10 +106,10 @@ class SessionRoutes:
 
     def routes(self) -> Sequence[BaseRoute]:
         return [
-            control_route("/sessions", self._open, token=self._token),
-            open_route("/sessions/{session_id}/reward", self._reward),
-            open_route("/sessions/{session_id}/end", self._end),
-            control_route("/claims", self._claim, token=self._token),
+            route(PREFIX + "/sessions", self._open, token=self._token),
+            route(PREFIX + "/sessions/{session_id}/reward", self._reward),
+            route(PREFIX + "/sessions/{session_id}/end", self._end),
+            route(PREFIX + "/claims", self._claim, token=self._token),
         ]
 
     async def _open(self, request: Request) -> Response:
@@ -137,7 +138,7 @@ class SessionRoutes:
     async def _end(self, request: Request) -> Response:
         """What the trainer gets of a claimed rollout is not the worker's to fetch: to end one is to give it up."""
         session_id = self._checked(request)
-        await body_of(request, Body)
+        await body_of(request, StrictBody)
         if self._board is not None and session_id in self._board:
             reward = self._board.give_up(session_id)
             return json_answer({"session_id": session_id, "reward": reward})

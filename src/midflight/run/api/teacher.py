@@ -17,12 +17,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.errors import EngineError, EngineUnavailable, NotSupported, RequestTimeout
-from midflight.gateway.http.wire import with_client
 from midflight.ports import Scorer
-from midflight.run.api.edge import Body, body_of, control_route, json_answer
 from midflight.run.messages import TEACHER
+from midflight.run.service import PREFIX
 from midflight.trajectories.packing import teacher_is_finite
 from midflight.types import Float32, Int32, PackedBatch
+from midflight.wire.edge import with_client
+from midflight.wire.routes import StrictBody, body_of, json_answer, route
 
 _log = logging.getLogger(__name__)
 AGAIN_SECONDS = 0.5
@@ -66,7 +67,7 @@ class Teacher:
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-class ScoreBody(Body, frozen=True):
+class ScoreBody(StrictBody, frozen=True):
     rows: Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
 
 
@@ -87,7 +88,7 @@ def score_route(teacher: Teacher | None, *, token: str) -> BaseRoute:
         scores = await with_client(request.receive, teacher.score(token_ids, offsets))
         return json_answer(Scores([part.tolist() for part in np.split(scores, offsets[1:-1])]))
 
-    return control_route("/score", score, token=token)
+    return route(PREFIX + "/score", score, token=token)
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int32]:

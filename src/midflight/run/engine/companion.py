@@ -25,12 +25,12 @@ from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
 from midflight.models.sizes import sizes_of
 from midflight.run.engine.server_process import Attached, StartedServer, attached, started
-from midflight.run.http_server import listen, serve_app
 from midflight.run.messages import EngineSpec, Launcher, Ready
 from midflight.run.parts import serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.select import receiver
 from midflight.weights.transports.stale import SHARED
+from midflight.wire.server import listen, serve_app
 
 
 async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:

@@ -14,11 +14,11 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.stream import serve_stream
 from midflight.models.load import load_model
 from midflight.observe.observers import Silent
-from midflight.run.http_server import listen, serve_app
 from midflight.run.messages import EngineSpec, Launcher, Ready
 from midflight.run.parts import serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.select import receiver
+from midflight.wire.server import listen, serve_app
 
 
 def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:

@@ -22,10 +22,10 @@ import aiohttp
 from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
-from midflight.errors import ConfigError, RunFailed
+from midflight.errors import ConfigError, RunFailed, first_error
 from midflight.models.sizes import sizes_of
 from midflight.run.engine import leash
-from midflight.run.parts import ServerLost, first_error, serve_while
+from midflight.run.parts import ServerLost, serve_while
 
 POLL_SECONDS = 0.25
 """Between two looks at whether a server answers: it tells nobody else, and takes half a minute or more."""

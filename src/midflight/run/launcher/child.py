@@ -19,9 +19,9 @@ from typing import Any
 
 import uvloop
 
-from midflight.errors import ConfigError, RunFailed, StoreFailed
+from midflight.errors import ConfigError, RunFailed, StoreFailed, first_error
 from midflight.run.messages import EngineSpec, Failed, Launcher, Part, RolloutSpec, Spec, TrainerSpec, Verdict, decode_spec
-from midflight.run.parts import PartLost, ServerLost, first_error
+from midflight.run.parts import PartLost, ServerLost
 
 STOP_SECONDS = 2.5
 """A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from midflight.config.resumed import check_same_model
 from midflight.config.sections import Config
-from midflight.errors import ConfigError
+from midflight.errors import ConfigError, first_error
 from midflight.observe.memory import PeakMemory
 from midflight.observe.plot import draw_plot
 from midflight.observe.status import Phase, Status, WarmStartStatus
@@ -26,7 +26,7 @@ from midflight.observe.terminal import Terminal
 from midflight.run.launcher.endpoint import ControlToken, control_token, exposure, is_loopback
 from midflight.run.launcher.ring import PartFailed, Ring
 from midflight.run.messages import Alarm, Message, ModelReady, Progress, Purpose, Ready, Restarted, WarmStart
-from midflight.run.parts import first_error, serve_while
+from midflight.run.parts import serve_while
 
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""

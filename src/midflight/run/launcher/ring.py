@@ -30,8 +30,7 @@ import msgspec
 
 from midflight.config.derived import num_engines
 from midflight.config.sections import Config
-from midflight.errors import ConfigError, MidflightError, RunFailed
-from midflight.run.http_server import listen
+from midflight.errors import ConfigError, MidflightError, RunFailed, first_error
 from midflight.run.launcher.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.launcher.process import Child, stop_all
 from midflight.run.messages import (
@@ -49,8 +48,9 @@ from midflight.run.messages import (
     TrainerSpec,
     Verdict,
 )
-from midflight.run.parts import PartLost, first_error, serve_while
+from midflight.run.parts import PartLost, serve_while
 from midflight.weights.transports.stale import SHARED, remove_stale
+from midflight.wire.server import listen
 
 WRITING_SECONDS = 2.0
 """Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""

@@ -17,7 +17,6 @@ from midflight.environments.registry import load_environment
 from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
-from midflight.gateway.http.memory import MemoryTransport
 from midflight.observe.journal import Journal
 from midflight.observe.observers import Fanout
 from midflight.observe.progress import RunState
@@ -27,7 +26,6 @@ from midflight.ports import Observer
 from midflight.run.api.routes import TrainerRoutes, info_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.teacher import Teacher, score_route
-from midflight.run.http_server import serve_app
 from midflight.run.messages import TEACHER, Launcher, Progress, Purpose, Ready, RolloutSpec
 from midflight.run.parts import serve_while
 from midflight.run.rollout.agents import Agents
@@ -36,6 +34,8 @@ from midflight.run.rollout.system import RolloutSystem, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import SamplingParams
+from midflight.wire.memory import MemoryTransport
+from midflight.wire.server import serve_app
 
 ATTACH_SECONDS = 120.0
 """For an engine to load its model and answer; a large one takes minutes of disk."""

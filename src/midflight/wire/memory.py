@@ -28,7 +28,7 @@ _MAX_PARTS = 64
 class MemoryTransport(httpx.AsyncBaseTransport):
     """Calls `app` for each request, in a task of `tasks`: the owner's group ends them all.
 
-    A client who goes is told to the application as `http.disconnect`, as a server would; it ends when it wants to.
+    When a client leaves, the application receives `http.disconnect`, as from a server, and ends when it wants to.
     """
 
     def __init__(self, app: ASGIApp, tasks: asyncio.TaskGroup) -> None:
@@ -36,8 +36,8 @@ class MemoryTransport(httpx.AsyncBaseTransport):
         self._tasks = tasks
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Waits for the response to start; ended by the application, or by the client's cancellation, which is his going."""
-        exchange = _Exchange(await request.aread(), is_head=request.method == "HEAD")
+        """Waits for the response to start; ended by the application, or by cancellation: then the client has left."""
+        exchange = _MemoryAnswer(await request.aread(), is_head=request.method == "HEAD")
         self._tasks.create_task(exchange.run(self._app, _scope(request)), name=f"{request.method} in memory")
         try:
             await exchange.started
@@ -47,8 +47,8 @@ class MemoryTransport(httpx.AsyncBaseTransport):
         return httpx.Response(exchange.status, headers=exchange.headers, stream=exchange)
 
 
-class _Exchange(httpx.AsyncByteStream):
-    """One request and its response. Reading it waits for parts of the body; closing it early is the client's going."""
+class _MemoryAnswer(httpx.AsyncByteStream):
+    """One request and its response. Reading it waits for parts of the body; closing it early means that the client has left."""
 
     def __init__(self, body: bytes, *, is_head: bool) -> None:
         self.status = 500
@@ -63,7 +63,7 @@ class _Exchange(httpx.AsyncByteStream):
         self._ended = False
         """Whether the application has ended: no more parts will come."""
         self._gone = False
-        """Whether the client has gone."""
+        """Whether the client has left."""
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._watcher: asyncio.Future[None] | None = None
@@ -80,7 +80,7 @@ class _Exchange(httpx.AsyncByteStream):
             _resolve(self._reader)
             if not self.started.done():
                 self.started.set_exception(error)
-                self.started.exception()  # a client who has gone does not ask for it
+                self.started.exception()  # a client that has left does not ask for it
 
     def go(self) -> None:
         """The client leaves: the application is told, and what it sends from here on is dropped."""
@@ -109,7 +109,7 @@ class _Exchange(httpx.AsyncByteStream):
             self.go()
 
     async def _receive(self) -> Message:
-        """The body once; then waits for the client to go, or for the end of the response, as a server does."""
+        """The body once; then waits for the client to leave, or for the end of the response, as a server does."""
         if self._request is not None:
             message, self._request = self._request, None
             return message
@@ -119,7 +119,7 @@ class _Exchange(httpx.AsyncByteStream):
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        """Waits while the reader is far behind; ended by his reading or his going."""
+        """Waits while the reader is far behind; ended by its reading or leaving."""
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], list(message["headers"])
             _resolve(self.started)

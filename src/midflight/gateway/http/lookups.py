@@ -1,26 +1,95 @@
-"""The OpenAPI 3.1 document of the routes for agents, made from the bodies that the dialects parse: `GET /openapi.json`."""
+"""What a client looks up beside its answers: the models, the length of a prompt, and the routes as an OpenAPI document."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from typing import cast
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
 
+from midflight.errors import UnknownModel, nearest
+from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
+from midflight.gateway.dialects.fields import parse
+from midflight.gateway.dialects.messages import messages_fault
 from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
 from midflight.gateway.dialects.responses_input import ResponsesBody
-from midflight.gateway.http.wire import send_json
+from midflight.gateway.sessions.call import CompletionCall
+from midflight.gateway.sessions.session import Session
 from midflight.types import Json
+from midflight.wire.edge import headers_of, key_in, read_body
+from midflight.wire.routes import json_answer, route
 
 _Object = dict[str, Json]
+
+
+class Lookups:
+    """The routes, each under the path of a session too. They leave no trace in it: no turn, no failed request."""
+
+    def __init__(self, gateway: Gateway, *, now: Callable[[], float]) -> None:
+        self._gateway = gateway
+        self._created = int(now())
+
+    def routes(self) -> Sequence[BaseRoute]:
+        found: list[BaseRoute] = []
+        for prefix in ("/s/{token}", ""):
+            found.append(route(prefix + "/v1/messages/count_tokens", self._count, fault=messages_fault))
+            found += [route(prefix + path, self._models, method="GET") for path in ("/v1/models", "/v1/models/{model:path}")]
+        return [*found, route("/openapi.json", self._document, method="GET")]
+
+    def _session(self, request: Request) -> Session:
+        return self._gateway.session_for(path_token=request.path_params.get("token"), api_key=key_in(headers_of(request.scope)))
+
+    async def _count(self, request: Request) -> Response:
+        """Counts what `/v1/messages` would send. Waits for the body."""
+        session = self._session(request)
+        sent = await read_body(request.receive)
+        body = parse(PromptBody, sent)
+        self._check_model(body.model)
+        prompt = body.prompt()
+        await self._gateway.check_lengths(CompletionCall((prompt,), prompt_param="messages"), num_bytes=len(sent))
+        return json_answer({"input_tokens": self._gateway.count(session, prompt)})
+
+    async def _models(self, request: Request) -> Response:
+        """The one model, in an object that OpenAI's clients and Anthropic's both read."""
+        self._session(request)
+        name = self._gateway.model
+        limits = self._gateway.limits
+        model: Json = {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "midflight",
+            "max_model_len": limits.max_context,
+            # The same in Anthropic's words.
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": limits.max_context,
+        }
+        asked = request.path_params.get("model")
+        if asked is None:
+            return json_answer({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
+        self._check_model(asked)
+        return json_answer(model)
+
+    async def _document(self, request: Request) -> Response:
+        return json_answer(openapi_document(self._gateway.model))
+
+    def _check_model(self, asked: str) -> None:
+        if asked != self._gateway.model:
+            raise UnknownModel(f"the model {asked!r} does not exist.{nearest(asked, [self._gateway.model])}", param="model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +171,6 @@ def openapi_document(model: str) -> _Object:
         "paths": {**{path: {"post": _post(path, described)} for path, described in DESCRIBED.items()}, **_plain_paths()},
         "components": {"schemas": {**_bodies(model), **_SCHEMAS}, "securitySchemes": _security()},
     }
-
-
-class OpenApiEndpoint:
-    """Serves the document."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, openapi_document(self._model))
 
 
 def _bodies(model: str) -> _Object:

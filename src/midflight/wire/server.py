@@ -1,4 +1,4 @@
-"""An ASGI application under uvicorn, on a given socket, inside an event loop and process that belong to somebody else."""
+"""An ASGI application under uvicorn, on a given socket, in an event loop and process that do more than serve it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from midflight.errors import RunFailed
+from midflight.wire.edge import plain_fault
 
 UNREAD_SECONDS = 120.0
-"""A client who takes nothing of his answer for so long is cut off: he would hold its place for ever."""
+"""A client that takes nothing of its answer for so long is cut off: it would hold its place for ever."""
 
 
 async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[], None]) -> None:
     """Serves until cancelled, then drops every connection. `ready` is called once connections are accepted.
 
-    There is no access log: paths hold the secrets of sessions. Signals stay the process owner's.
+    There is no access log: paths hold the secrets of sessions. Signals are left to the process.
     """
     config = uvicorn.Config(
         app,
         lifespan="off",
         log_config=None,
-        http=_Connection,
+        http=_ClientConnection,
         access_log=False,
         log_level="warning",  # below it, headers and addresses of WebSockets are written out
         proxy_headers=False,
@@ -39,7 +40,7 @@ async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[]
         timeout_graceful_shutdown=1,
     )
     logging.getLogger("uvicorn.error").addFilter(_failed)
-    server = _Server(config, ready)
+    server = _OneServer(config, ready)
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -47,14 +48,14 @@ async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[]
 
 
 def _failed(record: logging.LogRecord) -> bool:
-    """A request that is dropped has not failed, though uvicorn tells the cancellation of its task as an error."""
+    """A request that is dropped has not failed, though uvicorn logs the cancellation of its task as an error."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-class _Connection(HttpToolsProtocol):
-    """Cuts off a client who reads nothing, and refuses what is not HTTP in the shape of any other error.
+class _ClientConnection(HttpToolsProtocol):
+    """Cuts off a client that reads nothing, and refuses what is not HTTP in the shape of any other error.
 
-    A client who ends his side counts as gone, since nothing tells him from one who has closed the connection.
+    A client that ends its side counts as gone, since nothing tells it from one that has closed the connection.
     """
 
     _stalled: asyncio.TimerHandle | None = None
@@ -72,9 +73,7 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        body = msgspec.json.encode(
-            {"error": {"message": f"{msg} Send HTTP/1.1.", "type": "invalid_request_error", "param": None, "code": "invalid_http"}}
-        )
+        body = msgspec.json.encode(plain_fault(400, f"{msg} Send HTTP/1.1.", "invalid_http").body)
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(head % len(body) + body)
         self.transport.close()
@@ -85,7 +84,7 @@ class _Connection(HttpToolsProtocol):
             self._stalled = None
 
 
-class _Server(uvicorn.Server):
+class _OneServer(uvicorn.Server):
     """Installs no signal handlers, tells when it listens, and can be dropped at once."""
 
     def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:

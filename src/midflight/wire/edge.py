@@ -1,0 +1,260 @@
+"""The edge of every server: tokens, bodies, errors as answers, and clients who disconnect. Plain ASGI, without Starlette's objects."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from midflight.errors import Blame, MidflightError, Overloaded, RequestRejected, first_error
+from midflight.types import Json
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 64 * 2**20
+"""A request body; a million token ids as JSON are about 7 MB."""
+
+MAX_INCOMING_BYTES = 2**30
+"""All bodies that are not whole yet: sixteen of the largest, and far more than all that usual ones ever need at once."""
+
+BODY_SECONDS = 60.0
+"""For a client to send its body: the largest one takes that at 1 MB/s. A slower client would hold its place for ever."""
+
+RETRY_AFTER_SECONDS = 1
+"""What a retryable refusal advises; clients back off from there."""
+
+FAILED_HERE = "this request failed inside the server; its log has the traceback."
+
+_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.encode
+
+
+class ClientGone(Exception):
+    """The client has disconnected: nobody reads the answer."""
+
+
+class BodyTooLarge(RequestRejected):
+    status = 413
+    code = "body_too_large"
+
+
+class BodyTooSlow(RequestRejected):
+    status = 408
+    code = "body_too_slow"
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One error on the wire."""
+
+    status: int
+    body: Json
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def fault_of(error: BaseException) -> Fault:
+    """An error as OpenAI's clients read it: `{"error": {message, type, param, code}}`, with the status of `errors`.
+
+    An error that is not ours says nothing of its inside: its text is for the log.
+    """
+    if not isinstance(error, MidflightError):
+        return Fault(500, _error_body(FAILED_HERE, "internal_error", None, "internal_error"))
+    param = error.param if isinstance(error, RequestRejected) else None
+    return Fault(error.status, _error_body(str(error), _kind(error), param, error.code), retry_headers(error))
+
+
+def plain_fault(status: int, message: str, code: str) -> Fault:
+    """For what never reaches a handler: an unknown path, a wrong method, bytes that are no HTTP."""
+    return Fault(status, _error_body(message, "invalid_request_error", None, code))
+
+
+def retry_headers(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
+    """When to try again. For a conflict, that it is no use: SDKs retry those, and a conflict stays one."""
+    if isinstance(error, Overloaded):
+        return ((b"retry-after", b"%d" % error.retry_after_seconds),)
+    if isinstance(error, MidflightError) and error.retryable:
+        return ((b"retry-after", b"%d" % RETRY_AFTER_SECONDS),)
+    if isinstance(error, MidflightError) and error.status == 409:
+        return ((b"x-should-retry", b"false"),)
+    return ()
+
+
+def log_unexpected(error: BaseException) -> None:
+    """Logs the traceback of an error that is not ours; ours say all in their message."""
+    if not isinstance(error, MidflightError):
+        _log.error("a request failed", exc_info=error)
+
+
+def _kind(error: MidflightError) -> str:
+    if error.status == 429:
+        return "rate_limit_error"
+    if error.blame is Blame.REQUEST or error.status < 500:
+        return "invalid_request_error"
+    return "internal_error" if error.status == 500 else "service_unavailable"
+
+
+def _error_body(message: str, kind: str, param: str | None, code: str) -> Json:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+# --- Tokens ----------------------------------------------------------------------------------------------------------
+
+
+def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
+    """By name in lower case; the first value of each."""
+    return dict(reversed(scope["headers"]))
+
+
+def bearer_in(headers: Mapping[bytes, bytes]) -> str | None:
+    """The token in the `Authorization` header."""
+    kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else None
+
+
+def key_in(headers: Mapping[bytes, bytes]) -> str | None:
+    """The session's token, from whichever header the client's SDK sends its key in."""
+    own = headers.get(b"x-midflight-session") or headers.get(b"x-api-key")
+    return own.decode("latin-1") if own else bearer_in(headers)
+
+
+def same_token(given: str | None, expected: str) -> bool:
+    """Compares in constant time, so that the time tells nothing about the secret."""
+    return hmac.compare_digest((given or "").encode("utf-8", "replace"), expected.encode())
+
+
+# --- Bodies ----------------------------------------------------------------------------------------------------------
+
+
+class _Incoming:
+    """The bytes of all bodies that are not whole yet."""
+
+    num_bytes = 0
+
+
+async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes:
+    """Waits for the whole body, `BODY_SECONDS` at most; ended by the client, which sends it or disconnects (`ClientGone`).
+
+    `declared`: the `Content-Length`; a body that is too large by it is refused before it is read. `Overloaded` when too much is
+    on its way from all clients together.
+    """
+    if declared is not None:
+        _check_room(_num_bytes(declared))
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _whole_body(receive)
+    except TimeoutError:
+        raise BodyTooSlow(f"the body was not whole after {BODY_SECONDS:g} s: send it faster, or send less at once.") from None
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """The JSON object that a route takes; no body is an empty object. `RequestRejected` says what of it is wrong."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _, _, place = str(error).partition(" - at `$.")
+        raise RequestRejected(
+            f"reading the body: {error}. Send the JSON object that the page of this route documents.", param=place.strip("`") or None
+        ) from error
+
+
+def _num_bytes(declared: bytes) -> int:
+    """0 where it is no number: the server refuses that. Digits are bounded: 20 are more than any length."""
+    return int(declared[:20]) if declared.isdigit() else 0
+
+
+async def _whole_body(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            _Incoming.num_bytes += len(part)
+            _check_room(size)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+    finally:
+        _Incoming.num_bytes -= size
+
+
+def _check_room(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes: send less at once.")
+    if _Incoming.num_bytes > MAX_INCOMING_BYTES:
+        raise Overloaded(f"more than {MAX_INCOMING_BYTES} bytes of bodies are on their way, the most allowed: send yours again later.")
+
+
+# --- Clients who disconnect ------------------------------------------------------------------------------------------
+
+
+async def with_client(receive: Receive, work: Awaitable[T]) -> T:
+    """Waits for `work`, as long as the client waits for it: when the client disconnects, the work is cancelled and `ClientGone` raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_raise_when_gone(receive), name="watch for the client's disconnect")
+            result = await work
+            watch.cancel()
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return result
+
+
+async def until_gone(receive: Receive) -> None:
+    """Waits for the client to disconnect; cancelled by whoever has answered it."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _raise_when_gone(receive: Receive) -> NoReturn:
+    await until_gone(receive)
+    raise ClientGone
+
+
+# --- Answers ---------------------------------------------------------------------------------------------------------
+
+
+def sse(value: Json, *, named: bool = False) -> bytes:
+    """One server-sent event; `named` by its `type`."""
+    data = b"data: " + _encode(value) + b"\n\n"
+    return b"event: " + str(value["type"]).encode() + b"\n" + data if named and isinstance(value, dict) else data
+
+
+async def send_json(send: Send, value: Json, *, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    await send_bytes(send, _encode(value), status=status, content_type=b"application/json", headers=headers)
+
+
+async def send_fault(send: Send, fault: Fault) -> None:
+    """After a body that did not come in time the connection is of no use: what comes on it later is still that body."""
+    closing = ((b"connection", b"close"),) if fault.status == BodyTooSlow.status else ()
+    await send_json(send, fault.body, status=fault.status, headers=(*fault.headers, *closing))
+
+
+async def send_bytes(
+    send: Send, body: bytes, *, status: int = 200, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    fixed = ((b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": fixed})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def start_stream(send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+
+
+async def send_more(send: Send, body: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not last})
