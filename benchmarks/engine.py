@@ -17,16 +17,12 @@ from midflight.models.load import make_model
 from midflight.text.byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import GenerateRequest, SamplingParams, WeightManifest
+from midflight.types.facts import unheard
 
 
 class NoWeights:
     def fetch(self, manifest: WeightManifest) -> dict[str, memoryview]:
         raise NotImplementedError
-
-
-class NoObserver:
-    def __getattr__(self, name: str) -> object:
-        return lambda **_: None
 
 
 def model() -> PreTrainedModel:
@@ -80,7 +76,7 @@ def main() -> None:
     for running in (1, 8, 32, 64):
         asked = prompts(2 * running, group=options.group, length=options.prompt)
         engine = EmbeddedEngine(
-            model(), tokenizer=tokenizer, name="bench", receiver=NoWeights(), observer=NoObserver(),  # type: ignore[arg-type]
+            model(), tokenizer=tokenizer, name="bench", receiver=NoWeights(), record=unheard,
             max_running=running, max_batch_tokens=2048, max_context=256, pause_lease_seconds=30,
         )  # fmt: skip
         ours = engine_rate(engine, asked, answer=options.answer, seconds=options.seconds)

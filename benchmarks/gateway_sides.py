@@ -202,14 +202,14 @@ async def midflight(port: int, engine_port: int) -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     metrics = Metrics()
-    remote = RemoteEngine("trivial", f"http://127.0.0.1:{engine_port}", token=None, observer=metrics)
+    remote = RemoteEngine("trivial", f"http://127.0.0.1:{engine_port}", token=None, record=metrics.apply)
 
     async def main() -> None:
         await remote.connect(seconds=30)
         with TemporaryDirectory() as folder:
             write_byte_tokenizer(Path(folder))
             tokenizer = Tokenizer.load(Path(folder))
-        serving = Serving(Config(), tokenizer, [remote], observer=metrics, version=0, anonymous=True)
+        serving = Serving(Config(), tokenizer, [remote], record=metrics.apply, version=0, anonymous=True)
         sampling = SamplingParams(max_tokens=ANSWER_TOKENS)
         tokens = [serving.gateway.open(RolloutKey(GroupKey(0, k), 0), sampling=sampling, tracked=True).api_key for k in range(SESSIONS)]
         with socket.create_server(("127.0.0.1", port)) as listener:

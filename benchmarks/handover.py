@@ -25,10 +25,9 @@ from handover_report import Sample, report
 from handover_sides import PYTHONS, Cost, RemoteTrainer, Side, Size, cpu_seconds, engine_side
 from handover_streams import streaming
 
-from midflight.observe.events import WeightsCommitted
-from midflight.observe.observers import Recorder
 from midflight.ports import Engine
 from midflight.types import Version
+from midflight.types.facts import Fact, WeightsCommitted
 from midflight.weights.handover import Handover
 
 ENGINES = ("embedded", "vllm", "sglang")
@@ -86,13 +85,13 @@ class Rounds:
         self._side, self._trainer, self._in_flight, self._max_tokens = side, trainer, in_flight, max_tokens
         self._version: Version = 0
         self._releasable: tuple[Version, ...] = ()
-        self._facts = Recorder()
+        self._facts: list[Fact] = []
         self._handover = Handover(
             Alone(side.engine),
             pause_mode="auto",
             stage_seconds=DEADLINE_SECONDS,
             commit_seconds=DEADLINE_SECONDS,
-            observer=self._facts,
+            record=self._facts.append,
         )
 
     async def sample(self, way: str) -> Sample:
@@ -130,9 +129,8 @@ class Rounds:
         if report.quarantined:
             raise SystemExit(f"version {self._version} by {way}: {report.quarantined}")
         self._releasable = report.releasable
-        return Done(
-            wait, report.stage_seconds, self._facts.of(WeightsCommitted)[-1].pause_seconds, sum(spec.num_bytes for spec in manifest.tensors)
-        )
+        committed = [fact for fact in self._facts if isinstance(fact, WeightsCommitted)][-1]
+        return Done(wait, report.stage_seconds, committed.pause_seconds, sum(spec.num_bytes for spec in manifest.tensors))
 
     async def _reload(self) -> Done:
         folder, wait = await self._trainer.save(self._version)

@@ -28,10 +28,10 @@ from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.http import ServerClient
 from midflight.models.load import make_model
 from midflight.models.names import named_tensors
-from midflight.observe.observers import Silent
 from midflight.run.engine.server_process import started
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from midflight.types import Version, WeightManifest
+from midflight.types.facts import unheard
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher
 
@@ -210,7 +210,7 @@ async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int) 
         log = stack.enter_context((folder / f"{kind}.log").open("wb"))
         companion = stack.enter_context(running(command, stdout=log, stderr=log))
         await asyncio.to_thread(wait_for, port, companion)
-        engine = RemoteEngine(kind, f"http://127.0.0.1:{port}", token=None, observer=Silent())
+        engine = RemoteEngine(kind, f"http://127.0.0.1:{port}", token=None, record=unheard)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         connection = tasks.create_task(engine.run())
         await engine.connect(seconds=60)

@@ -33,11 +33,11 @@ from transformers import PreTrainedModel
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.models.load import make_model
 from midflight.models.names import assign
-from midflight.observe.observers import Silent
 from midflight.text.byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.formulas.diagnostics import k1, k3
 from midflight.types import GenerateRequest, PauseMode, SamplingParams, Version
+from midflight.types.facts import unheard
 from midflight.weights.transports.select import publisher, receiver
 
 DISTANCES = {"1-8": (1, 8), "9-32": (9, 32), "33+": (33, 10**9)}
@@ -114,7 +114,7 @@ async def answer_some(made: list[Tensors], answers: list[Answer], mode: PauseMod
     assign(model, {name: t.clone() for name, t in made[0].items()})
     engine = EmbeddedEngine(
         model, tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})), name="old-keys",
-        receiver=receiver(), observer=Silent(), max_running=AT_ONCE, max_batch_tokens=2048, max_context=CONTEXT, pause_lease_seconds=60,
+        receiver=receiver(), record=unheard, max_running=AT_ONCE, max_batch_tokens=2048, max_context=CONTEXT, pause_lease_seconds=60,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=every * len(made), ignore_eos=True)
     progress = asyncio.Condition()

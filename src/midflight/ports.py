@@ -12,14 +12,11 @@ from midflight.types import (
     EngineHealth,
     Float32,
     GenerateRequest,
-    GroupKey,
     Int32,
     PauseMode,
-    Reason,
     RolloutKey,
     SamplingParams,
     SessionRecord,
-    Task,
     Version,
     WeightManifest,
 )
@@ -137,55 +134,4 @@ class Fleet(Protocol):
 
     def reserved(self) -> str | None:
         """The engine that keeps its version for an evaluation: no version is brought to it meanwhile."""
-        ...
-
-
-class TaskStream(Protocol):
-    """An endless sequence of tasks in seeded epochs. Synchronous: it never waits."""
-
-    def next(self) -> tuple[GroupKey, Task]: ...
-
-
-class Observer(Protocol):
-    """One method per fact, past tense, called after the deed. Never raises, never waits."""
-
-    def engine_stepped(self, *, engine: str, started: float, ended: float, num_tokens: int, num_running: int) -> None:
-        """One decode step. Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."""
-        ...
-
-    def turn_finished(
-        self, *, session_id: str, num_prompt_tokens: int, num_output_tokens: int, num_versions: int, num_resumes: int, seconds: float
-    ) -> None: ...
-    def session_closed(self, *, num_turns: int, num_branches: int, num_rewritten: int, num_mismatches: int) -> None:
-        """A session ended; the counts are those of its `SessionRecord`."""
-        ...
-
-    def request_failed(self, *, session_id: str | None, status: int, error: str) -> None:
-        """A request of an agent ended in an error at the agent's edge."""
-        ...
-
-    def rollout_finished(
-        self, *, key: RolloutKey, source: str, reward: float | None, num_tokens: int, num_versions: int, seconds: float, error: str | None
-    ) -> None: ...
-    def group_finished(self, *, key: GroupKey, num_trajectories: int, mean_reward: float) -> None: ...
-    def group_dropped(self, *, key: GroupKey, reason: Reason, num_tokens: int) -> None: ...
-    def waited(self, *, who: str, for_whom: str, seconds: float) -> None:
-        """`who` (trainer, admission, handover) was idle because of `for_whom`."""
-        ...
-
-    def batch_taken(self, *, train_version: Version, num_groups: int, num_tokens: int, staleness: Mapping[int, int]) -> None:
-        """`staleness` counts trainable tokens by age in versions."""
-        ...
-
-    def step_finished(self, *, version: Version, started: float, ended: float, num_tokens: int, metrics: Mapping[str, float]) -> None:
-        """One step of the trainer; `version` is the one it made; times as in `engine_stepped`."""
-        ...
-
-    def weights_committed(self, *, engine: str, version: Version, stage_seconds: float, pause_seconds: float) -> None: ...
-    def engine_quarantined(self, *, engine: str, error: str) -> None: ...
-    def engine_rejoined(self, *, engine: str, version: Version) -> None: ...
-    def evaluated(
-        self, *, version: Version, source: str, num_tasks: int, mean_reward: float | None, num_failed: int = 0, error: str | None = None
-    ) -> None:
-        """`num_tasks` were scored, every token of theirs by this version; `mean_reward` is None if none was. `error` is one failure's."""
         ...

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.facts import Facts
 
 from midflight.buffer import Closed, GroupQueue, Limits
 from midflight.errors import Stopping
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Batch, GroupKey, Reason, StalePolicy
+from midflight.types.facts import GroupClosed, Leased, Waited
 
 from .making import group, key, limits
-
-
-class Facts:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Mapping[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda **facts: self.told.append((name, facts))
-
-    def of(self, name: str) -> list[Mapping[str, Any]]:
-        return [facts for told, facts in self.told if told == name]
 
 
 class Bench:
@@ -34,7 +22,7 @@ class Bench:
         self.facts = Facts()
         self.oldest: dict[GroupKey, int | None] = {}
         self.closed: list[Closed] = []
-        self.queue = GroupQueue(rules, observer=self.facts, running_oldest=self.oldest.get, closed=self.closed.append)
+        self.queue = GroupQueue(rules, record=self.facts.apply, running_oldest=self.oldest.get, closed=self.closed.append)
         self.drawn = 0
 
     async def admit(self) -> GroupKey:
@@ -65,8 +53,8 @@ def test_take_is_woken_by_the_put_that_completes_its_batch() -> None:
             bench.queue.put(group(second, (0, 0)))
         assert [g.key for g in take.result().groups] == [first, second]
         assert not bench.queue.waits
-        assert bench.facts.of("waited") == [{"who": "trainer", "for_whom": "generation", "seconds": 2.0}]
-        assert bench.facts.of("batch_taken") == [{"train_version": 0, "num_groups": 2, "num_tokens": 3, "staleness": {0: 3}}]
+        assert bench.facts.of(Waited) == [Waited("trainer", "generation", 2.0)]
+        assert bench.facts.of(Leased) == [Leased(train_version=0, num_groups=2, num_tokens=3, staleness={0: 3})]
 
     check(story)
 
@@ -85,8 +73,8 @@ def test_whom_the_trainer_waits_for_is_observed_piece_by_piece() -> None:
             assert bench.queue.waits["trainer"].for_whom == "stragglers"
             bench.queue.drop(straggler, Reason.NO_REWARD, num_tokens=5)
         assert take.result().groups[0].key == first
-        assert [(w["for_whom"], w["seconds"]) for w in bench.facts.of("waited")] == [("generation", 1.0), ("stragglers", 2.0)]
-        assert bench.facts.of("group_dropped") == [{"key": straggler, "reason": Reason.NO_REWARD, "num_tokens": 5}]
+        assert [(w.for_whom, w.seconds) for w in bench.facts.of(Waited)] == [("generation", 1.0), ("stragglers", 2.0)]
+        assert bench.facts.of(GroupClosed) == [GroupClosed(straggler, Reason.NO_REWARD, num_tokens=5)]
 
     check(story)
 
@@ -178,7 +166,7 @@ def test_a_trainer_that_asks_again_gets_the_same_batch_even_while_its_next_take_
             assert await bench.queue.take(0) is first
             bench.queue.put(group(await bench.admit(), (0,)))
         assert ahead.result().train_version == 1
-        assert len(bench.facts.of("batch_taken")) == 2
+        assert len(bench.facts.of(Leased)) == 2
 
     check(story)
 

@@ -20,12 +20,12 @@ from dataclasses import replace
 
 from midflight.config.sections import Config
 from midflight.gateway.http.http import build_app
-from midflight.observe.prometheus import Metrics
 from midflight.run.rollout.serving import Serving
 from midflight.testing.replies import Replies
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.types import Feature
+from midflight.types.facts import unheard
 from midflight.wire.server import serve_app
 
 CITIES = ("Paris", "Rome")
@@ -66,7 +66,7 @@ def code() -> str:
 async def main() -> None:
     capabilities = replace(CAPABLE, max_context=32_768, features=frozenset(Feature))  # the replies obey the grammars they meet
     engine = ScriptedEngine(script=Replies(reply), capabilities=capabilities, step_seconds=0.0, chunk_tokens=3)
-    serving = Serving(Config(), scripted_tokenizer(), [engine], observer=Metrics(), version=0, anonymous=True)
+    serving = Serving(Config(), scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving.gateway.address = url

@@ -19,6 +19,7 @@ from midflight.models.names import dtype_name, named_tensors
 from midflight.text.byte_tokenizer import END, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import GenerateRequest, SamplingParams, TensorSpec, Version, WeightManifest
+from midflight.types.facts import EngineStepped, Fact, Record, unheard
 
 TOKENIZER = Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END}))
 
@@ -52,20 +53,21 @@ class MemoryReceiver:
 
 
 class StepLog:
-    """An observer that keeps the steps and is deaf to all else."""
+    """Keeps the steps of engines, and no other fact."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float, int, int]] = []
 
-    def engine_stepped(self, *, engine: str, started: float, ended: float, num_tokens: int, num_running: int) -> None:
-        self.steps.append((started, ended, num_tokens, num_running))
+    def apply(self, fact: Fact) -> None:
+        if isinstance(fact, EngineStepped):
+            self.steps.append((fact.started, fact.ended, fact.num_tokens, fact.num_running))
 
 
 def make_engine(
     model: PreTrainedModel | None = None,
     *,
     receiver: MemoryReceiver | None = None,
-    observer: StepLog | None = None,
+    record: Record = unheard,
     max_running: int = 8,
     max_batch_tokens: int = 64,
     pause_lease_seconds: float = 30.0,
@@ -75,7 +77,7 @@ def make_engine(
         tokenizer=TOKENIZER,
         name="tiny",
         receiver=receiver or MemoryReceiver(),
-        observer=observer or StepLog(),  # type: ignore[arg-type]
+        record=record,
         max_running=max_running,
         max_batch_tokens=max_batch_tokens,
         max_context=MAX_CONTEXT,

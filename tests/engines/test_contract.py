@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from starlette.applications import Starlette
 from tests.engines.contract import EngineContract
-from tests.engines.models import MemoryReceiver, StepLog, make_engine
+from tests.engines.models import MemoryReceiver, make_engine
 from tests.engines.sites import ModelSite, ScriptedSite, Site, tiny_version
 
 from midflight.engines.app import build_app
@@ -17,6 +17,7 @@ from midflight.engines.relay import relay
 from midflight.engines.remote import RemoteEngine
 from midflight.testing.script import Script
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
+from midflight.types.facts import Record, unheard
 from midflight.wire.server import listen, serve_app
 
 
@@ -52,8 +53,8 @@ async def served(engine: EmbeddedEngine, *, token: str | None = "secret", port: 
 
 
 @asynccontextmanager
-async def attached(url: str, observer: StepLog | None = None) -> AsyncIterator[RemoteEngine]:
-    remote = RemoteEngine("remote", url, token="secret", observer=observer or StepLog())  # type: ignore[arg-type]
+async def attached(url: str, record: Record = unheard) -> AsyncIterator[RemoteEngine]:
+    remote = RemoteEngine("remote", url, token="secret", record=record)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(remote.run())
         try:

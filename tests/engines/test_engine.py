@@ -88,8 +88,8 @@ def test_stopping_the_engine_ends_its_requests() -> None:
 def test_each_step_is_observed_once_with_its_tokens_and_times() -> None:
     async def main() -> None:
         log, far = StepLog(), StepLog()
-        engine = make_engine(observer=log)
-        async with served(engine) as url, attached(url, far) as remote:
+        engine = make_engine(record=log.apply)
+        async with served(engine) as url, attached(url, far.apply) as remote:
             await collect(remote, ask(max_tokens=5))
             assert [tokens for _, _, tokens, _ in log.steps] == [1] * 5
             assert far.steps == log.steps
@@ -101,7 +101,7 @@ def test_each_step_is_observed_once_with_its_tokens_and_times() -> None:
 def test_an_idle_engine_makes_no_step() -> None:
     async def main() -> None:
         log = StepLog()
-        async with running(make_engine(observer=log)) as engine:
+        async with running(make_engine(record=log.apply)) as engine:
             await collect(engine, ask(max_tokens=2))
             steps = []
             engine._scheduler.step = lambda: steps.append(1)  # type: ignore[assignment, method-assign, return-value]

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.engines.models import StepLog, ask, make_engine
+from tests.engines.models import ask, make_engine
 from tests.engines.reading import collect, ids, until_tokens
 from tests.engines.test_contract import attached, served
 
@@ -15,6 +15,7 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.remote import RemoteEngine
 from midflight.errors import EngineUnavailable
 from midflight.types import PauseMode
+from midflight.types.facts import unheard
 
 
 def over_http(test: Callable[[aiohttp.ClientSession, EmbeddedEngine], Awaitable[None]]) -> None:
@@ -139,7 +140,7 @@ def test_everything_but_health_needs_the_token() -> None:
             assert refused.status == 401 and (await refused.json())["error"]["code"] == "invalid_api_key"
             with pytest.raises(aiohttp.WSServerHandshakeError):
                 await session.ws_connect("/engine/v1/stream")
-            stranger = RemoteEngine("stranger", url, token="wrong", observer=StepLog())  # type: ignore[arg-type]
+            stranger = RemoteEngine("stranger", url, token="wrong", record=unheard)
             task = asyncio.ensure_future(stranger.run())
             with pytest.raises(EngineUnavailable, match="did not answer within"):
                 await stranger.connect(seconds=0.2)
@@ -210,7 +211,7 @@ def test_i9_a_lost_connection_ends_open_requests_at_once_and_a_new_one_serves_ag
 def test_a_client_whose_server_dies_attaches_to_its_successor() -> None:
     async def main() -> None:
         async with served(make_engine()) as url:
-            remote = RemoteEngine("remote", url, token="secret", observer=StepLog())  # type: ignore[arg-type]
+            remote = RemoteEngine("remote", url, token="secret", record=unheard)
             task = asyncio.ensure_future(remote.run())
             await remote.connect(seconds=5)
             chunks = remote.generate(ask(max_tokens=50))

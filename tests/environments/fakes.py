@@ -12,6 +12,7 @@ import numpy as np
 from midflight.environments.rollout import RolloutRunner
 from midflight.errors import Overloaded
 from midflight.types import Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task
+from midflight.types.facts import Evaluated, Fact, RolloutEnded
 
 
 def row(num_prompt: int = 2, versions: tuple[int, ...] = (3, 3, 4)) -> Row:
@@ -90,14 +91,17 @@ class FakeFates:
 
 @dataclass
 class FakeObserver:
-    rollouts: list[SimpleNamespace] = field(default_factory=list)
-    evaluations: list[SimpleNamespace] = field(default_factory=list)
+    rollouts: list[RolloutEnded] = field(default_factory=list)
+    evaluations: list[Evaluated] = field(default_factory=list)
 
-    def rollout_finished(self, **facts) -> None:
-        self.rollouts.append(SimpleNamespace(**facts))
-
-    def evaluated(self, **facts) -> None:
-        self.evaluations.append(SimpleNamespace(**facts))
+    def apply(self, fact: Fact) -> None:
+        match fact:
+            case RolloutEnded():
+                self.rollouts.append(fact)
+            case Evaluated():
+                self.evaluations.append(fact)
+            case _:
+                raise AssertionError(fact)
 
 
 class FakeClient:
@@ -130,7 +134,7 @@ class Rig:
             client_for=lambda session: self.client,
             environment=self.environment,
             sampling=SamplingParams(),
-            observer=self.observer,
+            record=self.observer.apply,
             fates=self.fates,
             **{"rollout_seconds": 60.0, **options},
         )

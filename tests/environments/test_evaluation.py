@@ -25,7 +25,7 @@ MIXED = "asked of version 7 alone, it was answered by version 7, 8"
 
 
 def evaluate(rig: Rig, tasks=TASKS, *, slots: int = 64):
-    evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(slots), observer=rig.observer)
+    evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(slots), record=rig.observer.apply)
     return run_virtual(lambda: evaluator.run(tasks, version=7))
 
 
@@ -79,7 +79,7 @@ def test_what_is_unfinished_when_an_evaluation_is_over_has_failed_and_says_why()
     async def main():
         over = asyncio.Event()
         asyncio.get_running_loop().call_later(2.5, over.set)
-        evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(1), observer=rig.observer)
+        evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(1), record=rig.observer.apply)
         scores = await evaluator.run([task(i) for i in range(4)], version=7, over=over)
         assert asyncio.get_running_loop().time() == pytest.approx(2.5)
         return scores

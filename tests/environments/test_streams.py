@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from midflight.environments.tasks import SeededStream, Source
 from midflight.errors import ConfigError
-from midflight.ports import TaskStream
 from midflight.types import GroupKey, Task
 
 
@@ -19,7 +18,7 @@ def source(name: str, size: int, *, weight: float = 1.0) -> Source:
     return Source(name, weight, tuple(Task(str(i), name) for i in range(size)))
 
 
-def take(stream: TaskStream, count: int) -> list[tuple[GroupKey, Task]]:
+def take(stream: SeededStream, count: int) -> list[tuple[GroupKey, Task]]:
     return [stream.next() for _ in range(count)]
 
 

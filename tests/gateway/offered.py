@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import openai
+from tests.facts import Facts
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.sampling import Limits
@@ -17,6 +18,7 @@ from midflight.gateway.http.http import build_app
 from midflight.testing.script import Script, play, scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, PauseMode, RolloutKey, SamplingParams
+from midflight.types.facts import Record, unheard
 from midflight.wire.memory import MemoryTransport
 
 KEY = RolloutKey(GroupKey(epoch=0, index=3, attempt=0), sample=1)
@@ -88,24 +90,6 @@ class ScriptedGenerator:
         return ids, tuple(-0.5 * (k + 1) for k in range(len(ids))), finish
 
 
-class Seen:
-    """An observer that remembers."""
-
-    def __init__(self) -> None:
-        self.turns: list[dict[str, Any]] = []
-        self.closed: list[dict[str, Any]] = []
-        self.failures: list[dict[str, Any]] = []
-
-    def session_closed(self, **fact: Any) -> None:
-        self.closed.append(fact)
-
-    def turn_finished(self, **fact: Any) -> None:
-        self.turns.append(fact)
-
-    def request_failed(self, **fact: Any) -> None:
-        self.failures.append(fact)
-
-
 class RecordingControl:
     def __init__(self) -> None:
         self.acts: list[tuple[str, object]] = []
@@ -127,7 +111,7 @@ class Offered:
 
     gateway: Gateway
     generator: ScriptedGenerator
-    seen: Seen
+    seen: Facts
     control: RecordingControl
     http: httpx2.AsyncClient
 
@@ -136,9 +120,9 @@ class Offered:
         return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self.http, max_retries=0)
 
 
-def make_gateway(generator: ScriptedGenerator, seen: Seen, **options: Any) -> Gateway:
+def make_gateway(generator: ScriptedGenerator, record: Record = unheard, **options: Any) -> Gateway:
     limits = options.pop("limits", Limits(max_context=256, vocab_size=262))
-    gateway = Gateway(generator, generator.tokenizer, seen, model="policy", limits=limits, **options)
+    gateway = Gateway(generator, generator.tokenizer, record, model="policy", limits=limits, **options)
     gateway.address = "http://memory"
     return gateway
 
@@ -148,9 +132,9 @@ async def offered(
     generator: ScriptedGenerator | None = None, *, control_token: str | None = None, **options: Any
 ) -> AsyncIterator[Offered]:
     """A gateway behind its ASGI application, reached in memory."""
-    generator, seen, control = generator or ScriptedGenerator(), Seen(), RecordingControl()
+    generator, seen, control = generator or ScriptedGenerator(), Facts(), RecordingControl()
     ready: Callable[[], bool] = options.pop("ready", lambda: True)
-    gateway = make_gateway(generator, seen, **options)
+    gateway = make_gateway(generator, seen.apply, **options)
     app = build_app(gateway, control, control_token=control_token, ready=ready, now=lambda: 7.0)
     async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://memory") as http:
         yield Offered(gateway, generator, seen, control, http)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import httpx2
-from tests.gateway.offered import Seen
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.resume import Generator
@@ -21,6 +20,7 @@ from midflight.gateway.http.http import build_app
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.types import PauseMode
+from midflight.types.facts import unheard
 from midflight.wire.memory import MemoryTransport
 
 
@@ -35,7 +35,9 @@ class Site:
         generator = Generator(self.fleet, tokenizer=scripted_tokenizer(), request_seconds=600)
         self.control = Control(self.fleet, generator)
         self.health = HealthWatch(self.fleet, interval_seconds=0.2, stall_seconds=1.0)
-        self.gateway = Gateway(generator, scripted_tokenizer(), Seen(), model="policy", limits=Limits(4096, 262, features=CAPABLE.features))
+        self.gateway = Gateway(
+            generator, scripted_tokenizer(), unheard, model="policy", limits=Limits(4096, 262, features=CAPABLE.features)
+        )
         self.gateway.address = "http://memory"
 
     @asynccontextmanager

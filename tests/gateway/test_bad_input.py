@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, Seen, make_gateway, offered
+from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, make_gateway, offered
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.http.http import DIALECTS, build_app
 from midflight.testing.virtual_time import run_virtual
+from midflight.types.facts import RequestFailed
 from midflight.wire import edge as wire
 from midflight.wire import server
 from midflight.wire.server import serve_app
@@ -182,7 +183,7 @@ class Served:
 async def served(generator: ScriptedGenerator | None = None, **options: Any) -> AsyncIterator[Served]:
     """Checks at its end that a good request is answered and that nothing was left behind."""
     generator = generator or ScriptedGenerator(seconds_per_token=0.0)
-    gateway = make_gateway(generator, Seen(), **options)
+    gateway = make_gateway(generator, **options)
     listener = socket.create_server(("127.0.0.1", 0))
     started = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
@@ -249,7 +250,7 @@ def test_g9_bad_bodies_are_the_clients_fault_in_memory(kind: str, path: str) -> 
                 answer = await it.http.post(base + path, content=body, timeout=None)
                 if b'"stream": true' not in body.lower():
                     assert_shaped(answer.status_code, answer.content)
-            assert not [f for f in it.seen.failures if f["status"] >= 500], it.seen.failures
+            assert not [f for f in it.seen.of(RequestFailed) if f.status >= 500]
             await asyncio.sleep(0.1)
             assert (it.gateway.answering.num_running, it.gateway.requests.num_running, it.gateway.requests.num_known) == (0, 0, 0)
             session = it.gateway.session_for(path_token=handle.api_key, api_key=None)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.gateway.offered import KEY, ScriptedGenerator, Seen, make_gateway, offered
+from tests.gateway.offered import KEY, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.sampling import Limits
@@ -265,7 +265,7 @@ def answered(pieces: list[Piece], *, finish: FinishReason = FinishReason.STOP, *
     )
 
     spoken = ChatExchange(json.dumps(CHAT | fields).encode())
-    gateway = make_gateway(ScriptedGenerator(), Seen(), limits=Limits(2048, 262, frozenset(Feature)))
+    gateway = make_gateway(ScriptedGenerator(), limits=Limits(2048, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), spoken.call)
     reply = Reply(job, "policy", 7, gateway.tokenizer)
     prompt = job.choices[0].prompt

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.gateway.offered import ScriptedGenerator, Seen, make_gateway, offered
+from tests.gateway.offered import ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.sampling import Limits
@@ -65,7 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=[f"{k}-{row[1]}" for k, row in enumerate(REFUSED)])
 def test_a_fault_names_its_place_and_the_remedy(fields: dict[str, Any], param: str, words: str) -> None:
-    gateway = make_gateway(ScriptedGenerator(), Seen())
+    gateway = make_gateway(ScriptedGenerator())
     with pytest.raises(RequestRejected) as caught:
         gateway.prepare(gateway.session_for(path_token=None, api_key=None), call(**fields))
     assert caught.value.param == param
@@ -75,7 +75,7 @@ def test_a_fault_names_its_place_and_the_remedy(fields: dict[str, Any], param: s
 def answered(**fields: object) -> tuple[Any, list[Any]]:
     """The whole answer and the stream of a model that says "xyz", where 121 stood beside "A" and 122 beside another "z"."""
     exchange = CompletionExchange(json.dumps(TEXT | fields).encode())
-    gateway = make_gateway(ScriptedGenerator(), Seen(), limits=Limits(256, 262, frozenset(Feature)))
+    gateway = make_gateway(ScriptedGenerator(), limits=Limits(256, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), exchange.call)
     reply, prompt, ids, logprobs = Reply(job, "policy", 7, gateway.tokenizer), job.choices[0].prompt, (120, 121, 122), (-1.0, -2.0, -3.0)
     top = (((120, -1.0),), ((65, -0.5),), ((122, -3.0), (66, -4.0))) if exchange.call.asked.top_logprobs else ()

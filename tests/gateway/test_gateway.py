@@ -3,21 +3,23 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, Seen, make_gateway
+from tests.facts import Facts
+from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, make_gateway
 
 from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected, SessionClosed, UnknownModel
 from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Event, Messages, Text, TokenIds
 from midflight.gateway.sessions.session import request_seed
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import FinishReason, Reason, RolloutKey, SamplingParams, Turn
+from midflight.types.facts import SessionEnded, TurnFinished
 
 CHAT = Messages(({"role": "user", "content": "hi"},))
 
 
 def test_an_answer_is_recorded_and_reported_once() -> None:
     async def main() -> None:
-        generator, seen = ScriptedGenerator(texts=["yo<|end|>"]), Seen()
-        gateway = make_gateway(generator, seen, run_name="demo", run_seed=17)
+        generator, seen = ScriptedGenerator(texts=["yo<|end|>"]), Facts()
+        gateway = make_gateway(generator, seen.apply, run_name="demo", run_seed=17)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         (answer,) = await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
@@ -27,13 +29,9 @@ def test_an_answer_is_recorded_and_reported_once() -> None:
         assert gateway.oldest_version(handle.session_id) == 0
         (row,) = gateway.close(handle.session_id).rows
         assert row.num_trainable == 3
-        (fact,) = seen.turns
-        assert {k: fact[k] for k in ("num_prompt_tokens", "num_output_tokens", "num_versions")} == {
-            "num_prompt_tokens": 5,
-            "num_output_tokens": 3,
-            "num_versions": 2,
-        }
-        assert fact["seconds"] == pytest.approx(0.03)
+        (turn,) = seen.of(TurnFinished)
+        assert (turn.num_prompt_tokens, turn.num_output_tokens, turn.num_versions) == (5, 3, 2)
+        assert turn.seconds == pytest.approx(0.03)
         assert generator.forgotten == [handle.session_id]
 
     run_virtual(main())
@@ -41,7 +39,7 @@ def test_an_answer_is_recorded_and_reported_once() -> None:
 
 def test_i8_each_completed_turn_of_a_tracked_session_is_told_with_its_number() -> None:
     async def main() -> None:
-        gateway = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>", "no<|end|>"]), Seen())
+        gateway = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>", "no<|end|>"]))
         told: list[tuple[RolloutKey, int, Turn]] = []
         gateway.answering.on_turn = lambda key, number, turn: told.append((key, number, turn))
         turns: list[Turn] = []
@@ -59,7 +57,7 @@ def test_i8_each_completed_turn_of_a_tracked_session_is_told_with_its_number() -
 
 def test_i8_a_turn_that_never_ended_is_not_told() -> None:
     async def main() -> None:
-        gateway = make_gateway(ScriptedGenerator(), Seen())
+        gateway = make_gateway(ScriptedGenerator())
         told: list[int] = []
         gateway.answering.on_turn = lambda key, number, turn: told.append(number)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
@@ -75,8 +73,8 @@ def test_i8_a_turn_that_never_ended_is_not_told() -> None:
 
 def test_choices_run_together_and_each_has_its_own_seed() -> None:
     async def main() -> None:
-        generator, seen = ScriptedGenerator(), Seen()
-        gateway = make_gateway(generator, seen)
+        generator, seen = ScriptedGenerator(), Facts()
+        gateway = make_gateway(generator, seen.apply)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=None, api_key=handle.api_key)
         started = asyncio.get_running_loop().time()
@@ -94,15 +92,15 @@ def test_a_closed_session_is_told_once_with_what_its_tree_counted() -> None:
     """The second chat repeats the first, as a second sample does: a branch."""
 
     async def main() -> None:
-        seen = Seen()
-        gateway = make_gateway(ScriptedGenerator(), seen)
+        seen = Facts()
+        gateway = make_gateway(ScriptedGenerator(), seen.apply)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=None, api_key=handle.api_key)
         for _ in range(2):
             await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
         gateway.close(handle.session_id)
         gateway.close(handle.session_id)
-        assert seen.closed == [{"num_turns": 2, "num_branches": 1, "num_rewritten": 0, "num_mismatches": 0}]
+        assert seen.of(SessionEnded) == [SessionEnded(num_turns=2, num_branches=1, num_rewritten=0, num_mismatches=0)]
 
     run_virtual(main())
 
@@ -111,7 +109,7 @@ def test_a_closed_session_is_told_once_with_what_its_tree_counted() -> None:
 def test_a_run_may_train_on_the_choices_that_its_agents_left_behind(count_all: bool, rows: int, dropped: dict[Reason, int]) -> None:
     async def main() -> None:
         generator = ScriptedGenerator(texts=["ab<|end|>", "cde<|end|>", "f<|end|>"])
-        gateway = make_gateway(generator, Seen(), count_all_choices=count_all)
+        gateway = make_gateway(generator, count_all_choices=count_all)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=None, api_key=handle.api_key)
         chosen, _ = await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,), n=2)))
@@ -126,7 +124,7 @@ def test_a_run_may_train_on_the_choices_that_its_agents_left_behind(count_all: b
 def test_deltas_and_tail_join_to_the_text() -> None:
     async def main() -> None:
         generator = ScriptedGenerator(texts=["ab東<|end|>"])
-        gateway = make_gateway(generator, Seen())
+        gateway = make_gateway(generator)
         session = gateway.session_for(path_token=None, api_key="sk-any")
         events: list[Event] = []
         await gateway.run(gateway.prepare(session, CompletionCall((CHAT,), stream=True)), events.append)
@@ -142,8 +140,8 @@ def test_closing_a_session_ends_what_runs_in_it() -> None:
     """I3: the tokens received so far are dropped(abandoned); nothing goes on in the background."""
 
     async def main() -> None:
-        generator, seen = ScriptedGenerator(), Seen()
-        gateway = make_gateway(generator, seen)
+        generator, seen = ScriptedGenerator(), Facts()
+        gateway = make_gateway(generator, seen.apply)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         job = gateway.prepare(session, CompletionCall((CHAT,), n=2))
@@ -172,7 +170,7 @@ async def _outcome(work: object) -> object:
 def test_a_cancelled_caller_leaves_nothing_running() -> None:
     async def main() -> None:
         generator = ScriptedGenerator()
-        gateway = make_gateway(generator, Seen())
+        gateway = make_gateway(generator)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         with pytest.raises(TimeoutError):
@@ -187,7 +185,7 @@ def test_a_cancelled_caller_leaves_nothing_running() -> None:
 def test_one_failing_choice_fails_the_call_with_its_own_error() -> None:
     async def main() -> None:
         generator = ScriptedGenerator(error=EngineUnavailable("gone"), error_after=2)
-        gateway = make_gateway(generator, Seen())
+        gateway = make_gateway(generator)
         session = gateway.session_for(path_token=None, api_key=None)
         with pytest.raises(EngineUnavailable, match="gone"):
             await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,), n=3)))
@@ -211,7 +209,7 @@ def test_one_failing_choice_fails_the_call_with_its_own_error() -> None:
 )
 def test_turns_count_as_the_policys_only_at_the_sessions_own_sampling(asked: Asked, sampled: bool) -> None:
     async def main() -> None:
-        gateway = make_gateway(ScriptedGenerator(texts=["abc"]), Seen())
+        gateway = make_gateway(ScriptedGenerator(texts=["abc"]))
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         (answer,) = await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,), asked=asked)))
@@ -227,7 +225,7 @@ def test_overshoot_reported_by_the_generator_gets_its_reason() -> None:
     """I3."""
 
     async def main() -> None:
-        gateway = make_gateway(ScriptedGenerator(texts=["abc"], num_overshoot=2), Seen())
+        gateway = make_gateway(ScriptedGenerator(texts=["abc"], num_overshoot=2))
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
@@ -237,7 +235,7 @@ def test_overshoot_reported_by_the_generator_gets_its_reason() -> None:
 
 
 def test_budgets_come_from_client_session_or_dialect_and_fit_the_context() -> None:
-    gateway = make_gateway(ScriptedGenerator(), Seen())
+    gateway = make_gateway(ScriptedGenerator())
     anonymous = gateway.session_for(path_token=None, api_key=None)
     own = gateway.session_for(path_token=gateway.open(KEY, sampling=SamplingParams(max_tokens=1000), tracked=True).api_key, api_key=None)
 
@@ -270,7 +268,7 @@ def test_budgets_come_from_client_session_or_dialect_and_fit_the_context() -> No
 )
 def test_a_faulty_call_is_refused_before_anything_runs(call: CompletionCall, error: type[Exception], words: str) -> None:
     generator = ScriptedGenerator()
-    gateway = make_gateway(generator, Seen())
+    gateway = make_gateway(generator)
     with pytest.raises(error, match=words):
         gateway.prepare(gateway.session_for(path_token=None, api_key=None), call)
     assert generator.requests == []
@@ -278,13 +276,13 @@ def test_a_faulty_call_is_refused_before_anything_runs(call: CompletionCall, err
 
 def test_i8_recorded_turns_are_given_again_and_only_what_is_missing_is_generated() -> None:
     async def main() -> None:
-        first = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>"]), Seen())
+        first = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>"]))
         handle = first.open(KEY, sampling=DEFAULTS, tracked=True)
         session = first.session_for(path_token=handle.api_key, api_key=None)
         turns = [(await first.answers(first.prepare(session, CompletionCall((Text(t),)))))[0].turn for t in ("a", "b")]
 
         generator = ScriptedGenerator(texts=["no<|end|>", "at last<|end|>"])
-        second = make_gateway(generator, Seen())
+        second = make_gateway(generator)
         second.replay(KEY, turns)
         handle = second.open(KEY, sampling=DEFAULTS, tracked=True)
         session = second.session_for(path_token=handle.api_key, api_key=None)
@@ -306,12 +304,12 @@ def test_i8_recorded_turns_are_given_again_and_only_what_is_missing_is_generated
 
 def test_i8_a_recorded_turn_longer_than_is_asked_now_is_generated_anew() -> None:
     async def main() -> None:
-        first = make_gateway(ScriptedGenerator(texts=["long<|end|>"]), Seen())
+        first = make_gateway(ScriptedGenerator(texts=["long<|end|>"]))
         handle = first.open(KEY, sampling=DEFAULTS, tracked=True)
         session = first.session_for(path_token=handle.api_key, api_key=None)
         (answer,) = await first.answers(first.prepare(session, CompletionCall((Text("a"),))))
 
-        second = make_gateway(ScriptedGenerator(texts=["long<|end|>"]), Seen())
+        second = make_gateway(ScriptedGenerator(texts=["long<|end|>"]))
         second.replay(KEY, [answer.turn])
         handle = second.open(KEY, sampling=DEFAULTS, tracked=True)
         session = second.session_for(path_token=handle.api_key, api_key=None)

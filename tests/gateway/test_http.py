@@ -8,13 +8,14 @@ import openai
 import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter
-from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, Seen, make_gateway, offered
+from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import EngineUnavailable, NoEngine
 from midflight.gateway.http.http import build_app
 from midflight.gateway.http.stream import KEEP_ALIVE_SECONDS
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode, Reason
+from midflight.types.facts import RequestFailed
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -167,7 +168,7 @@ def test_errors_have_openais_shape_and_are_counted_at_the_edge() -> None:
             }
             with pytest.raises(openai.NotFoundError, match="does not exist"):
                 await client.chat.completions.create(model="other", messages=CHAT)
-            assert [f["status"] for f in it.seen.failures] == [400, 404]
+            assert [f.status for f in it.seen.of(RequestFailed)] == [400, 404]
             assert it.gateway.close(handle.session_id).failed_requests == 2
             for method, path, status in [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/completions", 400)]:
                 answer = await it.http.request(method, path)
@@ -245,7 +246,7 @@ def test_a_client_who_goes_takes_his_generation_with_him() -> None:
             await stream.close()
             await asyncio.sleep(0.01)
             assert (it.gateway.answering.num_running, it.generator.running) == (0, 0)
-            assert it.seen.failures == []
+            assert it.seen.of(RequestFailed) == []
 
     run_virtual(main())
 
@@ -286,10 +287,10 @@ def test_models_and_health_tell_what_is_served() -> None:
 
 def test_over_a_real_socket_the_sdk_sees_the_same(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        generator, seen = ScriptedGenerator(texts=["yo<|end|>"] * 3, seconds_per_token=0.01), Seen()
+        generator = ScriptedGenerator(texts=["yo<|end|>"] * 3, seconds_per_token=0.01)
         registry = CollectorRegistry()
         Counter("midflight_tests", "counts", registry=registry).inc()
-        gateway = make_gateway(generator, seen)
+        gateway = make_gateway(generator)
         app = build_app(gateway, RecordingControl(), metrics=registry)
         web = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, access_log=False, log_level="warning", lifespan="off"))
         async with asyncio.TaskGroup() as tasks:

@@ -6,7 +6,7 @@ import tracemalloc
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.gateway.offered import DEFAULTS, Seen
+from tests.gateway.offered import DEFAULTS
 
 from midflight.errors import Overloaded, SessionClosed
 from midflight.gateway.answers.gateway import Gateway
@@ -15,6 +15,7 @@ from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, RolloutKey
+from midflight.types.facts import unheard
 
 SESSIONS = 10_000
 PROMPT, ANSWER = 100, 100
@@ -55,7 +56,7 @@ class InstantGenerator:
 def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_is_refused() -> None:
     async def main() -> None:
         generator = InstantGenerator()
-        gateway = Gateway(generator, scripted_tokenizer(), Seen(), model="policy", limits=Limits(4096, 262), max_sessions=SESSIONS)
+        gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=Limits(4096, 262), max_sessions=SESSIONS)
         call = CompletionCall((Messages(({"role": "user", "content": "q" * (PROMPT - 3)},)),))
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, Seen, make_gateway, offered
+from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import EngineUnavailable, NoEngine, RequestRejected
 from midflight.gateway.answers.sampling import Limits
@@ -82,7 +82,7 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
 def answered(pieces: list[Piece], finish: Finish, tail: list[Piece]) -> tuple[Reply, Answer]:
     """A finished answer of three tokens that says `pieces`, of which `tail` has not been streamed."""
     generator = ScriptedGenerator()
-    gateway = make_gateway(generator, Seen())
+    gateway = make_gateway(generator)
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), messages().call)
     prompt = job.choices[0].prompt
     turn = Turn(prompt.ids, (1, 2, 3), (-1.0,) * 3, (Segment(0, 0, 0, 3),), finish)

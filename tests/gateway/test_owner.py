@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 import pytest
-from tests.gateway.offered import DEFAULTS, ScriptedGenerator, Seen, make_gateway
+from tests.gateway.offered import DEFAULTS, ScriptedGenerator, make_gateway
 
 from midflight.errors import Overloaded, RewardFixed, SessionClosed, Unauthorized, UnknownSession
 from midflight.gateway.answers.gateway import Gateway
@@ -21,7 +21,7 @@ HOUR = 3600.0
 
 
 def made(**options: object) -> tuple[Gateway, OwnedSessions]:
-    gateway = make_gateway(ScriptedGenerator(), Seen(), **options)
+    gateway = make_gateway(ScriptedGenerator(), **options)
     return gateway, OwnedSessions(gateway, session_seconds=HOUR)
 
 
@@ -113,7 +113,7 @@ def test_a_session_ends_after_its_time_without_a_request_and_its_record_waits_as
 def test_a_request_that_runs_keeps_its_session_however_long_it_takes() -> None:
     async def main() -> None:
         generator = ScriptedGenerator(seconds_per_token=2 * HOUR)
-        gateway = make_gateway(generator, Seen())
+        gateway = make_gateway(generator)
         owned = OwnedSessions(gateway, session_seconds=HOUR)
 
         async def life() -> int:
@@ -129,7 +129,7 @@ def test_a_request_that_runs_keeps_its_session_however_long_it_takes() -> None:
 
 def test_ended_sessions_are_bounded_and_what_is_forgotten_unread_is_said(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        gateway = make_gateway(ScriptedGenerator(), Seen(), max_sessions=2)
+        gateway = make_gateway(ScriptedGenerator(), max_sessions=2)
         owned = OwnedSessions(gateway, session_seconds=HOUR, max_ended=2)
         handles = [opened(owned), opened(owned)]
         with pytest.raises(Overloaded):
@@ -144,7 +144,7 @@ def test_ended_sessions_are_bounded_and_what_is_forgotten_unread_is_said(caplog:
     run_virtual(main)
 
     async def unread() -> str:
-        owned = OwnedSessions(make_gateway(ScriptedGenerator(), Seen()), session_seconds=HOUR, max_ended=1)
+        owned = OwnedSessions(make_gateway(ScriptedGenerator()), session_seconds=HOUR, max_ended=1)
         first, second = opened(owned), opened(owned)
         await asyncio.sleep(HOUR)
         owned.expire()

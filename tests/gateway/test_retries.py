@@ -8,13 +8,14 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from tests.gateway.offered import DEFAULTS, KEY, Offered, RecordingControl, ScriptedGenerator, Seen, make_gateway, offered
+from tests.gateway.offered import DEFAULTS, KEY, Offered, RecordingControl, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import NoEngine
 from midflight.gateway.answers.retries import MAX_KEPT, MAX_KEY_CHARS
 from midflight.gateway.http.http import build_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Reason, RolloutKey
+from midflight.types.facts import RequestFailed
 from midflight.wire.server import serve_app
 
 TEXT = "abcdef<|end|>"
@@ -216,7 +217,7 @@ def test_a_generation_that_nobody_reads_is_cancelled_after_the_bound(stream: boo
             again = await ask(it, url, chat(stream=stream), AGAIN)
             assert "x" in again.text and "abc" not in again.text
             record = it.gateway.close(session_id)
-            assert (record.num_turns, record.dropped, it.seen.failures) == (1, {Reason.ABANDONED: 5}, [])
+            assert (record.num_turns, record.dropped, it.seen.of(RequestFailed)) == (1, {Reason.ABANDONED: 5}, [])
 
     run_virtual(main())
 
@@ -359,7 +360,7 @@ def test_g5_over_a_real_socket_a_client_who_times_out_is_given_the_rest_of_his_a
 
     async def main() -> None:
         generator = ScriptedGenerator(texts=[TEXT], seconds_per_token=0.4)
-        gateway = make_gateway(generator, Seen())
+        gateway = make_gateway(generator)
         listener = socket.create_server(("127.0.0.1", 0))
         started = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import httpx2
 import openai
-from tests.gateway.offered import KEY, Seen
+from tests.gateway.offered import KEY
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.resume import Generator
@@ -21,6 +21,7 @@ from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Reason, SamplingParams
+from midflight.types.facts import unheard
 from midflight.wire.memory import MemoryTransport
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -33,7 +34,7 @@ async def served(*engines: ScriptedEngine) -> AsyncIterator[tuple[Gateway, httpx
     for engine in engines:
         fleet.attach(engine)
     generator = Generator(fleet, tokenizer=scripted_tokenizer(), request_seconds=60)
-    gateway = Gateway(generator, scripted_tokenizer(), Seen(), model="policy", limits=Limits(4096, 262))
+    gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=Limits(4096, 262))
     gateway.address = "http://memory"
     app = build_app(gateway, Control(fleet, generator))
     async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://memory") as http:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.facts import Facts
 
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection, RolloutSection, RunSection, TrainerSection
 from midflight.environments.registry import Environment
@@ -22,8 +23,6 @@ from midflight.errors import MidflightError
 from midflight.gateway.http.control import Control
 from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.gateway.sessions.session import OpenTurn, Session, request_seed
-from midflight.observe.events import RequestFailed, RolloutFinished
-from midflight.observe.observers import Recorder
 from midflight.ports import SessionHandle
 from midflight.run.rollout.serving import Serving
 from midflight.testing.ring import Ring, open_ring
@@ -31,6 +30,7 @@ from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
 from midflight.types import Batch, Chunk, GenerateRequest, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
+from midflight.types.facts import Fact, Record, RequestFailed, RolloutEnded, unheard
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -108,7 +108,8 @@ class Site:
         self.engines = list(engines or fast_engines(1))
         self.agents = agents or Agents(0)
         self.source = source(num_tasks)
-        self.seen = Recorder()
+        self.seen = Facts()
+        self.on_fact: Record = unheard
         self.trainer = SimulatedTrainer()
         self.received = Counter[RolloutKey]()
         """Tokens that the gateway has received from engines, those past a stop string too."""
@@ -133,7 +134,7 @@ class Site:
             sources=[self.source],
             environment=self.agents,
             folder=self.folder,
-            observer=self.seen,
+            record=self._record,
             version=version,
             checkpoint=checkpoint,
             client_for=None if self._sdk else direct_client,
@@ -143,6 +144,10 @@ class Site:
             async with opened as self.ring:
                 self._follow(self.ring)
                 yield self.ring
+
+    def _record(self, fact: Fact) -> None:
+        self.seen.append(fact)
+        self.on_fact(fact)
 
     def _listen(self, patch: pytest.MonkeyPatch) -> None:
         received = Session.received
@@ -221,7 +226,7 @@ class Site:
                 trained = [i for row in trajectory.rows for i in row.token_ids[row.loss_mask].tolist()]
                 assert trained == [i for turn in turns for i in turn.output_ids]
                 assert trajectory.reward is not None and float(np.float32(trajectory.reward)) in self.agents.rewards
-        for finished in self.seen.of(RolloutFinished):
+        for finished in self.seen.of(RolloutEnded):
             assert finished.reward != 0 and (finished.reward is None) == (finished.error is not None)
 
     # --- Reading -----------------------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ class Site:
     @property
     def num_spanning(self) -> int:
         """Rollouts whose tokens are of several versions."""
-        return sum(finished.num_versions > 1 for finished in self.seen.of(RolloutFinished))
+        return sum(finished.num_versions > 1 for finished in self.seen.of(RolloutEnded))
 
     def stored_fates(self) -> Counter[RolloutKey]:
         """Tokens with a fate, by rollout."""

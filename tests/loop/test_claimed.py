@@ -8,8 +8,8 @@ from pathlib import Path
 
 from midflight.environments.claimed import Claimed, claims
 from midflight.gateway.sessions.call import CompletionCall, Messages
-from midflight.observe.events import RolloutFinished
 from midflight.testing.virtual_time import run_virtual
+from midflight.types.facts import RolloutEnded
 
 from .site import Site, config
 
@@ -60,7 +60,7 @@ def test_i10_a_run_fed_by_workers_trains_what_they_scored_and_a_silent_one_costs
     site.check_ages()
     site.check_fates()
     assert workers.num_silent > 2 and len(workers.claimed) == len(set(workers.claimed)), "an attempt is claimed once"
-    finished = site.seen.of(RolloutFinished)
+    finished = site.seen.of(RolloutEnded)
     unscored = [fact for fact in finished if fact.reward is None]
     assert unscored and all("RolloutTimeout" in (fact.error or "") for fact in unscored)
     trained = [t.reward for batch in site.taken for group in batch.groups for t in group.trajectories]

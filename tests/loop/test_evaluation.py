@@ -14,9 +14,9 @@ import pytest
 from midflight.config.sections import EvaluationSection
 from midflight.environments.evaluation import EVALUATION_ATTEMPT
 from midflight.errors import EngineUnavailable
-from midflight.observe.events import Evaluated, RolloutFinished, StepFinished, WeightsCommitted
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import SessionRecord, Task, Version
+from midflight.types.facts import Evaluated, Fact, RolloutEnded, Stepped, WeightsCommitted
 
 from .site import Agents, Site, config, fast_engines
 from .test_ring import Storm
@@ -59,15 +59,13 @@ class Evaluating(Site):
 
     async def evaluate(self, *beside: Callable[[], None], at_step: Version = 0) -> None:
         """A whole run. `beside` is done as soon as the step that makes version `at_step` is over."""
-        step_finished = self.seen.step_finished
 
-        def step(**facts: object) -> None:
-            step_finished(**facts)  # type: ignore[arg-type]
-            if facts["version"] == at_step:
+        def listen(fact: Fact) -> None:
+            if isinstance(fact, Stepped) and fact.version == at_step:
                 for act in beside:
                     asyncio.get_running_loop().call_later(0.1, act)
 
-        self.seen.step_finished = step  # type: ignore[method-assign]
+        self.on_fact = listen
         await self.run()
 
     def _follow(self, ring) -> None:
@@ -93,9 +91,9 @@ class Evaluating(Site):
         return [(e.version, e.num_tasks) for e in self.seen.of(Evaluated)]
 
     @property
-    def examined(self) -> list[RolloutFinished]:
+    def examined(self) -> list[RolloutEnded]:
         """Evaluation rollouts."""
-        return [r for r in self.seen.of(RolloutFinished) if r.key.group.attempt == EVALUATION_ATTEMPT]
+        return [r for r in self.seen.of(RolloutEnded) if r.key.group.attempt == EVALUATION_ATTEMPT]
 
     @property
     def failed(self) -> list[str | None]:
@@ -103,8 +101,8 @@ class Evaluating(Site):
 
     def before(self, evaluation: Version, kind: type) -> list:
         """Facts of a kind from before an evaluation ended."""
-        end = next(i for i, e in enumerate(self.seen.events) if isinstance(e, Evaluated) and e.version == evaluation)
-        return [e for e in self.seen.events[:end] if isinstance(e, kind)]
+        end = next(i for i, e in enumerate(self.seen) if isinstance(e, Evaluated) and e.version == evaluation)
+        return [e for e in self.seen[:end] if isinstance(e, kind)]
 
     def commits(self, engine: str) -> list[Version]:
         return [c.version for c in self.seen.of(WeightsCommitted) if c.engine == engine]
@@ -123,7 +121,7 @@ def test_with_two_engines_versions_go_live_on_one_while_the_other_is_evaluated(t
     assert site.evaluations[:2] == [(0, 4), (2, 4)] and site.evaluations[-1] == (14, 4)
     assert not site.failed and not site.failed_requests
     assert all(len(versions) == 1 for versions in site.versions), "each session is of one version"
-    trained = [s.version for s in site.before(2, StepFinished)]
+    trained = [s.version for s in site.before(2, Stepped)]
     assert trained[-1] >= 5, "training went on"
     committed = {c.engine: c.version for c in site.before(2, WeightsCommitted)}
     assert min(committed.values()) == 2 and max(committed.values()) >= 5
@@ -147,7 +145,7 @@ def test_with_one_engine_a_version_waits_for_the_evaluation(tmp_path: Path) -> N
     assert site.evaluations == [(0, 4), (2, 4), (4, 4), (6, 4)] and not site.failed
     assert all(len(versions) <= 1 for versions in site.versions)
     assert [c.version for c in site.before(2, WeightsCommitted)][-1] == 2
-    assert [s.version for s in site.before(2, StepFinished)][-1] > 2, "training went on, up to its bound"
+    assert [s.version for s in site.before(2, Stepped)][-1] > 2, "training went on, up to its bound"
 
 
 def test_with_one_engine_an_evaluation_that_outlives_the_deadline_is_cut_and_its_rest_has_failed(tmp_path: Path) -> None:
@@ -196,11 +194,12 @@ def test_a_version_waits_for_an_evaluation_no_longer_than_until_another_engine_i
 def test_the_last_score_is_of_the_last_version_though_its_handover_failed_and_the_engine_came_back(tmp_path: Path) -> None:
     async def main() -> Evaluating:
         site = Evaluating(tmp_path, engines=1, every=0, steps=3, num_turns=2)
-        site.seen.step_finished, told = lambda **facts: (told(**facts), fail(facts["version"])), site.seen.step_finished  # type: ignore[method-assign]
 
-        def fail(version: object) -> None:
-            if version == 3:
+        def fail(fact: Fact) -> None:
+            if isinstance(fact, Stepped) and fact.version == 3:
                 site.engines[0].fail_next("stage", EngineUnavailable("staging: no answer in 60 s"))
+
+        site.on_fact = fail
 
         await site.run()
         return site
@@ -236,7 +235,7 @@ def test_an_evaluation_whose_engine_dies_goes_on_where_its_version_is_served_too
     site.check()
     assert (2, 4) in site.evaluations and not site.failed
     assert all(len(versions) == 1 for versions in site.versions)
-    assert [s.version for s in site.before(2, StepFinished)][-1] >= 4
+    assert [s.version for s in site.before(2, Stepped)][-1] >= 4
     assert [s.version for s in site.ring.serving.fleet.states()] == [12, 12, 12]
 
 

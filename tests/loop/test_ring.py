@@ -11,10 +11,10 @@ import pytest
 
 from midflight.config.sections import WeightsSection
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
-from midflight.observe.events import RolloutFinished
 from midflight.testing.simulated_trainer import SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PackedBatch, PauseMode
+from midflight.types.facts import Fact, Leased, RolloutEnded
 
 from .site import MAX_TOKENS, Agents, Site, config, fast_engines
 
@@ -161,7 +161,7 @@ def test_p1_a_pause_of_the_operator_during_training_fails_nothing_however_long(t
     site = run_virtual(main, seed=0, max_seconds=3600)
     site.check()
     assert not site.failed_requests
-    assert all(finished.error is None for finished in site.seen.of(RolloutFinished))
+    assert all(finished.error is None for finished in site.seen.of(RolloutEnded))
 
 
 def test_i9_a_trainer_that_raises_ends_the_run_at_once_with_its_error(tmp_path: Path) -> None:
@@ -173,8 +173,12 @@ def test_i9_a_trainer_that_raises_ends_the_run_at_once_with_its_error(tmp_path: 
         site = Site(config(staleness=1), tmp_path, agents=Agents(1, hanging=0.1))
         site.trainer = SimulatedTrainer(on_step=fail)
         loop, at = asyncio.get_running_loop(), []
-        taken = site.seen.batch_taken
-        site.seen.batch_taken = lambda **facts: (at.append(loop.time()), taken(**facts))  # type: ignore[method-assign]
+
+        def listen(fact: Fact) -> None:
+            if isinstance(fact, Leased):
+                at.append(loop.time())
+
+        site.on_fact = listen
         with pytest.RaisesGroup(pytest.RaisesExc(RunFailed, match="not a number"), flatten_subgroups=True):
             await site.run()
         assert site.trainer.version == 2

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.facts import Facts
 
 from midflight.config.sections import Config, EngineSection, EnvironmentSection, ModelSection, RolloutSection, RunSection, TrainerSection
 from midflight.environments.tasks import SeededStream, Source
 from midflight.models.load import load_model
 from midflight.models.names import named_tensors
-from midflight.observe.events import BatchTaken
-from midflight.observe.observers import Recorder
 from midflight.run.engine.engine_process import make_engine
 from midflight.run.trainer.lineage import PublishedVersions
 from midflight.run.trainer.trainer_process import ModelWeights, first_model
@@ -27,6 +26,7 @@ from midflight.trainer.configure import trainer_of
 from midflight.trainer.step import StepReport
 from midflight.trainer.trainer import Trainer
 from midflight.types import PackedBatch, Task
+from midflight.types.facts import Leased
 from midflight.weights.transports.select import publisher
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def twin() -> ModuleType:
     return module
 
 
-async def ring(model_folder: Path, folder: Path, source: Source, trainer: Watched, outbox: ModelWeights, observer: Recorder) -> int:
+async def ring(model_folder: Path, folder: Path, source: Source, trainer: Watched, outbox: ModelWeights, seen: Facts) -> int:
     """A whole run; gives the version that the engine attests at its end."""
     engine = make_engine(CONFIG, model_folder, name="engine", version=0)
     opened = open_ring(
@@ -106,7 +106,7 @@ async def ring(model_folder: Path, folder: Path, source: Source, trainer: Watche
         sources=[source],
         environment=scored,
         folder=folder,
-        observer=observer,
+        record=seen.apply,
     )
     async with opened as made:
         await made.train(trainer, outbox, engine.run())
@@ -144,16 +144,16 @@ def test_i2_without_staleness_three_steps_of_the_ring_are_those_of_the_synchrono
 
     model = load_model(folder, dtype="float64")
     trainer = Watched(trainer_of(CONFIG, model))
-    observer = Recorder()
+    seen = Facts()
     with publisher("file", name="twin", folder=tmp_path / "weights") as weights:
         outbox = ModelWeights(lambda: named_tensors(model), weights, PublishedVersions(tmp_path / "published"), dtype="float64")
-        assert asyncio.run(ring(folder, tmp_path, source, trainer, outbox, observer)) == 3
+        assert asyncio.run(ring(folder, tmp_path, source, trainer, outbox, seen)) == 3
 
     for step, batch, report in zip(steps, trainer.batches, trainer.reports, strict=True):
         assert answers(batch) == [(r.prompt, r.answer, r.reward) for r in step.rollouts]
         assert len({r.reward for r in step.rollouts}) > 1, "equal rewards would teach nothing, and prove nothing"
         assert report.loss == pytest.approx(step.loss, abs=1e-6)
-    assert all(set(fact.staleness) == {0} for fact in observer.of(BatchTaken))
+    assert all(set(fact.staleness) == {0} for fact in seen.of(Leased))
     ours = named_tensors(model)
     moved = max(float((p.detach() - b).abs().max()) for p, b in zip(theirs.parameters(), before, strict=True))
     apart = max(float((ours[name] - p).detach().abs().max()) for name, p in theirs.named_parameters())

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
-from midflight.ports import Observer
 from midflight.types import GroupKey, RolloutKey
+from midflight.types.facts import EngineStepped, Fact, Leased, RolloutEnded, Stepped, WeightsCommitted
+
+
+class Observer(Protocol):
+    def apply(self, fact: Fact) -> None: ...
+
 
 KEY = RolloutKey(GroupKey(0, 1), 2)
 
@@ -23,22 +29,22 @@ class Clock:
 def rollout(
     observer: Observer, reward: float | None, *, source: str = "spell_backward", num_versions: int = 1, key: RolloutKey = KEY
 ) -> None:
-    observer.rollout_finished(key=key, source=source, reward=reward, num_tokens=5, num_versions=num_versions, seconds=0.5, error=None)
+    observer.apply(RolloutEnded(key, source, reward, num_tokens=5, num_versions=num_versions, seconds=0.5, error=None))
 
 
 def batch(observer: Observer, train_version: int, staleness: Mapping[int, int]) -> None:
-    observer.batch_taken(train_version=train_version, num_groups=16, num_tokens=sum(staleness.values()), staleness=staleness)
+    observer.apply(Leased(train_version, num_groups=16, num_tokens=sum(staleness.values()), staleness=staleness))
 
 
 def step(observer: Observer, version: int, started: float = 1000.0, ended: float = 1000.5, num_tokens: int = 100, **metrics: float) -> None:
-    observer.step_finished(version=version, started=started, ended=ended, num_tokens=num_tokens, metrics=metrics)
+    observer.apply(Stepped(version, started, ended, num_tokens, metrics))
 
 
 def decode(
     observer: Observer, started: float, ended: float, num_tokens: int = 10, *, engine: str = "engine0", num_running: int = 8
 ) -> None:
-    observer.engine_stepped(engine=engine, started=started, ended=ended, num_tokens=num_tokens, num_running=num_running)
+    observer.apply(EngineStepped(engine, started, ended, num_tokens, num_running))
 
 
 def commit(observer: Observer, version: int, *, engine: str = "engine0", pause_seconds: float = 0.002) -> None:
-    observer.weights_committed(engine=engine, version=version, stage_seconds=0.1, pause_seconds=pause_seconds)
+    observer.apply(WeightsCommitted(engine, version, stage_seconds=0.1, pause_seconds=pause_seconds))

@@ -12,15 +12,16 @@ from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
 from midflight.errors import ConfigError
 from midflight.observe.journal import EvaluationLine, Journal, StepLine, read_journal
-from midflight.observe.observers import Fanout
+from midflight.observe.observers import Observers
 from midflight.observe.progress import EVALUATION_ATTEMPT, RunState
 from midflight.types import GroupKey, Reason, RolloutKey
+from midflight.types.facts import Evaluated, GroupClosed, Waited
 
 
-def opened(path: Path, **options: Any) -> tuple[Fanout, RunState, Journal]:
+def opened(path: Path, **options: Any) -> tuple[Observers, RunState, Journal]:
     state = RunState(steps=10, clock=Clock())
     journal = Journal(path, state, **options)
-    return Fanout([state, journal]), state, journal
+    return Observers([state.apply, journal.apply]), state, journal
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -35,8 +36,8 @@ def test_a_step_is_one_complete_line_at_once(tmp_path: Path) -> None:
     rollout(run, 0.0)
     rollout(run, 0.25, source="chain_sum")
     rollout(run, None)
-    run.waited(who="trainer", for_whom="engines", seconds=0.5)
-    run.group_dropped(key=GroupKey(0, 0), reason=Reason.STALE, num_tokens=3)
+    run.apply(Waited(who="trainer", for_whom="engines", seconds=0.5))
+    run.apply(GroupClosed(key=GroupKey(0, 0), reason=Reason.STALE, num_tokens=3))
     commit(run, 0, pause_seconds=0.002)
     commit(run, 0, engine="engine1", pause_seconds=0.003)
     step(run, 1, started=1000.0, ended=1000.5, num_tokens=40, loss=0.125)
@@ -103,8 +104,8 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run, _, _ = opened(path)
-    run.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5)
-    run.evaluated(version=0, source="b", num_tasks=0, mean_reward=None, num_failed=2, error="the sandbox is gone")
+    run.apply(Evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5))
+    run.apply(Evaluated(version=0, source="b", num_tasks=0, mean_reward=None, num_failed=2, error="the sandbox is gone"))
     assert [(line["kind"], line["source"], line["mean_reward"], line["num_failed"], line["error"]) for line in lines(path)] == [
         ("evaluation", "a", 0.5, 0, None),
         ("evaluation", "b", None, 2, "the sandbox is gone"),
@@ -113,7 +114,7 @@ def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
 
 def write_three_steps(path: Path) -> None:
     run, _, journal = opened(path)
-    run.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5)
+    run.apply(Evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5))
     for version in (1, 2, 3):
         rollout(run, 1.0, num_versions=2)
         decode(run, 1000.0, 1000.1, num_tokens=7)
@@ -125,7 +126,7 @@ def test_a_resumed_run_keeps_the_steps_that_survived_and_writes_none_twice(tmp_p
     path = tmp_path / "metrics.jsonl"
     write_three_steps(path)
     run, _, _ = opened(path, resume_at=2)
-    run.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.9)
+    run.apply(Evaluated(version=0, source="a", num_tasks=256, mean_reward=0.9))
     step(run, 2)
     for version in (4, 5):
         step(run, version)

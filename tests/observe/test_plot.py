@@ -12,23 +12,24 @@ from tests.observe.facts import batch, rollout, step
 
 from midflight.errors import ConfigError
 from midflight.observe.journal import Journal
-from midflight.observe.observers import Fanout
+from midflight.observe.observers import Observers
 from midflight.observe.plot import draw_plot, moving_average
 from midflight.observe.progress import RunState
+from midflight.types.facts import Evaluated
 
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
     state = RunState()
-    run = Fanout([state, Journal(tmp_path / "metrics.jsonl", state)])
-    run.evaluated(version=0, source="spell_backward", num_tasks=256, mean_reward=0.4)
+    run = Observers([state.apply, Journal(tmp_path / "metrics.jsonl", state).apply])
+    run.apply(Evaluated(version=0, source="spell_backward", num_tasks=256, mean_reward=0.4))
     for version in range(1, 30):
         rollout(run, version / 30)
         if version % 2:
             rollout(run, 0.5, source="chain_sum")
         batch(run, version - 1, {0: 5, version % 4: 3})
         step(run, version)
-    run.evaluated(version=29, source="spell_backward", num_tasks=256, mean_reward=0.9)
+    run.apply(Evaluated(version=29, source="spell_backward", num_tasks=256, mean_reward=0.9))
     return tmp_path / "metrics.jsonl"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
@@ -13,6 +15,7 @@ from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStat
 from midflight.observe.verdict import judge
 from midflight.observe.window import Mean, Rate
 from midflight.types import GroupKey, Reason, RolloutKey
+from midflight.types.facts import Evaluated, GroupClosed, Quarantined, Rejoined, RequestFailed, Waited
 
 
 @pytest.fixture
@@ -83,11 +86,11 @@ def test_overlap_is_the_time_both_computed_over_the_time_of_training(state: RunS
 
 
 def test_waits_are_shares_of_the_training_phase_longest_first(state: RunState, clock: Clock) -> None:
-    state.waited(who="admission", for_whom="start", seconds=99.0)
+    state.apply(Waited(who="admission", for_whom="start", seconds=99.0))
     state.begin_phase(Phase.TRAINING)
-    state.waited(who="admission", for_whom="trainer", seconds=1.0)
-    state.waited(who="trainer", for_whom="engines", seconds=2.0)
-    state.waited(who="trainer", for_whom="engines", seconds=1.0)
+    state.apply(Waited(who="admission", for_whom="trainer", seconds=1.0))
+    state.apply(Waited(who="trainer", for_whom="engines", seconds=2.0))
+    state.apply(Waited(who="trainer", for_whom="engines", seconds=1.0))
     clock.now = 1010.0
     assert [(w.who, w.for_whom, w.seconds, w.share) for w in state.status().waits] == [
         ("trainer", "engines", 3.0, 0.3),
@@ -116,33 +119,32 @@ def test_speed_is_of_the_recent_past_and_falls_to_zero(state: RunState, clock: C
 
 
 def test_heldout_scores_are_the_first_and_the_last(state: RunState) -> None:
-    state.evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5)
+    state.apply(Evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5))
     assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_last) == (0.5, None)
-    state.evaluated(version=5, source="a", num_tasks=256, mean_reward=0.7)
-    state.evaluated(version=9, source="a", num_tasks=256, mean_reward=0.9)
+    state.apply(Evaluated(version=5, source="a", num_tasks=256, mean_reward=0.7))
+    state.apply(Evaluated(version=9, source="a", num_tasks=256, mean_reward=0.9))
     assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_last) == (0.5, 0.9)
 
 
 def test_engines_in_quarantine_and_dropped_groups_are_shown(state: RunState) -> None:
-    state.engine_quarantined(engine="engine0", error="x")
-    state.engine_quarantined(engine="engine1", error="x")
-    state.engine_rejoined(engine="engine0", version=3)
-    state.group_dropped(key=GroupKey(0, 0), reason=Reason.STALE, num_tokens=3)
-    state.request_failed(session_id="s", status=500, error="x")
+    state.apply(Quarantined(engine="engine0", error="x"))
+    state.apply(Quarantined(engine="engine1", error="x"))
+    state.apply(Rejoined(engine="engine0", version=3))
+    state.apply(GroupClosed(key=GroupKey(0, 0), reason=Reason.STALE, num_tokens=3))
+    state.apply(RequestFailed(session_id="s", status=500, error="x"))
     status = state.status()
     assert (status.quarantined, status.dropped, status.totals.failed_requests) == (("engine1",), {"stale": 1}, 1)
 
 
 def test_a_status_survives_the_trip_to_the_launcher(state: RunState, clock: Clock) -> None:
     state.begin_phase(Phase.TRAINING)
-    state.warm_start_stepped(WarmStartStatus(3, 100, loss=1.5))
     rollout(state, 1.0)
     batch(state, 0, {0: 3, 1: 4})
     decode(state, 1000.0, 1001.0)
     step(state, 1)
-    state.waited(who="trainer", for_whom="engines", seconds=0.5)
+    state.apply(Waited(who="trainer", for_whom="engines", seconds=0.5))
     clock.now = 1002.0
-    status = state.status()
+    status = replace(state.status(), warm_start=WarmStartStatus(3, 100, loss=1.5))
     assert msgspec.json.decode(msgspec.json.encode(status), type=Status) == status
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=Status) == status
 

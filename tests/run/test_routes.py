@@ -14,7 +14,8 @@ import httpx2
 import msgspec
 import numpy as np
 import pytest
-from tests.gateway.offered import RecordingControl, ScriptedGenerator, Seen, make_gateway
+from tests.facts import Facts
+from tests.gateway.offered import RecordingControl, ScriptedGenerator, make_gateway
 
 from midflight.config.sections import Config
 from midflight.environments.claimed import Claimed
@@ -23,13 +24,13 @@ from midflight.errors import UnknownLease
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedSessions
 from midflight.gateway.http.http import build_app
-from midflight.observe.observers import Recorder
 from midflight.run.api.routes import TrainerRoutes, info_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.service import StepDone
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, pack
 from midflight.types import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SamplingParams, Task, Trajectory, Version, WeightManifest
+from midflight.types.facts import Record, unheard
 from midflight.wire.memory import MemoryTransport
 
 TOKEN = "the-control-token-of-this-test"
@@ -92,10 +93,10 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    *, service: Service | None = None, max_sessions: int = 10, observer: Any = None, model: Path = Path("none")
+    *, service: Service | None = None, max_sessions: int = 10, record: Record = unheard, model: Path = Path("none")
 ) -> AsyncIterator[Site]:
     service, environment, finished = service or Service(), Claimed(), asyncio.Event()
-    gateway = make_gateway(ScriptedGenerator(), observer or Seen(), anonymous=False, max_sessions=max_sessions)
+    gateway = make_gateway(ScriptedGenerator(), record, anonymous=False, max_sessions=max_sessions)
     owned = OwnedSessions(gateway, session_seconds=100.0)
     sessions = SessionRoutes(gateway, owned, token=TOKEN, sampling=SamplingParams(max_tokens=8), served=lambda: 5, board=environment.board)
     trainer = TrainerRoutes(service, token=TOKEN, model=model, start_version=0, served=lambda: 1, finished=finished.set)
@@ -346,15 +347,15 @@ def test_a_manifest_that_no_engine_could_read_is_refused_and_its_number_stays_fr
 
 def test_g10_a_token_sent_in_the_place_of_an_id_is_not_told_back() -> None:
     async def main() -> None:
-        seen = Recorder()
+        seen = Facts()
         shown: list[str] = []
-        async with site(observer=seen) as at:
+        async with site(record=seen.apply) as at:
             handle = await opened(at)
             for misplaced in (handle["owner_token"], TOKEN):
                 shown.append((await at.post(f"/sessions/{misplaced}/end", token=handle["owner_token"])).text)
                 shown.append((await at.http.post(f"/s/{misplaced}/v1/chat/completions", json=CHAT)).text)
         assert all("error" in answer for answer in shown)
-        text = "".join([*shown, repr(seen.events)])
+        text = "".join([*shown, repr(seen)])
         assert TOKEN not in text and handle["owner_token"].partition(".")[2] not in text
 
     run_virtual(main())
@@ -413,9 +414,9 @@ def test_a_take_that_may_wait_so_long_and_no_longer_answers_204() -> None:
 
 def test_g10_no_secret_is_in_any_log_error_or_fact(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        seen = Recorder()
+        seen = Facts()
         shown: list[str] = []
-        async with site(observer=seen) as at:
+        async with site(record=seen.apply) as at:
             handle = await opened(at)
             await chat(at, handle)
             for wrong in (handle["api_key"], handle["owner_token"] + "x", handle["owner_token"][:-1]):
@@ -423,10 +424,10 @@ def test_g10_no_secret_is_in_any_log_error_or_fact(caplog: pytest.LogCaptureFixt
             bad = {**handle, "base_url": handle["base_url"].replace("/v1", "x/v1")}
             shown.append((await chat(at, bad)).text)
             shown.append((await at.post(f"/sessions/{handle['session_id']}/end", token=handle["owner_token"])).text)
-            shown += [(await chat(at, handle)).text, repr(at.gateway.registry), repr(seen.events)]
+            shown += [(await chat(at, handle)).text, repr(at.gateway.registry), repr(seen)]
         secrets = [handle[name].partition(".")[2] for name in ("api_key", "owner_token")] + [TOKEN]
         everything = "\n".join([*shown, caplog.text])
-        assert handle["session_id"] in everything and seen.events
+        assert handle["session_id"] in everything and seen
         assert not [secret for secret in secrets if secret in everything]
 
     hide_secrets()  # as in every process that runs agents

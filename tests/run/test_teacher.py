@@ -10,7 +10,7 @@ from dataclasses import replace
 import httpx2
 import numpy as np
 import pytest
-from tests.gateway.offered import RecordingControl, ScriptedGenerator, Seen, make_gateway
+from tests.gateway.offered import RecordingControl, ScriptedGenerator, make_gateway
 from tests.run.test_routes import API, CONTROL, TOKEN, one_batch
 
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, RequestTimeout
@@ -82,7 +82,7 @@ def test_scores_that_are_no_numbers_are_an_error_and_not_a_batch() -> None:
 
 @asynccontextmanager
 async def site(teacher: Teacher | None) -> AsyncIterator[httpx2.AsyncClient]:
-    gateway = make_gateway(ScriptedGenerator(), Seen(), anonymous=False, max_sessions=1)
+    gateway = make_gateway(ScriptedGenerator(), anonymous=False, max_sessions=1)
     app = build_app(gateway, RecordingControl(), control_token=TOKEN, extra_routes=[score_route(teacher, token=TOKEN)])
     async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://here:1") as http:
         yield http

@@ -10,6 +10,7 @@ from typing import get_args
 from midflight.ports import Engine
 from midflight.testing.scripted import CAPABLE, Call, ScriptedEngine
 from midflight.types import Attestation, Chunk, GenerateRequest, PauseMode, SamplingParams, Version, WeightManifest
+from midflight.types.facts import Fact, WeightsCommitted
 
 LONG = GenerateRequest("long", (1, 2), 2, SamplingParams(max_tokens=100, ignore_eos=True))
 
@@ -82,15 +83,16 @@ class RecordingFleet:
 
 
 class Commits:
-    """The one method of `ports.Observer` that a handover calls."""
+    """Keeps the commits, and no other fact."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Version]] = []
         self.seconds: list[tuple[float, float]] = []
 
-    def weights_committed(self, *, engine: str, version: Version, stage_seconds: float, pause_seconds: float) -> None:
-        self.seen.append((engine, version))
-        self.seconds.append((stage_seconds, pause_seconds))
+    def apply(self, fact: Fact) -> None:
+        if isinstance(fact, WeightsCommitted):
+            self.seen.append((fact.engine, fact.version))
+            self.seconds.append((fact.stage_seconds, fact.pause_seconds))
 
 
 class WrongVersionEngine(ScriptedEngine):

@@ -18,16 +18,17 @@ from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import Call, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Attestation, Chunk, GenerateRequest, PauseMode, SamplingParams
+from midflight.types.facts import unheard
 from midflight.weights.handover import Handover
 
-from .fleets import Commits, RecordingFleet, manifest
+from .fleets import RecordingFleet, manifest
 
 Way: TypeAlias = Literal["rolling", "barrier"]
 CALLS: list[Call] = ["stage", "pause", "health", "commit", "resume"]
 
 
 def handover(fleet: object, way: Way, *, mode: PauseMode | Literal["auto"] = "auto") -> Handover:
-    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, observer=Commits())  # pyright: ignore
+    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, record=unheard)
 
 
 # --- Versions side by side -------------------------------------------------------------------------------------------

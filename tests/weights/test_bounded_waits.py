@@ -13,15 +13,15 @@ from midflight.gateway.answers.resume import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
-from midflight.observe.observers import Silent
 from midflight.run.rollout.serving import HEALTH_SECONDS, Rejoin
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode
+from midflight.types.facts import unheard
 from midflight.weights.handover import Handover
 
-from .fleets import Commits, freeze, manifest
+from .fleets import freeze, manifest
 
 STAGE, COMMIT = 5.0, 2.0
 
@@ -40,7 +40,7 @@ class Site:
             way=way,
             stage_seconds=STAGE,
             commit_seconds=COMMIT,
-            observer=Commits(),  # pyright: ignore
+            record=unheard,
         )
         self.control = Control(self.fleet, Generator(self.fleet, tokenizer=scripted_tokenizer(), request_seconds=100), pause_seconds=3.0)
 
@@ -174,7 +174,7 @@ def test_w7_a_process_that_takes_connections_and_answers_nothing_is_not_asked() 
     async def main() -> None:
         async with await asyncio.start_server(lambda _, writer: frozen.append(writer), "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            remote = RemoteEngine("b", f"http://127.0.0.1:{port}", token=None, observer=Silent())
+            remote = RemoteEngine("b", f"http://127.0.0.1:{port}", token=None, record=unheard)
             attaching = asyncio.ensure_future(remote.run())
             while not frozen:
                 await asyncio.sleep(0.01)

@@ -24,7 +24,7 @@ WAYS: list[Way] = ["rolling", "barrier"]
 def handover(
     fleet: RecordingFleet, *, mode: PauseMode | Literal["auto"] = "auto", way: Way = "rolling", commits: Commits | None = None
 ) -> Handover:
-    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, observer=commits or Commits())  # pyright: ignore
+    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, record=(commits or Commits()).apply)
 
 
 def two(**options: float) -> tuple[RecordingFleet, ScriptedEngine, ScriptedEngine]:

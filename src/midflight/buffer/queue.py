@@ -17,8 +17,8 @@ from midflight.buffer.ledger import Ledger
 from midflight.buffer.limits import Limits
 from midflight.buffer.staleness import ages
 from midflight.errors import Stopping
-from midflight.ports import Observer
 from midflight.types import Batch, Group, GroupKey, Reason, Version
+from midflight.types.facts import GroupClosed, Leased, Record, Waited
 
 T = TypeVar("T")
 
@@ -34,13 +34,13 @@ class GroupQueue:
         self,
         limits: Limits,
         *,
-        observer: Observer,
+        record: Record,
         running_oldest: Callable[[GroupKey], Version | None],
         closed: Callable[[Closed], None] | None = None,
         start_version: Version = 0,
         first_lease: int = 1,
     ) -> None:
-        self._observer = observer
+        self._record = record
         self._running_oldest = running_oldest
         self._tell = closed
         self._buffer = GroupBuffer(limits, start_version=start_version, first_lease=first_lease, closed=self._on_closed)
@@ -102,7 +102,7 @@ class GroupQueue:
             return result
         finally:
             if (waited := self._waits.pop(who, None)) is not None:
-                self._observer.waited(who=who, for_whom=waited.for_whom, seconds=clock.time() - since)
+                self._record(Waited(who, waited.for_whom, seconds=clock.time() - since))
 
     def _try(self, attempt: Callable[[], T | Wait]) -> T | Wait:
         if self._stopping:
@@ -115,7 +115,7 @@ class GroupQueue:
         self._waits[who] = wait
         if before is None or before.for_whom == wait.for_whom:
             return since
-        self._observer.waited(who=who, for_whom=before.for_whom, seconds=now - since)
+        self._record(Waited(who, before.for_whom, seconds=now - since))
         return now
 
     def _wake(self) -> None:
@@ -183,12 +183,10 @@ class GroupQueue:
 
     def _on_closed(self, closed: Closed) -> None:
         self._wake()  # also out of an attempt to take that goes on waiting: admission has its credit back
-        self._observer.group_dropped(key=closed.key, reason=closed.reason, num_tokens=closed.num_tokens)
+        self._record(GroupClosed(closed.key, closed.reason, closed.num_tokens))
         if self._tell is not None:
             self._tell(closed)
 
     def _observe(self, batch: Batch) -> None:
         staleness = ages((t for g in batch.groups for t in g.trajectories), batch.train_version)
-        self._observer.batch_taken(
-            train_version=batch.train_version, num_groups=len(batch.groups), num_tokens=sum(staleness.values()), staleness=staleness
-        )
+        self._record(Leased(batch.train_version, len(batch.groups), sum(staleness.values()), staleness))

@@ -31,7 +31,6 @@ from midflight.engines.wire import (
     step_rows,
 )
 from midflight.errors import EngineError, EngineUnavailable, MidflightError
-from midflight.ports import Observer
 from midflight.types import (
     Attestation,
     Capabilities,
@@ -44,6 +43,7 @@ from midflight.types import (
     Version,
     WeightManifest,
 )
+from midflight.types.facts import EngineStepped, Record
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -60,8 +60,8 @@ _LOSSES = (aiohttp.ClientError, OSError, msgspec.DecodeError, EngineUnavailable)
 class RemoteEngine:
     """Implements the engine port over the wire. `run` holds the connection; while there is none, requests raise `EngineUnavailable`."""
 
-    def __init__(self, name: str, url: str, *, token: str | None, observer: Observer) -> None:
-        self._name, self._url, self._observer = name, url, observer
+    def __init__(self, name: str, url: str, *, token: str | None, record: Record) -> None:
+        self._name, self._url, self._record = name, url, record
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._capabilities: Capabilities | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -205,9 +205,7 @@ class RemoteEngine:
         rows = step_rows(frame)
         self._streams.take(frame.version, rows, finishes=frame.finishes, attested=frame.attested)
         if frame.num_running:
-            self._observer.engine_stepped(
-                engine=self._name, started=frame.started, ended=frame.ended, num_tokens=len(rows), num_running=frame.num_running
-            )
+            self._record(EngineStepped(self._name, frame.started, frame.ended, len(rows), frame.num_running))
 
     def _send(self, frame: ClientFrame) -> None:
         if self._outbox is None or not self._attached.is_set():

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from midflight.environments.rollout import Slots
-from midflight.ports import Observer
 from midflight.types import GroupKey, RolloutKey, Task, Trajectory, Version
+from midflight.types.facts import Evaluated, Record, RolloutEnded
 
 EVALUATION_ATTEMPT = 2**20
 """Attempt number of every evaluation rollout. Training counts attempts from 0 and is bounded far below, so keys never meet."""
@@ -38,7 +38,7 @@ class SourceScore:
     num_failed: int
     """Tasks without reward."""
     error: str | None = None
-    """Why the first of them has none; each says so in the observer's `rollout_finished`."""
+    """Why the first of them has none; each says so in its `RolloutEnded`."""
 
     @property
     def num_tasks(self) -> int:
@@ -53,10 +53,10 @@ def evaluation_key(position: int) -> RolloutKey:
 class Evaluator:
     """Runs evaluations. `rollouts` must be untracked: no token of theirs is trained on."""
 
-    def __init__(self, *, rollouts: RolloutsOfOneVersion, slots: Slots, observer: Observer) -> None:
+    def __init__(self, *, rollouts: RolloutsOfOneVersion, slots: Slots, record: Record) -> None:
         self._rollouts = rollouts
         self._slots = slots
-        self._observer = observer
+        self._record = record
 
     async def run(self, tasks: Sequence[Task], *, version: Version, over: asyncio.Event | None = None) -> tuple[SourceScore, ...]:
         """Scores of each source in order of appearance. Waits for all rollouts, each ended by its deadline; cancellation ends all.
@@ -74,14 +74,7 @@ class Evaluator:
             self._unfinished(i, tasks[i], seconds=seconds) if rollout.cancelled() else rollout.result() for i, rollout in enumerate(running)
         )
         for score in scores:
-            self._observer.evaluated(
-                version=version,
-                source=score.source,
-                num_tasks=score.num_scored,
-                mean_reward=score.mean_reward,
-                num_failed=score.num_failed,
-                error=score.error,
-            )
+            self._record(Evaluated(version, score.source, score.num_scored, score.mean_reward, score.num_failed, score.error))
         return scores
 
     async def _try(self, position: int, task: Task, *, version: Version) -> Trajectory:
@@ -92,9 +85,7 @@ class Evaluator:
     def _unfinished(self, position: int, task: Task, *, seconds: float) -> Trajectory:
         """What a rollout left that was ended; `seconds` since the evaluation began."""
         key, error = evaluation_key(position), UNFINISHED
-        self._observer.rollout_finished(
-            key=key, source=task.source, reward=None, num_tokens=0, num_versions=0, seconds=seconds, error=error
-        )
+        self._record(RolloutEnded(key, task.source, reward=None, num_tokens=0, num_versions=0, seconds=seconds, error=error))
         return Trajectory(key, task.id, task.source, reward=None, rows=(), error=error, seconds=seconds)
 
 

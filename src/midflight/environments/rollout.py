@@ -14,8 +14,9 @@ import numpy as np
 from midflight.environments.registry import Environment
 from midflight.environments.rewards import checked_reward
 from midflight.errors import Cost, MidflightError, RolloutTimeout
-from midflight.ports import Observer, SessionHandle, Sessions
+from midflight.ports import SessionHandle, Sessions
 from midflight.types import GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
+from midflight.types.facts import Record, RolloutEnded
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -55,7 +56,7 @@ class RolloutRunner:
         environment: Environment,
         sampling: SamplingParams,
         rollout_seconds: float,
-        observer: Observer,
+        record: Record,
         fates: FateSink,
         tracked: bool = True,
         paused_seconds: Callable[[], float] = lambda: 0.0,
@@ -70,7 +71,7 @@ class RolloutRunner:
         self._environment = environment
         self._sampling = sampling
         self._rollout_seconds = rollout_seconds
-        self._observer = observer
+        self._record = record
         self._fates = fates
         self._tracked = tracked
         self._paused_seconds = paused_seconds
@@ -140,14 +141,16 @@ class RolloutRunner:
             error=outcome.error,
             seconds=asyncio.get_running_loop().time() - started,
         )
-        self._observer.rollout_finished(
-            key=key,
-            source=task.source,
-            reward=outcome.reward,
-            num_tokens=trajectory.num_trainable + (sum(record.masked.values()) if record else 0),
-            num_versions=num_versions(trajectory.rows),
-            seconds=trajectory.seconds,
-            error=outcome.error,
+        self._record(
+            RolloutEnded(
+                key=key,
+                source=task.source,
+                reward=outcome.reward,
+                num_tokens=trajectory.num_trainable + (sum(record.masked.values()) if record else 0),
+                num_versions=num_versions(trajectory.rows),
+                seconds=trajectory.seconds,
+                error=outcome.error,
+            )
         )
         return trajectory
 

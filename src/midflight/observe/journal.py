@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import ConfigError
-from midflight.observe.observers import Silent
 from midflight.observe.progress import EVALUATION_ATTEMPT, RunState
 from midflight.observe.status import Totals
 from midflight.observe.whole_file import write_whole
-from midflight.types import GroupKey, Reason, RolloutKey, Version
+from midflight.types import Version
+from midflight.types.facts import Evaluated, Fact, GroupClosed, Leased, RolloutEnded, Stepped, Waited, WeightsCommitted
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
@@ -79,7 +79,7 @@ class History:
             last = self.steps[-1]
             state.restore(step=last.step, version=last.version, totals=last.totals)
         for line in self.evaluations:
-            state.evaluated(version=line.version, source=line.source, num_tasks=line.num_tasks, mean_reward=line.mean_reward)
+            state.apply(Evaluated(line.version, line.source, line.num_tasks, line.mean_reward))
 
 
 def read_journal(path: Path, *, until: Version | None = None) -> History:
@@ -97,15 +97,14 @@ def _decoded(path: Path, number: int, line: bytes) -> Line:
         raise ConfigError(f"{path}:{number}: not a line of this journal ({error}); move the file away or start without --resume") from None
 
 
-class Journal(Silent):
-    """Writes the journal as facts come in. Told after `state`, whose counts it writes."""
+class Journal:
+    """Writes the journal as facts come in. It applies each after `state`, whose counts it writes."""
 
     def __init__(self, path: Path, state: RunState, *, resume_at: Version | None = None) -> None:
         """Starts the file anew, or with `resume_at` keeps its lines up to that version, and `state` goes on from them.
 
         Later lines are of steps that did not survive.
         """
-        super().__init__()
         self._state = state
         history = read_journal(path, until=resume_at) if resume_at is not None else History()
         history.restore(state)
@@ -119,68 +118,55 @@ class Journal(Silent):
     def close(self) -> None:
         self._file.close()
 
-    def rollout_finished(
-        self, *, key: RolloutKey, source: str, reward: float | None, num_tokens: int, num_versions: int, seconds: float, error: str | None
-    ) -> None:
-        if key.group.attempt >= EVALUATION_ATTEMPT:
-            return
-        self._rollouts += 1
-        if reward is not None:
-            self._rewards[source].append(reward)
+    def apply(self, fact: Fact) -> None:
+        match fact:
+            case RolloutEnded() if fact.key.group.attempt < EVALUATION_ATTEMPT:
+                self._rollouts += 1
+                if fact.reward is not None:
+                    self._rewards[fact.source].append(fact.reward)
+            case GroupClosed(reason=reason):
+                self._dropped[reason.value] += 1
+            case Waited():
+                self._waits[f"{fact.who} for {fact.for_whom}"] += fact.seconds
+            case Leased(train_version=at):
+                # Taken before the step before it ends, where batches are prefetched: kept under the version it will train at.
+                self._groups = {version: taken for version, taken in self._groups.items() if version >= at - 2}
+                self._groups[at] = (fact.num_groups, dict(sorted(fact.staleness.items())))
+            case WeightsCommitted():
+                self._stage = max(self._stage or 0.0, fact.stage_seconds)
+                self._pause = max(self._pause or 0.0, fact.pause_seconds)
+            case Stepped(version=version) if version not in self._steps:
+                self._steps.add(version)
+                self._write(self._step_line(fact))
+                self._forget()
+            case Evaluated(version=version, source=source) if (version, source) not in self._evaluations:
+                self._evaluations.add((version, source))
+                self._write(self._evaluation_line(fact))
+            case _:
+                pass
 
-    def group_dropped(self, *, key: GroupKey, reason: Reason, num_tokens: int) -> None:
-        self._dropped[reason.value] += 1
-
-    def waited(self, *, who: str, for_whom: str, seconds: float) -> None:
-        self._waits[f"{who} for {for_whom}"] += seconds
-
-    def batch_taken(self, *, train_version: Version, num_groups: int, num_tokens: int, staleness: Mapping[int, int]) -> None:
-        """Taken before the step before it ends, where batches are prefetched: kept under the version it will train at."""
-        self._groups = {version: taken for version, taken in self._groups.items() if version >= train_version - 2}
-        self._groups[train_version] = (num_groups, dict(sorted(staleness.items())))
-
-    def weights_committed(self, *, engine: str, version: Version, stage_seconds: float, pause_seconds: float) -> None:
-        self._stage = max(self._stage or 0.0, stage_seconds)
-        self._pause = max(self._pause or 0.0, pause_seconds)
-
-    def step_finished(self, *, version: Version, started: float, ended: float, num_tokens: int, metrics: Mapping[str, float]) -> None:
-        """Writes one line; a step that is in the file already is not written twice."""
-        if version in self._steps:
-            return
-        self._steps.add(version)
-        self._write(self._step_line(version, ended - started, num_tokens, metrics))
-        self._forget()
-
-    def evaluated(
-        self, *, version: Version, source: str, num_tasks: int, mean_reward: float | None, num_failed: int = 0, error: str | None = None
-    ) -> None:
-        if (version, source) in self._evaluations:
-            return
-        self._evaluations.add((version, source))
-        s = self._state
-        self._write(
-            EvaluationLine(
-                version=version,
-                step=s.step,
-                seconds=s.seconds,
-                source=source,
-                num_tasks=num_tasks,
-                mean_reward=mean_reward,
-                num_failed=num_failed,
-                error=error,
-            )
+    def _evaluation_line(self, score: Evaluated) -> EvaluationLine:
+        return EvaluationLine(
+            version=score.version,
+            step=self._state.step,
+            seconds=self._state.seconds,
+            source=score.source,
+            num_tasks=score.num_tasks,
+            mean_reward=score.mean_reward,
+            num_failed=score.num_failed,
+            error=score.error,
         )
 
-    def _step_line(self, version: Version, step_seconds: float, num_tokens: int, metrics: Mapping[str, float]) -> StepLine:
+    def _step_line(self, step: Stepped) -> StepLine:
         status = self._state.status()
-        groups, ages = self._groups.pop(version - 1, (None, None))
+        groups, ages = self._groups.pop(step.version - 1, (None, None))
         rewards = [reward for of_source in self._rewards.values() for reward in of_source]
         return StepLine(
             step=status.step,
-            version=version,
+            version=step.version,
             seconds=status.seconds,
-            step_seconds=step_seconds,
-            tokens=num_tokens,
+            step_seconds=step.ended - step.started,
+            tokens=step.num_tokens,
             groups=groups,
             rollouts=self._rollouts,
             reward=sum(rewards) / len(rewards) if rewards else None,
@@ -195,7 +181,7 @@ class Journal(Silent):
             dropped=dict(self._dropped) or None,
             stage_seconds=self._stage,
             pause_seconds=self._pause,
-            trainer=dict(metrics) or None,
+            trainer=dict(step.metrics) or None,
             totals=status.totals,
         )
 

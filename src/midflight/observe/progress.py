@@ -5,14 +5,27 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from midflight.observe.intervals import Overlap
-from midflight.observe.observers import Silent
-from midflight.observe.status import Phase, SourceStatus, Status, Totals, Wait, WarmStartStatus
+from midflight.observe.status import Phase, SourceStatus, Status, Totals, Wait
 from midflight.observe.verdict import judge
 from midflight.observe.window import Mean, Rate
-from midflight.types import GroupKey, Reason, RolloutKey, Version
+from midflight.types import Version
+from midflight.types.facts import (
+    EngineStepped,
+    Evaluated,
+    Fact,
+    GroupClosed,
+    Leased,
+    Quarantined,
+    Rejoined,
+    RequestFailed,
+    RolloutEnded,
+    Stepped,
+    Waited,
+    WeightsCommitted,
+)
 
 RATE_SECONDS = 15.0
 """Window of the tokens per second: a few steps of a small model, short enough to show a stall."""
@@ -42,18 +55,17 @@ class SourceState:
         return SourceStatus(name, self.reward.value(), self.num_rollouts, self.num_heldout, before, last)
 
 
-class RunState(Silent):
+class RunState:
     """Adds up facts. Synchronous; `clock` is CLOCK_MONOTONIC, as in the events (on Linux the event loop's time as well)."""
 
     def __init__(
         self, *, name: str = "run", steps: int = 0, start_version: Version = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__()
         self._clock, self._began = clock, clock()
         self._name, self._steps = name, steps
-        self._phase, self._warm_start = Phase.STARTING, None
+        self._phase = Phase.STARTING
         self._step, self._version, self._live = 0, start_version, start_version
-        self.totals = Totals()
+        self._counts = Counter[str]()  # by the name of a field of `Totals`
         self.sources: dict[str, SourceState] = {}
         self.overlap = Overlap()
         self._evaluation = (0, 0)
@@ -65,8 +77,6 @@ class RunState(Silent):
         self._waits: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._dropped: Counter[str] = Counter()
         self._quarantined: dict[str, str] = {}
-
-    _warm_start: WarmStartStatus | None
 
     # --- What the assembling code tells, because no station knows it -------------------------------------------------
 
@@ -80,79 +90,80 @@ class RunState(Silent):
             self.overlap.finish(self._clock())
         self._phase = phase
 
-    def warm_start_stepped(self, status: WarmStartStatus) -> None:
-        self._warm_start = status
-
     def restore(self, *, step: int, version: Version, totals: Totals) -> None:
         """Goes on from the counts of an earlier process of the same run. Versions only grow, also after a crash."""
-        self._step, self.totals = step, totals
+        self._step, self._counts = step, Counter(asdict(totals))
         self._version, self._live = max(self._version, version), max(self._live, version)
 
     # --- Facts -------------------------------------------------------------------------------------------------------
 
-    def engine_stepped(self, *, engine: str, started: float, ended: float, num_tokens: int, num_running: int) -> None:
-        self.overlap.add(ENGINE, started, ended)
-        self._generation.add(ended, num_tokens)
-        self._running[engine] = (num_running, ended)
-        self._add(generated_tokens=num_tokens)
+    def apply(self, fact: Fact) -> None:
+        match fact:
+            case EngineStepped():
+                self.overlap.add(ENGINE, fact.started, fact.ended)
+                self._generation.add(fact.ended, fact.num_tokens)
+                self._running[fact.engine] = (fact.num_running, fact.ended)
+                self._counts["generated_tokens"] += fact.num_tokens
+            case RequestFailed():
+                self._counts["failed_requests"] += 1
+            case RolloutEnded():
+                self._rollout(fact)
+            case GroupClosed(reason=reason):
+                self._dropped[reason.value] += 1
+            case Waited():
+                self._waits[fact.who, fact.for_whom] += fact.seconds
+            case Leased(staleness=ages):
+                self._ages.append(ages)
+                oldest = max((age for age, count in ages.items() if count), default=0)
+                self._counts["max_token_staleness"] = max(self._counts["max_token_staleness"], oldest)
+            case Stepped():
+                self._stepped(fact)
+            case WeightsCommitted(version=version) if version > self._live:
+                # Several engines commit one version; the version that engines were started with is no update.
+                self._live = version
+                self._counts["weight_updates"] += 1
+            case Quarantined():
+                self._quarantined[fact.engine] = fact.error
+            case Rejoined(engine=engine):
+                self._quarantined.pop(engine, None)
+            case Evaluated():
+                self._evaluated(fact)
+            case _:
+                pass
 
-    def request_failed(self, *, session_id: str | None, status: int, error: str) -> None:
-        self._add(failed_requests=1)
-
-    def rollout_finished(
-        self, *, key: RolloutKey, source: str, reward: float | None, num_tokens: int, num_versions: int, seconds: float, error: str | None
-    ) -> None:
-        if key.group.attempt >= EVALUATION_ATTEMPT:
+    def _rollout(self, rollout: RolloutEnded) -> None:
+        if rollout.key.group.attempt >= EVALUATION_ATTEMPT:
             self._evaluation = (self._evaluation[0] + 1, self._evaluation[1])
             return
-        state = self.sources.setdefault(source, SourceState())
+        state = self.sources.setdefault(rollout.source, SourceState())
         state.num_rollouts += 1
-        self._add(rollouts=1, failed_rollouts=int(reward is None), rollouts_spanning_versions=int(num_versions > 1))
-        if reward is not None:
-            state.reward.add(reward)
-            self._reward.add(reward)
+        self._counts["rollouts"] += 1
+        self._counts["failed_rollouts"] += rollout.reward is None
+        self._counts["rollouts_spanning_versions"] += rollout.num_versions > 1
+        if rollout.reward is not None:
+            state.reward.add(rollout.reward)
+            self._reward.add(rollout.reward)
 
-    def group_dropped(self, *, key: GroupKey, reason: Reason, num_tokens: int) -> None:
-        self._dropped[reason.value] += 1
-
-    def waited(self, *, who: str, for_whom: str, seconds: float) -> None:
-        self._waits[who, for_whom] += seconds
-
-    def batch_taken(self, *, train_version: Version, num_groups: int, num_tokens: int, staleness: Mapping[int, int]) -> None:
-        self._ages.append(dict(staleness))
-        oldest = max((age for age, count in staleness.items() if count), default=0)
-        self.totals = replace(self.totals, max_token_staleness=max(self.totals.max_token_staleness, oldest))
-
-    def step_finished(self, *, version: Version, started: float, ended: float, num_tokens: int, metrics: Mapping[str, float]) -> None:
-        self.overlap.add(TRAINER, started, ended)
-        self._training.add(ended, num_tokens)
-        self._step_ends.append(ended)
+    def _stepped(self, step: Stepped) -> None:
+        self.overlap.add(TRAINER, step.started, step.ended)
+        self._training.add(step.ended, step.num_tokens)
+        self._step_ends.append(step.ended)
         self._step += 1
-        self._version = version
-        self._add(trained_tokens=num_tokens)
+        self._version = step.version
+        self._counts["trained_tokens"] += step.num_tokens
 
-    def weights_committed(self, *, engine: str, version: Version, stage_seconds: float, pause_seconds: float) -> None:
-        """Several engines commit one version; the version that engines were started with is no update."""
-        if version > self._live:
-            self._live = version
-            self._add(weight_updates=1)
-
-    def engine_quarantined(self, *, engine: str, error: str) -> None:
-        self._quarantined[engine] = error
-
-    def engine_rejoined(self, *, engine: str, version: Version) -> None:
-        self._quarantined.pop(engine, None)
-
-    def evaluated(
-        self, *, version: Version, source: str, num_tasks: int, mean_reward: float | None, num_failed: int = 0, error: str | None = None
-    ) -> None:
-        if mean_reward is None:
+    def _evaluated(self, score: Evaluated) -> None:
+        if score.mean_reward is None:
             return
-        state = self.sources.setdefault(source, SourceState())
-        state.num_heldout = num_tasks
-        state.heldout.append((version, mean_reward))
+        state = self.sources.setdefault(score.source, SourceState())
+        state.num_heldout = score.num_tasks
+        state.heldout.append((score.version, score.mean_reward))
 
     # --- Reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(**self._counts)
 
     @property
     def step(self) -> int:
@@ -177,7 +188,6 @@ class RunState(Silent):
             version=self._version,
             seconds=now - self._began,
             eta_seconds=self._eta(now),
-            warm_start=self._warm_start,
             evaluated=self._evaluation[0],
             to_evaluate=self._evaluation[1],
             reward=self._reward.value(),
@@ -223,28 +233,5 @@ class RunState(Silent):
         each = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
         return max(0.0, (self._steps - self._step) * each - (now - self._step_ends[-1]))
 
-    def _add(
-        self,
-        *,
-        generated_tokens: int = 0,
-        trained_tokens: int = 0,
-        rollouts: int = 0,
-        failed_rollouts: int = 0,
-        rollouts_spanning_versions: int = 0,
-        failed_requests: int = 0,
-        weight_updates: int = 0,
-    ) -> None:
-        t = self.totals
-        self.totals = Totals(
-            generated_tokens=t.generated_tokens + generated_tokens,
-            trained_tokens=t.trained_tokens + trained_tokens,
-            rollouts=t.rollouts + rollouts,
-            failed_rollouts=t.failed_rollouts + failed_rollouts,
-            rollouts_spanning_versions=t.rollouts_spanning_versions + rollouts_spanning_versions,
-            failed_requests=t.failed_requests + failed_requests,
-            weight_updates=t.weight_updates + weight_updates,
-            max_token_staleness=t.max_token_staleness,
-        )
 
-
-__all__ = ["Phase", "RunState", "SourceStatus", "Status", "Totals", "Wait", "WarmStartStatus"]
+__all__ = ["Phase", "RunState", "SourceStatus", "Status", "Totals", "Wait"]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from midflight.observe.observers import Silent
-from midflight.types import GroupKey, Reason, RolloutKey, Version
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from midflight.types.facts import (
+    EngineStepped,
+    Fact,
+    GroupClosed,
+    Leased,
+    Quarantined,
+    Rejoined,
+    RequestFailed,
+    RolloutEnded,
+    SessionEnded,
+    Stepped,
+    TurnFinished,
+    Waited,
+    WeightsCommitted,
+)
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
-class Metrics(Silent):
+class Metrics:
     """One registry of its own, so that two gateways in one process (or test) don't share counters."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.registry = r = CollectorRegistry()
         self._engine_tokens = Counter("midflight_engine_tokens", "Output tokens of an engine.", ["engine"], registry=r)
         self._running = Gauge("midflight_engine_running", "Requests decoding together.", ["engine"], registry=r)
@@ -62,64 +70,69 @@ class Metrics(Silent):
         return found
 
     def text(self) -> bytes:
-        """The body of `/metrics`; its content type is `CONTENT_TYPE`."""
+        """The body of `/metrics`."""
         return generate_latest(self.registry)
 
-    def engine_stepped(self, *, engine: str, started: float, ended: float, num_tokens: int, num_running: int) -> None:
-        tokens, running, seconds = self._of_engine(engine)
-        tokens.inc(num_tokens)
-        running.set(num_running)
-        seconds.observe(ended - started)
+    def apply(self, fact: Fact) -> None:
+        match fact:
+            case EngineStepped():
+                tokens, running, seconds = self._of_engine(fact.engine)
+                tokens.inc(fact.num_tokens)
+                running.set(fact.num_running)
+                seconds.observe(fact.ended - fact.started)
+            case TurnFinished():
+                self._turn(fact)
+            case SessionEnded():
+                self._session(fact)
+            case RequestFailed(status=status):
+                self._failed.labels(str(status)).inc()
+            case RolloutEnded(source=source, reward=reward):
+                self._rollouts.labels(source, "no" if reward is None else "yes").inc()
+                if reward is not None and reward > 0:  # a counter can't fall; negative rewards are in the journal
+                    self._reward.labels(source).inc(reward)
+            case GroupClosed(reason=reason):
+                self._dropped.labels(reason.value).inc()
+            case Waited(who=who, for_whom=for_whom, seconds=seconds):
+                self._waited.labels(who, for_whom).inc(max(0.0, seconds))
+            case Leased() | Stepped():
+                self._trained_on(fact)
+            case WeightsCommitted() | Quarantined() | Rejoined():
+                self._serves(fact)
+            case _:
+                pass
 
-    def turn_finished(
-        self, *, session_id: str, num_prompt_tokens: int, num_output_tokens: int, num_versions: int, num_resumes: int, seconds: float
-    ) -> None:
+    def _turn(self, turn: TurnFinished) -> None:
         self._turns.inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._output_tokens.observe(num_output_tokens)
-        self._turn_seconds.observe(seconds)
-        if num_resumes:
-            self._resumes.inc(num_resumes)
-        if num_versions > 1:
+        self._prompt_tokens.inc(turn.num_prompt_tokens)
+        self._output_tokens.observe(turn.num_output_tokens)
+        self._turn_seconds.observe(turn.seconds)
+        if turn.num_resumes:
+            self._resumes.inc(turn.num_resumes)
+        if turn.num_versions > 1:
             self._spanning.inc()
 
-    def session_closed(self, *, num_turns: int, num_branches: int, num_rewritten: int, num_mismatches: int) -> None:
+    def _session(self, session: SessionEnded) -> None:
         self._sessions.inc()
-        self._branches.inc(num_branches)
-        self._rewritten.inc(num_rewritten)
-        self._mismatches.inc(num_mismatches)
+        self._branches.inc(session.num_branches)
+        self._rewritten.inc(session.num_rewritten)
+        self._mismatches.inc(session.num_mismatches)
 
-    def request_failed(self, *, session_id: str | None, status: int, error: str) -> None:
-        self._failed.labels(str(status)).inc()
+    def _trained_on(self, fact: Leased | Stepped) -> None:
+        match fact:
+            case Leased():
+                for age, tokens in fact.staleness.items():
+                    self._age.labels(str(age)).inc(tokens)
+            case Stepped():
+                self._trained.inc(fact.num_tokens)
+                self._version.set(fact.version)
 
-    def rollout_finished(
-        self, *, key: RolloutKey, source: str, reward: float | None, num_tokens: int, num_versions: int, seconds: float, error: str | None
-    ) -> None:
-        self._rollouts.labels(source, "no" if reward is None else "yes").inc()
-        if reward is not None and reward > 0:  # a counter can't fall; negative rewards are in the journal
-            self._reward.labels(source).inc(reward)
-
-    def group_dropped(self, *, key: GroupKey, reason: Reason, num_tokens: int) -> None:
-        self._dropped.labels(reason.value).inc()
-
-    def waited(self, *, who: str, for_whom: str, seconds: float) -> None:
-        self._waited.labels(who, for_whom).inc(max(0.0, seconds))
-
-    def batch_taken(self, *, train_version: Version, num_groups: int, num_tokens: int, staleness: Mapping[int, int]) -> None:
-        for age, tokens in staleness.items():
-            self._age.labels(str(age)).inc(tokens)
-
-    def step_finished(self, *, version: Version, started: float, ended: float, num_tokens: int, metrics: Mapping[str, float]) -> None:
-        self._trained.inc(num_tokens)
-        self._version.set(version)
-
-    def weights_committed(self, *, engine: str, version: Version, stage_seconds: float, pause_seconds: float) -> None:
-        self._served.labels(engine).set(version)
-        self._pause.observe(pause_seconds)
-
-    def engine_quarantined(self, *, engine: str, error: str) -> None:
-        self._quarantined.labels(engine).set(1)
-
-    def engine_rejoined(self, *, engine: str, version: Version) -> None:
-        self._quarantined.labels(engine).set(0)
-        self._served.labels(engine).set(version)
+    def _serves(self, fact: WeightsCommitted | Quarantined | Rejoined) -> None:
+        match fact:
+            case WeightsCommitted():
+                self._served.labels(fact.engine).set(fact.version)
+                self._pause.observe(fact.pause_seconds)
+            case Quarantined():
+                self._quarantined.labels(fact.engine).set(1)
+            case Rejoined():
+                self._quarantined.labels(fact.engine).set(0)
+                self._served.labels(fact.engine).set(fact.version)

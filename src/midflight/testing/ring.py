@@ -18,9 +18,8 @@ from midflight.environments.clients import SharedClients
 from midflight.environments.registry import Environment
 from midflight.environments.tasks import Source
 from midflight.gateway.http.http import build_app
-from midflight.observe.observers import Silent
 from midflight.observe.status import Phase
-from midflight.ports import Engine, Observer, SessionHandle
+from midflight.ports import Engine, SessionHandle
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.agents import Agents
@@ -31,6 +30,7 @@ from midflight.run.trainer.training import Outbox, Stage, Steps, TrainingLoop
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Version
+from midflight.types.facts import Record, unheard
 from midflight.wire.memory import MemoryTransport
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ async def open_ring(
     sources: Sequence[Source],
     environment: Environment,
     folder: Path,
-    observer: Observer | None = None,
+    record: Record = unheard,
     version: Version = 0,
     checkpoint: Version | None = None,
     client_for: Callable[[Serving, SessionHandle], AsyncOpenAI] | None = None,
@@ -102,8 +102,7 @@ async def open_ring(
     `client_for` may give agents another client than the SDK's, such as one that calls the gateway without HTTP.
     Waits at its end for requests that are still being answered; those of ended rollouts are cancelled.
     """
-    watching = observer or Silent()
-    serving = Serving(config, tokenizer, engines, observer=watching, version=version, anonymous=False)
+    serving = Serving(config, tokenizer, engines, record=record, version=version, anonymous=False)
     serving.gateway.address = "http://ring"
     phases = PhaseLog()
     async with (
@@ -111,7 +110,7 @@ async def open_ring(
         SharedClients(transport=MemoryTransport(build_app(serving.gateway, serving.control), requests)) as clients,
     ):
         system = RolloutSystem(
-            Agents(config, serving, environment, partial(client_for, serving) if client_for else clients.client_for, watching),
+            Agents(config, serving, environment, partial(client_for, serving) if client_for else clients.client_for, record),
             sources=sources,
             store=Store(folder / "store.sqlite", run=config.run.name),
             phases=phases,

@@ -7,8 +7,9 @@ from typing import Literal
 
 from midflight.errors import WeightsCorrupt
 from midflight.pausing import verified_pause
-from midflight.ports import Engine, Fleet, Observer
+from midflight.ports import Engine, Fleet
 from midflight.types import Attestation, PauseMode, WeightManifest
+from midflight.types.facts import Record, WeightsCommitted
 from midflight.weights.barrier import Barrier
 from midflight.weights.guard import Guard, standing
 from midflight.weights.modes import mode_for, swaps_between_steps
@@ -20,9 +21,9 @@ OWNER = "handover"
 class Committer:
     """Without state of its own: each call is one engine's commit."""
 
-    def __init__(self, fleet: Fleet, *, pause_mode: PauseMode | Literal["auto"], seconds: float, observer: Observer) -> None:
+    def __init__(self, fleet: Fleet, *, pause_mode: PauseMode | Literal["auto"], seconds: float, record: Record) -> None:
         """`seconds`: the engine's own time for all of it; what it waits for others at the barrier does not count."""
-        self._fleet, self._observer = fleet, observer
+        self._fleet, self._record = fleet, record
         self._pause_mode: PauseMode | Literal["auto"] = pause_mode
         self._seconds = seconds
 
@@ -54,7 +55,7 @@ class Committer:
         if engine.name in guard.errors:
             return False
         seconds = asyncio.get_running_loop().time() - started
-        self._observer.weights_committed(engine=engine.name, version=manifest.version, stage_seconds=stage_seconds, pause_seconds=seconds)
+        self._record(WeightsCommitted(engine.name, manifest.version, stage_seconds, pause_seconds=seconds))
         return True
 
 

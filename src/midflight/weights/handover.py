@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from midflight.errors import EngineError
-from midflight.ports import Engine, Fleet, Observer
+from midflight.ports import Engine, Fleet
 from midflight.types import PauseMode, Version, WeightManifest
+from midflight.types.facts import Record
 from midflight.weights.barrier import Barrier
 from midflight.weights.commit import Committer
 from midflight.weights.guard import Guard
@@ -62,14 +63,14 @@ class Handover:
         pause_mode: PauseMode | Literal["auto"],
         stage_seconds: float,
         commit_seconds: float,
-        observer: Observer,
+        record: Record,
         way: Literal["rolling", "barrier"] = "rolling",
     ) -> None:
         """`stage_seconds` and `commit_seconds` are deadlines for one engine; the commit's includes its pause."""
         self._fleet = fleet
         self._way = way
         self._stage_seconds, self._commit_seconds = stage_seconds, commit_seconds
-        self._committer = Committer(fleet, pause_mode=pause_mode, seconds=commit_seconds, observer=observer)
+        self._committer = Committer(fleet, pause_mode=pause_mode, seconds=commit_seconds, record=record)
         self._turnstile = Turnstile()
         self._current: WeightManifest | None = None
         self._passed_over: set[str] = set()

@@ -22,7 +22,7 @@ from midflight.engines.embedded.weights import EngineWeights
 from midflight.engines.streams import ChunkStreams, Outlet, StepOutput, step_chunks
 from midflight.engines.validation import check_request, check_rows
 from midflight.errors import EngineError, EngineUnavailable
-from midflight.ports import Observer, WeightReceiver
+from midflight.ports import WeightReceiver
 from midflight.text.detokenizer import StopMatcher
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import (
@@ -40,6 +40,7 @@ from midflight.types import (
     Version,
     WeightManifest,
 )
+from midflight.types.facts import EngineStepped, Record
 
 _log = logging.getLogger(__name__)
 _LOCAL = 0
@@ -72,14 +73,14 @@ class EmbeddedEngine:
         tokenizer: Tokenizer,
         name: str,
         receiver: WeightReceiver,
-        observer: Observer,
+        record: Record,
         max_running: int,
         max_batch_tokens: int,
         max_context: int,
         pause_lease_seconds: float,
         version: Version = 0,
     ) -> None:
-        self._name, self._tokenizer, self._observer = name, tokenizer, observer
+        self._name, self._tokenizer, self._record = name, tokenizer, record
         self._lease_seconds = pause_lease_seconds
         self._model, self._max_batch_tokens = model, max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
@@ -328,9 +329,7 @@ class EmbeddedEngine:
             if outlet is not None:
                 outlet.put(step.for_outlet(number))
         if step.num_running:
-            self._observer.engine_stepped(
-                engine=self._name, started=step.started, ended=step.ended, num_tokens=len(step.token_ids), num_running=step.num_running
-            )
+            self._record(EngineStepped(self._name, step.started, step.ended, len(step.token_ids), step.num_running))
 
 
 def _capabilities(model: PreTrainedModel, *, max_context: int, max_running: int) -> Capabilities:

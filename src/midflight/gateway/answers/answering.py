@@ -13,10 +13,10 @@ from midflight.gateway.answers.telling import Telling
 from midflight.gateway.sessions.call import Answer, CompletionCall, Delta, Messages, Sink, ToolChoice
 from midflight.gateway.sessions.replay import Replay
 from midflight.gateway.sessions.session import OpenTurn, Session
-from midflight.ports import Observer
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import Chunk, GenerateRequest, RolloutKey, Turn
+from midflight.types.facts import Record, TurnFinished
 
 
 class Generation(Protocol):
@@ -41,12 +41,12 @@ class Generator(Protocol):
 class Answering:
     """Runs the choices of jobs; holds no state of them but their number. Bounded by the requests that the gateway admits."""
 
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, message_format: MessageFormat, observer: Observer) -> None:
+    def __init__(self, generator: Generator, tokenizer: Tokenizer, message_format: MessageFormat, record: Record) -> None:
         self.on_turn: Callable[[RolloutKey, int, Turn], None] | None = None
         """Told each completed turn of a tracked session and its number there, from 0, before the agent sees it."""
         self.num_running = 0
         """Choices under way."""
-        self._generator, self._tokenizer, self._format, self._observer = generator, tokenizer, message_format, observer
+        self._generator, self._tokenizer, self._format, self._record = generator, tokenizer, message_format, record
 
     async def run(self, job: Job, sink: Sink) -> None:
         """Waits for all choices; the first failure ends the others and is raised as it is."""
@@ -117,13 +117,15 @@ class Answering:
             self.on_turn(session.key, len(session.tree.nodes) - 1, turn)
 
     def _report(self, session: Session, turn: Turn, *, seconds: float) -> None:
-        self._observer.turn_finished(
-            session_id=session.session_id,
-            num_prompt_tokens=len(turn.prompt_ids),
-            num_output_tokens=len(turn.output_ids),
-            num_versions=len({segment.version for segment in turn.segments}),
-            num_resumes=turn.num_resumes,
-            seconds=seconds,
+        self._record(
+            TurnFinished(
+                session_id=session.session_id,
+                num_prompt_tokens=len(turn.prompt_ids),
+                num_output_tokens=len(turn.output_ids),
+                num_versions=len({segment.version for segment in turn.segments}),
+                num_resumes=turn.num_resumes,
+                seconds=seconds,
+            )
         )
 
     def _telling(self, call: CompletionCall, choice: Choice) -> Telling:

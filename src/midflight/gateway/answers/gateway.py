@@ -19,10 +19,10 @@ from midflight.gateway.sessions.call import Answer, CompletionCall, Delta, Sink,
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
 from midflight.gateway.sessions.replay import RecordedTurns
 from midflight.gateway.sessions.session import Session
-from midflight.ports import Observer
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, Version
+from midflight.types.facts import Record, RequestFailed, SessionEnded
 
 
 class Gateway:
@@ -32,7 +32,7 @@ class Gateway:
         self,
         generator: Generator,
         tokenizer: Tokenizer,
-        observer: Observer,
+        record: Record,
         *,
         model: str,
         limits: Limits,
@@ -54,10 +54,10 @@ class Gateway:
         """Where agents reach it, without a path; set once the port is known."""
         self.requests = Requests(max_requests=max_requests, orphan_seconds=orphan_seconds)
         """Under way over any wire, and what their retries may ask for."""
-        self.answering = Answering(generator, tokenizer, self.message_format, observer)
+        self.answering = Answering(generator, tokenizer, self.message_format, record)
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
         self._generator = generator
-        self._observer = observer
+        self._record = record
         self._planner = Planner(model=model, limits=limits, message_format=self.message_format, run_name=run_name, run_seed=run_seed)
         self._anonymous = anonymous
         self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format)
@@ -87,12 +87,7 @@ class Gateway:
         first = session_id in self._sessions
         record = self._sessions.close(session_id)
         if first:
-            self._observer.session_closed(
-                num_turns=record.num_turns,
-                num_branches=record.num_branches,
-                num_rewritten=record.num_rewritten,
-                num_mismatches=record.num_mismatches,
-            )
+            self._record(SessionEnded(record.num_turns, record.num_branches, record.num_rewritten, record.num_mismatches))
         for scope in self._scopes.pop(session_id, ()):
             scope.reschedule(asyncio.get_running_loop().time())
         self._generator.forget(session_id)
@@ -174,7 +169,7 @@ class Gateway:
             session.failed_requests += 1
         status = error.status if isinstance(error, MidflightError) else 500
         session_id = session.session_id if session is not None and session.key is not None else None
-        self._observer.request_failed(session_id=session_id, status=status, error=f"{type(error).__name__}: {error}")
+        self._record(RequestFailed(session_id, status, f"{type(error).__name__}: {error}"))
 
     # --- Inside ------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from midflight.gateway.fleet.gate import Holds, Line
 from midflight.gateway.fleet.pauses import OwnedEngine, SharedPause
 from midflight.gateway.fleet.reserve import Reservation
 from midflight.gateway.fleet.router import Candidate, Pins, choose
-from midflight.ports import Engine, Observer
+from midflight.ports import Engine
 from midflight.types import Version
+from midflight.types.facts import Quarantined, Record, Rejoined, unheard
 
 
 class Lease:
@@ -81,7 +82,7 @@ class Fleet:
     Every change that may make an engine routable serves the line of waiting requests at once: there is no polling.
     """
 
-    def __init__(self, *, observer: Observer | None = None) -> None:
+    def __init__(self, *, record: Record = unheard) -> None:
         self.on_served: Callable[[Version], None] | None = None
         """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by whose admission depends on it."""
         self._members: dict[str, _Member] = {}
@@ -90,7 +91,7 @@ class Fleet:
         """One for requests of evaluations, whose engine is another: neither kind waits behind the other."""
         self._reserved: Reservation | None = None
         self._pins = Pins()
-        self._observer = observer
+        self._record = record
         self._tickets = itertools.count()
         self._last_served: Version = 0
 
@@ -189,8 +190,8 @@ class Fleet:
         rejoined = member.error is not None
         member.version, member.error, member.on_probation = version, None, False
         self._changed()
-        if rejoined and self._observer is not None:
-            self._observer.engine_rejoined(engine=engine, version=version)
+        if rejoined:
+            self._record(Rejoined(engine, version))
 
     def rejoin(self, engine: str, version: Version) -> bool:
         """Ends a probation, if the engine is (still) on probation and serves what the fleet serves. Says whether it did."""
@@ -215,8 +216,7 @@ class Fleet:
         if newly:
             self._lose(member, error)
             self._changed()
-            if self._observer is not None:
-                self._observer.engine_quarantined(engine=engine, error=f"{type(error).__name__}: {error}")
+            self._record(Quarantined(engine, f"{type(error).__name__}: {error}"))
 
     def served_version(self) -> Version:
         """Held engines count (they come back), a reserved one does not. While no engine counts: the last one known."""

@@ -13,10 +13,10 @@ from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.stream import serve_stream
 from midflight.models.load import load_model
-from midflight.observe.observers import Silent
 from midflight.run.messages import EngineSpec, Launcher, Ready
 from midflight.run.parts import serve_while
 from midflight.text.tokenizer import Tokenizer
+from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 from midflight.wire.server import listen, serve_app
 
@@ -28,7 +28,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         tokenizer=Tokenizer.load(model),
         name=name,
         receiver=receiver(),
-        observer=Silent(),
+        record=unheard,
         max_running=section.max_running,
         max_batch_tokens=section.max_batch_tokens,
         max_context=config.model.max_context,

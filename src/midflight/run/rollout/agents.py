@@ -12,10 +12,11 @@ from midflight.config.sections import Config
 from midflight.environments.evaluation import Evaluator
 from midflight.environments.registry import Environment
 from midflight.environments.rollout import RolloutRunner
-from midflight.ports import Observer, SessionHandle, Sessions
+from midflight.ports import SessionHandle, Sessions
 from midflight.run.rollout.rollouts import Fates
 from midflight.run.rollout.serving import Serving
 from midflight.types import SamplingParams
+from midflight.types.facts import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Agents:
     serving: Serving
     environment: Environment
     client_for: Callable[[SessionHandle], AsyncOpenAI]
-    observer: Observer
+    record: Record
 
     def runner(self, sessions: Sessions, fates: Fates, *, tracked: bool) -> RolloutRunner:
         """`tracked`: its sessions are trained on."""
@@ -35,7 +36,7 @@ class Agents:
             environment=self.environment,
             sampling=SamplingParams(max_tokens=environment.max_tokens, temperature=environment.temperature),
             rollout_seconds=environment.rollout_seconds,
-            observer=self.observer,
+            record=self.record,
             fates=fates,
             tracked=tracked,
             paused_seconds=self.serving.control.paused_seconds,
@@ -43,4 +44,4 @@ class Agents:
 
     def evaluator(self, sessions: Sessions) -> Evaluator:
         slots = asyncio.Semaphore(self.config.evaluation.max_in_flight)
-        return Evaluator(rollouts=self.runner(sessions, Fates(), tracked=False), slots=slots, observer=self.observer)
+        return Evaluator(rollouts=self.runner(sessions, Fates(), tracked=False), slots=slots, record=self.record)

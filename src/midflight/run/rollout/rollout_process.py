@@ -18,11 +18,10 @@ from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
 from midflight.observe.journal import Journal
-from midflight.observe.observers import Fanout
+from midflight.observe.observers import Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase
-from midflight.ports import Observer
 from midflight.run.api.routes import TrainerRoutes, info_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.teacher import Teacher, score_route
@@ -34,6 +33,7 @@ from midflight.run.rollout.system import RolloutSystem, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import SamplingParams
+from midflight.types.facts import Record
 from midflight.wire.memory import MemoryTransport
 from midflight.wire.server import serve_app
 
@@ -64,10 +64,10 @@ class RolloutProcess:
         self._config = config = Config.model_validate_json(spec.config)
         self._state = RunState(name=config.run.name, steps=config.run.steps, start_version=spec.version)
         self._metrics = Metrics()
-        observers: list[Observer] = [self._state, self._metrics]
+        observers: list[Record] = [self._state.apply, self._metrics.apply]
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
-            observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint))
-        self._observer = Fanout(observers)
+            observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
+        self._record = Observers(observers).apply
         self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
         self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
 
@@ -77,7 +77,7 @@ class RolloutProcess:
         return self.engines if self._teacher is None else [*self.engines, self._teacher]
 
     def _remote(self, name: str, url: str) -> RemoteEngine:
-        return RemoteEngine(name, url, token=self._spec.token, observer=self._observer)
+        return RemoteEngine(name, url, token=self._spec.token, record=self._record)
 
     # --- Purposes ----------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class RolloutProcess:
         async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
             environment, teacher = load_environment(self._config.environment.entry), self._scoring()
             system = RolloutSystem(
-                Agents(self._config, serving, environment, clients.client_for, self._observer),
+                Agents(self._config, serving, environment, clients.client_for, self._record),
                 sources=sources,
                 store=Store(Path(self._config.run.folder) / "store.sqlite", run=self._config.run.name),
                 phases=self,
@@ -119,7 +119,7 @@ class RolloutProcess:
         serving = await self._attached(anonymous=False)
         async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
             environment = load_environment(self._config.environment.entry)
-            evaluator = Agents(self._config, serving, environment, clients.client_for, self._observer).evaluator(serving.gateway)
+            evaluator = Agents(self._config, serving, environment, clients.client_for, self._record).evaluator(serving.gateway)
             self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
             await evaluator.run(held_out(sources), version=self._spec.version)
             self.begin_phase(Phase.DONE)
@@ -137,7 +137,7 @@ class RolloutProcess:
         for remote in self.remotes:
             await remote.connect(seconds=ATTACH_SECONDS + starting)
         tokenizer = Tokenizer.load(Path(self._spec.model))
-        serving = Serving(self._config, tokenizer, self.engines, observer=self._observer, version=self._spec.version, anonymous=anonymous)
+        serving = Serving(self._config, tokenizer, self.engines, record=self._record, version=self._spec.version, anonymous=anonymous)
         serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
         return serving
 

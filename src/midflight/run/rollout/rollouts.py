@@ -17,11 +17,11 @@ from midflight.buffer.queue import GroupQueue
 from midflight.environments.rollout import GroupRunner, RolloutRunner
 from midflight.environments.tasks import SeededStream
 from midflight.errors import RunFailed
-from midflight.ports import Observer
 from midflight.run.rollout.ages import GroupAges
 from midflight.run.rollout.records import Records
 from midflight.trajectories.groups import collect
 from midflight.types import Group, GroupKey, Reason, RolloutKey, Row, Task, Trajectory
+from midflight.types.facts import GroupFinished, Record
 
 MAX_FAILED_GROUPS = 8
 """Groups in a row of which not one rollout got a reward. More is no bad luck: the environment or the engines are broken."""
@@ -98,13 +98,13 @@ class Rollouts:
         ages: GroupAges,
         fates: Fates,
         records: Records,
-        observer: Observer,
+        record: Record,
         group_size: int,
         min_group_size: int,
         retries: int,
     ) -> None:
         self._queue, self._stream, self._runner = queue, stream, runner
-        self._ages, self._fates, self._records, self._observer = ages, fates, records, observer
+        self._ages, self._fates, self._records, self._record = ages, fates, records, record
         self._group_size, self._min_group_size, self._retries = group_size, min_group_size, retries
         self._failed_in_a_row = 0
 
@@ -135,7 +135,7 @@ class Rollouts:
             await self._records.finished(result)
             self._queue.put(result, masked=masked, dropped=dropped)
             rewards = [t.reward for t in result.trajectories if t.reward is not None]
-            self._observer.group_finished(key=key, num_trajectories=len(rewards), mean_reward=sum(rewards) / len(rewards))
+            self._record(GroupFinished(key, len(rewards), sum(rewards) / len(rewards)))
         else:
             scored = sum(t.num_trainable for t in trajectories if t.reward is not None)  # the others' tokens are in `dropped`
             self._queue.drop(key, result, num_tokens=scored + sum(masked.values()) + sum(dropped.values()))

@@ -20,10 +20,11 @@ from midflight.gateway.answers.sampling import Limits as GatewayLimits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
-from midflight.ports import Engine, Observer
+from midflight.ports import Engine
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Version
+from midflight.types.facts import Record
 from midflight.weights.handover import Handover
 
 HEALTH_SECONDS = 1.0
@@ -57,9 +58,9 @@ class Serving:
     """Gateway and fleet: all that answering agents needs. `serve` mode is this alone."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, engines: Sequence[Engine], *, observer: Observer, version: Version, anonymous: bool
+        self, config: Config, tokenizer: Tokenizer, engines: Sequence[Engine], *, record: Record, version: Version, anonymous: bool
     ) -> None:
-        self.fleet = Fleet(observer=observer)
+        self.fleet = Fleet(record=record)
         for engine in engines:
             self.fleet.attach(engine, version=version)
         self.generator = Generator(self.fleet, tokenizer=tokenizer, request_seconds=config.gateway.request_seconds)
@@ -70,14 +71,14 @@ class Serving:
             way=config.weights.commit,
             stage_seconds=config.weights.stage_seconds,
             commit_seconds=config.weights.commit_seconds,
-            observer=observer,
+            record=record,
         )
         self.rejoin = Rejoin(self.fleet, self.handover)
         self.health = HealthWatch(self.fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS)
         self.gateway = Gateway(
             self.generator,
             tokenizer,
-            observer,
+            record,
             model=config.model.name,
             limits=GatewayLimits.of([engine.capabilities for engine in engines]),
             run_name=config.run.name,

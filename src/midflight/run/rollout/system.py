@@ -32,6 +32,7 @@ from midflight.trajectories.recovery import Recovered
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import Batch, PackedBatch, Task, Version, WeightManifest
+from midflight.types.facts import Stepped
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -68,7 +69,7 @@ class RolloutSystem:
     ) -> None:
         config, serving = agents.config, agents.serving
         self._teacher = teacher
-        self._observer, self._phases_told = agents.observer, phases
+        self._record, self._phases_told = agents.record, phases
         self._version = version
         self._writer = StoreWriter(store)
         self._records = Records(self._writer)
@@ -100,7 +101,7 @@ class RolloutSystem:
     def _queue(self, config: Config, *, first_lease: int) -> GroupQueue:
         return GroupQueue(
             buffer_limits(config.rollout),
-            observer=self._observer,
+            record=self._record,
             running_oldest=self._ages.of_group,
             closed=self._records.closed,
             start_version=self._version,
@@ -115,7 +116,7 @@ class RolloutSystem:
             ages=self._ages,
             fates=self._fates,
             records=self._records,
-            observer=self._observer,
+            record=self._record,
             group_size=config.rollout.group_size,
             min_group_size=derived.min_group_size(config.rollout),
             retries=config.rollout.retries,
@@ -172,9 +173,7 @@ class RolloutSystem:
     async def done(self, report: StepDone) -> None:
         self.queue.done(report.lease)  # first: a lease that is not open is refused here
         self._records.done(report.lease)
-        self._observer.step_finished(
-            version=report.version, started=report.started, ended=report.ended, num_tokens=report.num_tokens, metrics=report.metrics
-        )
+        self._record(Stepped(report.version, report.started, report.ended, report.num_tokens, report.metrics))
 
     async def publish(self, manifest: WeightManifest) -> None:
         async with self._evaluations.making_way():

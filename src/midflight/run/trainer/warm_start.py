@@ -15,12 +15,12 @@ from midflight.environments.rewards import exact_match
 from midflight.environments.tasks import Source
 from midflight.errors import StepSkipped
 from midflight.models.names import named_tensors
-from midflight.observe.observers import Silent
 from midflight.run.messages import WarmStart
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.sft import Example, SupervisedTrainer
 from midflight.types import GenerateRequest, SamplingParams, Task
+from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 
 EVALUATED_TASKS = 256
@@ -87,7 +87,7 @@ class Accuracy:
             tokenizer=tokenizer,
             name="warm-start",
             receiver=receiver(),
-            observer=Silent(),
+            record=unheard,
             max_running=max(1, len(tasks)),
             max_batch_tokens=config.engine.max_batch_tokens,
             max_context=config.model.max_context,
