@@ -24,7 +24,18 @@ def test_every_sampling_field_reaches_the_call() -> None:
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, n=3, stop="x", seed=-1, min_tokens=1, ignore_eos=True, stop_token_ids=[4],
         max_completion_tokens=9, stream=True,
     )  # fmt: skip
-    assert exchange.call.asked == Asked(9, 1, 0.5, 0.9, 7, 0.1, ("x",), (4,), True, -1)
+    assert exchange.call.asked == Asked(
+        max_tokens=9,
+        min_tokens=1,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        stop=("x",),
+        stop_token_ids=(4,),
+        ignore_eos=True,
+        seed=-1,
+    )
     assert (exchange.call.n, exchange.call.stream, exchange.call.name_of("max_tokens")) == (3, True, "max_completion_tokens")
 
 

@@ -129,4 +129,4 @@ def test_a_grammar_that_an_engine_refuses_is_named_as_the_client_named_it(path: 
 
 
 def _forced(call: CompletionCall) -> CompletionCall:
-    return replace(call, asked=replace(call.asked, grammar=Grammar(GrammarKind.REGEX, "a")))
+    return replace(call, asked=call.asked.constrained(Grammar(GrammarKind.REGEX, "a")))

@@ -95,7 +95,7 @@ def answered(**fields: object) -> tuple[Any, list[Any]]:
     gateway = make_gateway(ScriptedGenerator(), limits=Limits(256, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), exchange.call)
     reply, prompt, ids, logprobs = Reply(job, "policy", 7, gateway.tokenizer), job.choices[0].prompt, (120, 121), (-1.0, -2.0)
-    top = (((120, -1.0),), ((65, -0.5), (121, -2.0))) if exchange.call.asked.top_logprobs else ()
+    top = (((120, -1.0),), ((65, -0.5), (121, -2.0))) if exchange.call.asked.number("top_logprobs") else ()
     turn = Turn(prompt.ids, ids, logprobs, (Segment(0, 0, 0, 2),), Finish(FinishReason.LENGTH))
     deltas = [Delta(0, "x", ids[:1], logprobs[:1], (), top[:1]), Delta(0, "", ids[1:], logprobs[1:], (), top[1:])]
     answer = Answer(0, job.request_id, prompt, turn, "xy", "y", AssistantMessage("xy"), (), top)

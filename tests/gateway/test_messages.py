@@ -104,7 +104,7 @@ def test_every_sampling_field_reaches_the_call() -> None:
         temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["x", "y"], stream=True, min_p=0.1, min_tokens=1, seed=3,
         metadata={"user_id": "me"}, service_tier="auto", cache_control={"type": "ephemeral"}, return_token_ids=True,
     )  # fmt: skip
-    assert exchange.call.asked == Asked(8, 1, 0.5, 0.9, 7, 0.1, ("x", "y"), seed=3)
+    assert exchange.call.asked == Asked(max_tokens=8, min_tokens=1, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, stop=("x", "y"), seed=3)
     assert (exchange.call.stream, exchange.call.model, exchange.call.n) == (True, "policy", 1)
     assert messages().call.asked == Asked(max_tokens=8)
 

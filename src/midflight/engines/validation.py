@@ -8,10 +8,7 @@ import numpy as np
 
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.types import Feature, GenerateRequest, Int32, SamplingParams
-
-MAX_BIASED = 300
-"""Ids with a bias: each is written anew at every step, and OpenAI's endpoint takes no more either."""
-MAX_TOP_LOGPROBS = 20
+from midflight.types.sampling import MAX_BIASES, RANGED
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
@@ -53,34 +50,20 @@ def check_rows(token_ids: Int32, row_offsets: Int32, *, temperature: float, voca
 
 def check_features(sampling: SamplingParams, features: frozenset[Feature], *, engine: str) -> None:
     """`RequestRejected` names a way of sampling that the engine has not: to ignore it would sample from another distribution."""
-    asked = {
-        Feature.PENALTIES: sampling.is_penalised,
-        Feature.LOGIT_BIAS: sampling.logit_bias,
-        Feature.TOP_LOGPROBS: sampling.top_logprobs,
-        Feature.GRAMMARS: sampling.grammar,
-    }
-    if lacking := sorted(feature for feature, value in asked.items() if value and feature not in features):
+    if lacking := sorted(sampling.features - features):
         raise RequestRejected(f"generating on {engine}: it has no {lacking[0]}. Leave that out.", param=lacking[0])
 
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Every limit is checked here once, so that the sampler may trust its numbers."""
+    for p, bounds in RANGED:
+        value = getattr(sampling, p.name)
+        _require((value is None and p.default is None) or bounds.holds(value), p.name, value, f"a number {bounds}")
     s = sampling
-    _require(math.isfinite(s.temperature) and s.temperature >= 0, "temperature", s.temperature, "a finite number of at least 0")
-    _require(0 < s.top_p <= 1, "top_p", s.top_p, "a number above 0 and at most 1")
-    _require(s.top_k is None or s.top_k >= 1, "top_k", s.top_k, "an integer of at least 1, or none")
-    _require(0 <= s.min_p <= 1, "min_p", s.min_p, "a number from 0 to 1")
-    _require(s.max_tokens >= 1, "max_tokens", s.max_tokens, "an integer of at least 1")
-    _require(0 <= s.min_tokens <= s.max_tokens, "min_tokens", s.min_tokens, f"an integer from 0 to max_tokens ({s.max_tokens})")
-    _require(0 <= s.seed < 2**64, "seed", s.seed, "an integer of 64 unsigned bits")
-    _require(-2 <= s.frequency_penalty <= 2, "frequency_penalty", s.frequency_penalty, "a number from -2 to 2")
-    _require(-2 <= s.presence_penalty <= 2, "presence_penalty", s.presence_penalty, "a number from -2 to 2")
-    # Far outside this range a logit becomes infinite, and an infinite one is no distribution.
-    _require(1e-3 <= s.repetition_penalty <= 1e3, "repetition_penalty", s.repetition_penalty, "a number from 0.001 to 1000")
-    _require(len(s.logit_bias) <= MAX_BIASED, "logit_bias", f"{len(s.logit_bias)} ids", f"at most {MAX_BIASED} ids")
+    _require(s.min_tokens <= s.max_tokens, "min_tokens", s.min_tokens, f"an integer from 0 to max_tokens ({s.max_tokens})")
+    _require(len(s.logit_bias) <= MAX_BIASES, "logit_bias", f"{len(s.logit_bias)} ids", f"at most {MAX_BIASES} ids")
     for token_id, bias in s.logit_bias:
         _require(-100 <= bias <= 100, "logit_bias", f"{bias} for token {token_id}", "numbers from -100 to 100")
-    _require(0 <= s.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", s.top_logprobs, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
 
 
 def _require(holds: bool, param: str, value: object, expected: str) -> None:

@@ -4,59 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midflight.types.names import FinishReason, GrammarKind, Version
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What every answer must match, from its first output token to its last (the end of turn excluded)."""
-
-    kind: GrammarKind
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to choose tokens. Limits count output tokens from `GenerateRequest.num_prompt_tokens`, also after a resume."""
-
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int = 0
-    """Unsigned 64 bits. The noise of a token is a function of (seed, absolute position, token id) and nothing else."""
-
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each of its occurrences in the output so far; larger repeats less."""
-    presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token that the output so far holds."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or output are divided by it where positive, multiplied where negative; 1 is none."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit)."""
-    grammar: Grammar | None = None
-    top_logprobs: int = 0
-    """How many of the likeliest tokens to report at each position. The sampled one is among them only where it is that likely; fewer are
-    reported where fewer are possible (truncation, a grammar; one at temperature 0)."""
-
-    @property
-    def samples_the_policy(self) -> bool:
-        """Whether the distribution sampled is the policy's own, up to its temperature (DECISIONS 11)."""
-        return not (self._is_truncated or self.is_penalised or self.logit_bias or self.grammar)
-
-    @property
-    def _is_truncated(self) -> bool:
-        return self.temperature <= 0 or self.top_p < 1 or self.top_k is not None or self.min_p > 0 or self.min_tokens > 0
-
-    @property
-    def is_penalised(self) -> bool:
-        return bool(self.frequency_penalty or self.presence_penalty) or self.repetition_penalty != 1
+from midflight.types.names import FinishReason, Version
+from midflight.types.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

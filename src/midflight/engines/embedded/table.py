@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from midflight.engines.embedded.grammar import Constraint
 from midflight.engines.embedded.sampler import Biases, Masks, Penalties, SamplingBatch
 from midflight.text.detokenizer import StopMatcher
-from midflight.types import GenerateRequest
+from midflight.types import Feature, GenerateRequest
 
 Ints = NDArray[np.int64]
 
@@ -87,7 +87,7 @@ class SlotTable:
         self.top_k[slot] = sampling.top_k or 0
         self.has_matcher[slot] = submission.matcher is not None
         self.constrained[slot], self.num_top[slot] = submission.constraint is not None, sampling.top_logprobs
-        self.penalised[slot], self.biased[slot] = sampling.is_penalised, bool(sampling.logit_bias)
+        self.penalised[slot], self.biased[slot] = Feature.PENALTIES in sampling.features, bool(sampling.logit_bias)
         self._set_stop_ids(slot, submission.stop_ids)
         return slot
 

@@ -15,6 +15,7 @@ from midflight.engines.servers.http import ServerClient, number, part
 from midflight.engines.servers.server import Found, Piece
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, Version
+from midflight.types.sampling import Api, copied
 
 OLDEST = (0, 5, 20)
 _NEEDED = ("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
@@ -216,22 +217,15 @@ class SglangServer:
 
 
 def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int) -> dict[str, object]:
-    """It refuses a request that could become longer than its context."""
+    """What SGLang takes as it is, and what it is told in its own way. It refuses a request that could become longer than its context."""
     s = request.sampling
     most = min(request.remaining, room)
-    given: dict[str, object] = {
+    given = copied(s, Api.SGLANG) | {
         "max_new_tokens": most,
         "min_new_tokens": min(most, max(0, s.min_tokens - request.num_output_tokens)),
-        "temperature": s.temperature,
-        "top_p": s.top_p,
         "top_k": s.top_k or -1,
-        "min_p": s.min_p,
         "ignore_eos": s.ignore_eos,  # also ends on no id of ours: `cut` sees to that
         "stop_token_ids": ends,
-        "stop": list(s.stop),
-        "frequency_penalty": s.frequency_penalty,
-        "presence_penalty": s.presence_penalty,
-        "repetition_penalty": s.repetition_penalty,
     }
     if s.logit_bias:
         given["logit_bias"] = {str(token_id): bias for token_id, bias in s.logit_bias}

@@ -25,6 +25,7 @@ from midflight.types import (
     PauseMode,
     Version,
 )
+from midflight.types.sampling import Api, copied
 
 _GENERATE = "/inference/v1/generate"
 _NEEDED = {
@@ -223,22 +224,16 @@ async def _check_loader(client: ServerClient) -> None:
 
 
 def _sampling(request: GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:
+    """What vLLM takes as it is, and what it is told in its own way."""
     s = request.sampling
-    given: dict[str, object] = {
+    given = copied(s, Api.VLLM) | {
         "max_tokens": request.remaining,
         "min_tokens": max(0, s.min_tokens - request.num_output_tokens),
-        "temperature": s.temperature,
-        "top_p": s.top_p,
         "top_k": s.top_k or 0,
-        "min_p": s.min_p,
         "ignore_eos": True,  # what ends an answer is said by its ids
         "stop_token_ids": ends,
-        "stop": list(s.stop),
         "detokenize": bool(s.stop),
         "logprobs": s.top_logprobs + 1 if s.top_logprobs else 0,
-        "frequency_penalty": s.frequency_penalty,
-        "presence_penalty": s.presence_penalty,
-        "repetition_penalty": s.repetition_penalty,
     }
     if s.logit_bias:
         given["logit_bias"] = {str(token_id): bias for token_id, bias in s.logit_bias}

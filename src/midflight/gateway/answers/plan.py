@@ -86,11 +86,11 @@ class Planner:
             grammar = self._format.calls_or(grammar, source.tools, parallel=parallel, prompt_text=prompt.text)
         elif grammar is not None:
             grammar = self._format.after_thinking(grammar, prompt_text=prompt.text)
-        return replace(call, asked=replace(call.asked, grammar=grammar))
+        return replace(call, asked=call.asked.constrained(grammar))
 
     def _choice(self, session: Session, call: CompletionCall, index: int, prompt: Prompt, sampling: SamplingParams, number: int) -> Choice:
         self._serial += 1
-        seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=call.asked.seed, choice=index % call.n)
+        seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=call.asked.number("seed"), choice=index % call.n)
         single = len(call.sources) * call.n == 1
         own = call.request_id if call.request_id is None or single else f"{call.request_id}-{index}"
         return Choice(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.gateway.sessions.call import CompletionCall
 from midflight.types import Capabilities, Feature, LogprobKind, SamplingParams
+from midflight.types.sampling import FEATURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +59,19 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
     _check_features(call, limits)
     room = limits.max_context - num_prompt_tokens
     default = own.max_tokens if defaults is not None else (call.default_max_tokens or room)
-    max_tokens = min(default, room) if asked.max_tokens is None else asked.max_tokens
+    explicit = asked.number("max_tokens")
+    max_tokens = min(default, room) if explicit is None else explicit
     if max_tokens > room:
         raise ContextExceeded(
             f"This model's maximum context length is {limits.max_context} tokens, but you asked for {num_prompt_tokens + max_tokens}"
             f" tokens ({num_prompt_tokens} in the {call.prompt_param}, {max_tokens} in the answer). Shorten one of them.",
             param=call.name_of("max_tokens"),
         )
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=_min_tokens(call, own, max_tokens),
-        temperature=own.temperature if asked.temperature is None else asked.temperature,
-        top_p=own.top_p if asked.top_p is None else asked.top_p,
-        top_k=own.top_k if asked.top_k is None else asked.top_k,
-        min_p=own.min_p if asked.min_p is None else asked.min_p,
-        stop=own.stop if asked.stop is None else asked.stop,
-        stop_token_ids=_stop_token_ids(call, own, limits),
-        ignore_eos=own.ignore_eos if asked.ignore_eos is None else asked.ignore_eos,
-        frequency_penalty=own.frequency_penalty if asked.frequency_penalty is None else asked.frequency_penalty,
-        presence_penalty=own.presence_penalty if asked.presence_penalty is None else asked.presence_penalty,
-        repetition_penalty=own.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty,
-        logit_bias=_logit_bias(call, own, limits),
-        grammar=asked.grammar or own.grammar,
-        top_logprobs=asked.top_logprobs or 0,
-    )
+    merged = {**asked.given, "max_tokens": max_tokens, "min_tokens": _min_tokens(call, own, max_tokens)}
+    params = replace(own, **{"top_logprobs": 0, **merged})
+    _check_ids("stop_token_ids", "holds", params.stop_token_ids, call, limits)
+    _check_ids("logit_bias", "names token", [i for i, _ in params.logit_bias], call, limits)
+    return params
 
 
 def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, *, limits: Limits) -> bool:
@@ -94,7 +84,7 @@ def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, 
 
 
 def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> int:
-    asked, name = call.asked.min_tokens, call.name_of("min_tokens")
+    asked, name = call.asked.number("min_tokens"), call.name_of("min_tokens")
     if asked is not None and asked > max_tokens:
         raise RequestRejected(f"{name} is {asked}, above {call.name_of('max_tokens')} = {max_tokens}: lower it.", param=name)
     return min(own.min_tokens if asked is None else asked, max_tokens)
@@ -102,39 +92,22 @@ def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> i
 
 def _check_features(call: CompletionCall, limits: Limits) -> None:
     """What the engines cannot do is refused by the client's own name for it."""
-    asked = call.asked
-    wanted = [
-        ("frequency_penalty", asked.frequency_penalty, Feature.PENALTIES),
-        ("presence_penalty", asked.presence_penalty, Feature.PENALTIES),
-        ("repetition_penalty", asked.repetition_penalty not in (None, 1), Feature.PENALTIES),
-        ("logit_bias", asked.logit_bias, Feature.LOGIT_BIAS),
-        ("top_logprobs", asked.top_logprobs, Feature.TOP_LOGPROBS),
-        ("grammar", asked.grammar, Feature.GRAMMARS),
-    ]
-    for name, value, feature in wanted:
-        if value and feature not in limits.features:
-            param = call.name_of(name)
-            raise RequestRejected(f"{param} is not supported by the engines behind this endpoint: leave it out.", param=param)
-    if asked.seed is not None and not limits.honours_seed:
+    given = call.asked.given
+    for lacking in (p for p in FEATURED if p.name in given and given[p.name] != p.default and p.feature not in limits.features):
+        param = call.name_of(lacking.name)
+        raise RequestRejected(f"{param} is not supported by the engines behind this endpoint: leave it out.", param=param)
+    if "seed" in given and not limits.honours_seed:
         param = call.name_of("seed")
         raise RequestRejected(
             f"{param} is not honoured by every engine behind this endpoint, which would sample anew each time: leave it out.", param=param
         )
 
 
-def _logit_bias(call: CompletionCall, own: SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
-    name = call.name_of("logit_bias")
-    bias = own.logit_bias if call.asked.logit_bias is None else call.asked.logit_bias
-    bad = next((i for i, _ in bias if not 0 <= i < limits.vocab_size), None)
-    if bad is not None:
-        raise RequestRejected(f"{name} names token {bad}: send ids from 0 to {limits.vocab_size - 1}.", param=name)
-    return bias
-
-
-def _stop_token_ids(call: CompletionCall, own: SamplingParams, limits: Limits) -> tuple[int, ...]:
-    name = call.name_of("stop_token_ids")
-    ids = own.stop_token_ids if call.asked.stop_token_ids is None else call.asked.stop_token_ids
+def _check_ids(name: str, verb: str, ids: Sequence[int], call: CompletionCall, limits: Limits) -> None:
+    """Refuses ids that the vocabulary does not have."""
+    if not ids:
+        return
     bad = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
     if bad is not None:
-        raise RequestRejected(f"{name} holds {bad}: send ids from 0 to {limits.vocab_size - 1}.", param=name)
-    return ids
+        param = call.name_of(name)
+        raise RequestRejected(f"{param} {verb} {bad}: send ids from 0 to {limits.vocab_size - 1}.", param=param)

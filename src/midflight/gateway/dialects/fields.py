@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Annotated, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, create_model
 
 from midflight.errors import RequestRejected, nearest
 from midflight.gateway.dialects.grammars import grammar_of
 from midflight.gateway.sessions.call import Asked
 from midflight.types import Grammar
+from midflight.types.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, PARAMETERS, Api, Parameter
 
 HARMLESS: Mapping[str, str] = {
     "user": "names the client's own user",
@@ -73,35 +74,14 @@ MAX_STOPS = 16
 MAX_VALUES = 2**20
 """Values in one body, such as the ids of prompts: they are read in a few tenths of a second, in which nothing else happens."""
 
-MAX_BIASES = 300
-"""Tokens of one `logit_bias`: they travel with the request, and each changes a row of logits at every step."""
-
-MAX_TOP_LOGPROBS = 20
-"""Alternatives of a token, OpenAI's bound."""
-
 LEAST_TEMPERATURE = 1e-4
 """Above 0: logits divided by less leave single precision."""
 
 
-def _not_tiny(temperature: float) -> float:
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"send 0 for the likeliest token always, or {LEAST_TEMPERATURE} and more")
-    return temperature
-
-
 Tokens = Annotated[int, Field(ge=1)]
-MinTokens = Annotated[int, Field(ge=0)]
-Temperature = Annotated[float, Field(ge=0, le=1000), AfterValidator(_not_tiny)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 TokenName = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 """A token id as a key of a JSON object."""
-LogitBias = Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
 
 
 class Body(BaseModel):
@@ -113,6 +93,93 @@ class Body(BaseModel):
     neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = NEUTRAL
 
 
+B = TypeVar("B", bound=Body)
+
+
+def stops(stop: str | list[str], param: str) -> tuple[str, ...]:
+    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(found) > MAX_STOPS:
+        raise RequestRejected(f"{param} holds {len(found)} strings: send {MAX_STOPS} at most.", param=param)
+    if "" in found:
+        raise RequestRejected(f"{param} holds an empty string, which would end every answer at once: leave it out.", param=param)
+    return found
+
+
+def _temperature(value: float, param: str) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        remedy = f"send 0 for the likeliest token always, or {LEAST_TEMPERATURE} and more"
+        raise RequestRejected(f"{param} is {value}: {remedy}. Correct or leave out this field.", param=param)
+    return value
+
+
+def _top_k(value: int, param: str) -> int | None:
+    """0 and -1 are ways to say that all tokens stay."""
+    return None if value in (0, -1) else value
+
+
+def _ids(value: list[int], param: str) -> tuple[int, ...]:
+    return tuple(value)
+
+
+def _biases(named: Mapping[str, float], param: str) -> tuple[tuple[int, float], ...]:
+    """By token id, in order of the ids."""
+    return tuple(sorted((int(token_id), bias) for token_id, bias in named.items()))
+
+
+class _Forms(BaseModel):
+    """JSON of parameters that clients write in another form than the list's."""
+
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = None
+
+
+_READERS: Mapping[str, Callable[..., object]] = {
+    "temperature": _temperature,
+    "top_k": _top_k,
+    "stop": stops,
+    "stop_token_ids": _ids,
+    "logit_bias": _biases,
+}
+"""How the value of a parameter is read from what the client wrote, where it is not the same."""
+
+
+class SamplingFields:
+    """The list of sampling parameters as clients of one API write them. Made once, when a dialect is imported."""
+
+    def __init__(self, api: Api, *, prefix: str = "") -> None:
+        """`prefix` is where the fields stand in the body, for refusals."""
+        written = [(p, p.names[api]) for p in PARAMETERS.values() if api in p.names]
+        self.names: Mapping[str, str] = {p.name: prefix + name for p, name in written}
+        """What the client calls each parameter."""
+        self._definitions: dict[str, Any] = {name: _definition(p) for p, name in written}
+        self._readers = {name: (p.name, prefix + name, _READERS.get(p.name)) for p, name in written}
+
+    def on(self, base: type[B]) -> type[B]:
+        """The body with a field for each parameter, bounded by its range. `None` is as good as absent."""
+        return create_model(base.__name__, __base__=base, __module__=base.__module__, **self._definitions)
+
+    def asked(self, body: BaseModel, **others: object) -> Asked:
+        """What the client asked for. `others` are parameters that the dialect reads itself."""
+        for sent in body.model_fields_set:
+            if sent in self._readers and (value := getattr(body, sent)) is not None:
+                name, param, read = self._readers[sent]
+                others[name] = value if read is None else read(value, param)
+        return Asked(**others)
+
+
+def _definition(of: Parameter) -> tuple[object, object]:
+    """Type and default, as pydantic takes them. A number is bounded by its range; a switch has none."""
+    if (form := _Forms.model_fields.get(of.name)) is not None:
+        return form.annotation, form
+    if of.range is None:
+        return of.kind | None, None
+    least, above = of.range.least, of.range.above
+    return of.kind | None, Field(default=None, gt=least if above else None, ge=None if above else least, le=of.range.most)
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -120,24 +187,17 @@ class StreamOptions(Body):
     """Ignored: frames are not padded."""
 
 
-class SamplingBody(Body):
-    """Fields that chat and text completions share. `None` is as good as absent everywhere."""
-
+class ModelBody(Body):
     model: str
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Probability | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
+
+
+OPENAI = SamplingFields(Api.OPENAI)
+
+
+class SamplingBody(OPENAI.on(ModelBody)):
+    """Fields that OpenAI's dialects share: those for sampling, and these."""
+
     n: Annotated[int, Field(ge=1)] | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: MinTokens | None = None
-    ignore_eos: bool | None = None
     response_format: dict[str, JsonValue] | None = None
     structured_outputs: dict[str, JsonValue] | None = None
     guided_json: dict[str, JsonValue] | str | None = None
@@ -163,32 +223,14 @@ class SamplingBody(Body):
         return grammar_of(self)
 
     def names(self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs") -> Mapping[str, str]:
-        """The client's names for what `asked` gives."""
+        """The client's names for what `asked` gives, where they are others."""
         grammar = "grammar" if self.grammar is None else self.grammar[0]
         return {"max_tokens": max_tokens, "top_logprobs": top_logprobs, "grammar": grammar}
 
     def asked(self, max_tokens: int | None, *, top_logprobs: int | None = None) -> Asked:
-        return Asked(
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=top_k(self.top_k),
-            min_p=self.min_p,
-            stop=stops(self.stop),
-            stop_token_ids=None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=biases(self.logit_bias),
-            grammar=None if self.grammar is None else self.grammar[1],
-            top_logprobs=top_logprobs,
-        )
+        grammar = None if self.grammar is None else self.grammar[1]
+        return OPENAI.asked(self, max_tokens=max_tokens, top_logprobs=top_logprobs, grammar=grammar)
 
-
-B = TypeVar("B", bound=Body)
 
 _TAG = re.compile(r"str|\[key\]|(list|dict)\[.*\]")
 """Parts of a place that pydantic adds to say which type of a union was tried, or that a key is at fault."""
@@ -240,27 +282,6 @@ def _bodies(place: str, value: object) -> list[tuple[str, Body]]:
 def _is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
     """`True` is not the 1 that says nothing."""
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
-
-
-def stops(stop: str | list[str] | None, *, param: str = "stop") -> tuple[str, ...] | None:
-    if stop is None:
-        return None
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(found) > MAX_STOPS:
-        raise RequestRejected(f"{param} holds {len(found)} strings: send {MAX_STOPS} at most.", param=param)
-    if "" in found:
-        raise RequestRejected(f"{param} holds an empty string, which would end every answer at once: leave it out.", param=param)
-    return found
-
-
-def top_k(value: int | None) -> int | None:
-    """0 and -1 are ways to say that all tokens stay."""
-    return None if value in (None, 0, -1) else value
-
-
-def biases(named: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
-    """`logit_bias` by token id, in order of the ids."""
-    return None if named is None else tuple(sorted((int(token_id), bias) for token_id, bias in named.items()))
 
 
 def _rejected(error: ValidationError) -> RequestRejected:

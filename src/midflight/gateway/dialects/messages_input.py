@@ -13,13 +13,14 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
-from midflight.gateway.dialects.fields import MAX_STOPS, Body, MinTokens, Probability, Seed, Temperature, Tokens, TopK, TopP, top_k
+from midflight.gateway.dialects.fields import MAX_STOPS, Body, SamplingFields, Tokens
 from midflight.gateway.dialects.grammars import check_schema, schema_grammar
 from midflight.gateway.dialects.tools import MAX_TOOLS, check_known, tools_of
 from midflight.gateway.sessions.call import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool
 from midflight.types import Grammar, Json
+from midflight.types.sampling import Api
 
 Block: TypeAlias = Mapping[str, JsonValue]
 
@@ -226,32 +227,19 @@ class PromptBody(Body):
         return options
 
 
-class MessagesBody(PromptBody):
+_ANTHROPIC = SamplingFields(Api.ANTHROPIC)
+
+
+class MessagesBody(_ANTHROPIC.on(PromptBody)):
     max_tokens: Tokens
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     stream: bool | None = None
-    seed: Seed | None = None
-    min_p: Probability | None = None
-    min_tokens: MinTokens | None = None
     return_token_ids: bool | None = None
     thread: JsonValue = None
     """Refused: conversations are not kept for the client."""
 
     def asked(self) -> Asked:
-        return Asked(
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=top_k(self.top_k),
-            min_p=self.min_p,
-            stop=None if self.stop_sequences is None else tuple(self.stop_sequences),
-            seed=self.seed,
-            grammar=self._grammar(),
-        )
+        return _ANTHROPIC.asked(self, grammar=self._grammar())
 
     def choice(self, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
         """Whether a tool must be called, and which."""
@@ -300,5 +288,5 @@ def messages_call(body: MessagesBody) -> CompletionCall:
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
-        names={"grammar": body.format_param},
+        names={**_ANTHROPIC.names, "grammar": body.format_param},
     )

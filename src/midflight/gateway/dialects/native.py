@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
@@ -12,90 +11,33 @@ from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.completions import PROMPT_SCHEMA, sources
 from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, token_text, weight_versions
-from midflight.gateway.dialects.fields import (
-    Body,
-    LogitBias,
-    MinTokens,
-    Penalty,
-    Probability,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    Tokens,
-    TopK,
-    TopLogprobs,
-    TopP,
-    biases,
-    parse,
-    stops,
-    top_k,
-)
+from midflight.gateway.dialects.fields import Body, SamplingFields, TopLogprobs, parse
 from midflight.gateway.dialects.grammars import grammar_of
 from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Event
 from midflight.text import Tokenizer
-from midflight.types import FinishReason, Grammar, Json
+from midflight.types import FinishReason, Json
+from midflight.types.sampling import Api
 
 DEFAULT_MAX_TOKENS = 128
 """SGLang's default."""
 
 _PREFIX = "sampling_params."
-_NAMES = {
-    "max_tokens": f"{_PREFIX}max_new_tokens",
-    "min_tokens": f"{_PREFIX}min_new_tokens",
-    "seed": f"{_PREFIX}sampling_seed",
-    "top_logprobs": "top_logprobs_num",
-}
+_NATIVE = SamplingFields(Api.NATIVE, prefix=_PREFIX)
 
 
-class NativeSampling(Body):
-    max_new_tokens: Tokens | None = None
-    min_new_tokens: MinTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Probability | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
+class NativeSampling(_NATIVE.on(Body)):
     n: Annotated[int, Field(ge=1)] | None = None
-    sampling_seed: Seed | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
     json_schema: dict[str, JsonValue] | str | None = None
     regex: str | None = None
     ebnf: str | None = None
 
-    @cached_property
-    def grammar(self) -> tuple[str, Grammar] | None:
-        """What the answer must match, after the name of the field that says it."""
-        return grammar_of(self, prefix=_PREFIX)
+    def call_parts(self, *, top_logprobs: int | None) -> tuple[Asked, Mapping[str, str]]:
+        """What is asked for, and the client's names for it."""
+        param, grammar = grammar_of(self, prefix=_PREFIX) or ("grammar", None)
+        return _NATIVE.asked(self, top_logprobs=top_logprobs, grammar=grammar), {**_NAMES, "grammar": param}
 
-    def names(self) -> Mapping[str, str]:
-        """The client's names for what `asked` gives."""
-        found = {name: _PREFIX + name for name in type(self).model_fields} | _NAMES
-        return found if self.grammar is None else {**found, "grammar": self.grammar[0]}
 
-    def asked(self, *, top_logprobs: int | None) -> Asked:
-        return Asked(
-            max_tokens=self.max_new_tokens,
-            min_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=top_k(self.top_k),
-            min_p=self.min_p,
-            stop=stops(self.stop, param=f"{_PREFIX}stop"),
-            stop_token_ids=None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            seed=self.sampling_seed,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=biases(self.logit_bias),
-            grammar=None if self.grammar is None else self.grammar[1],
-            top_logprobs=top_logprobs,
-        )
+_NAMES: Mapping[str, str] = {**_NATIVE.names, "top_logprobs": "top_logprobs_num"}
 
 
 def _single(value: object) -> object:
@@ -151,16 +93,17 @@ class NativeExchange:
         self._top_logprobs = bool(parsed.top_logprobs_num)
         self._listed = (sampling.n or 1) > 1 or _is_batch(prompt)
         self._so_far: dict[int, _SoFar] = {}
+        asked, names = sampling.call_parts(top_logprobs=parsed.top_logprobs_num)
         self.call = CompletionCall(
             sources=sources(prompt, param=param),
-            asked=sampling.asked(top_logprobs=parsed.top_logprobs_num),
+            asked=asked,
             n=sampling.n or 1,
             stream=bool(parsed.stream),
             default_max_tokens=DEFAULT_MAX_TOKENS,
             request_id=parsed.rid,
             may_abort=True,
             prompt_param=param,
-            names=sampling.names(),
+            names=names,
         )
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:

@@ -36,26 +36,29 @@ class TokenIds:
 Source: TypeAlias = Messages | Text | TokenIds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Asked:
-    """Sampling as far as the client asked for it; `None` leaves the session's default."""
+    """Sampling as far as the client asked for it: parameters of `SamplingParams` by name. The others are the session's defaults."""
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: tuple[str, ...] | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] | None = None
-    grammar: Grammar | None = None
-    top_logprobs: int | None = None
+    given: Mapping[str, object]
+
+    def __init__(self, **given: object) -> None:
+        """`None` is as good as absent."""
+        object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
+
+    @property
+    def grammar(self) -> Grammar | None:
+        grammar = self.given.get("grammar")
+        return grammar if isinstance(grammar, Grammar) else None
+
+    def number(self, name: str) -> int | None:
+        """A whole number, such as `max_tokens` or `seed`."""
+        value = self.given.get(name)
+        return value if isinstance(value, int) else None
+
+    def constrained(self, grammar: Grammar | None) -> Asked:
+        """The same under this grammar."""
+        return Asked(**{**self.given, "grammar": grammar})
 
 
 class ToolChoice(StrEnum):
