@@ -58,7 +58,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Every limit is checked here once, so that the sampler may trust its numbers."""
     for p, bounds in RANGED:
         value = getattr(sampling, p.name)
-        _require((value is None and p.default is None) or bounds.holds(value), p.name, value, f"a number {bounds}")
+        _require(p.default is None if value is None else bounds.holds(value), p.name, value, f"a number {bounds}")
     s = sampling
     _require(s.min_tokens <= s.max_tokens, "min_tokens", s.min_tokens, f"an integer from 0 to max_tokens ({s.max_tokens})")
     _require(len(s.logit_bias) <= MAX_BIASES, "logit_bias", f"{len(s.logit_bias)} ids", f"at most {MAX_BIASES} ids")
