@@ -1,4 +1,4 @@
-"""What no socket may ever reach (G10): a static look at the whole source."""
+"""What no socket may ever reach: a static look at the whole source."""
 
 from __future__ import annotations
 

@@ -128,9 +128,7 @@ def test_i2_under_wait_the_bound_is_reached_never_passed_and_nothing_is_dropped(
         ring.run(steps=150)
         assert ring.max_age <= s
         assert not ring.closed
-        assert all(ring.generated[k] == tokens for k, tokens in ring.trained.items()), (
-            "S5: what is trained is as long as what was generated"
-        )
+        assert all(ring.generated[k] == tokens for k, tokens in ring.trained.items()), "what is trained is as long as what was generated"
     if s:
         assert ring.max_age == s, "the tail is long enough to reach the bound, so the test can fail"
 

@@ -1,4 +1,4 @@
-"""G9: requests made from the OpenAPI document never end in a server's error."""
+"""Requests made from the OpenAPI document never end in a server's error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of tasks: seeded, endless, complete, and the same again from any position (S9)."""
+"""The order of tasks: seeded, endless, complete, and the same again from any position."""
 
 from __future__ import annotations
 

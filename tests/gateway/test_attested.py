@@ -96,7 +96,7 @@ def test_an_attempt_without_an_account_keeps_the_labels_it_had() -> None:
 
 
 def test_an_abort_that_ends_the_answer_is_attested_too() -> None:
-    """P4: no budget is left, so the abort's chunk is the last."""
+    """No budget is left, so the abort's chunk is the last."""
     engine = ScriptedEngine(script=ENDLESS)
     late = TellsAtTheEnd([(3, 3)] * 5)
     engine.mangle = lambda c: late(replace(c, finish=ABORT)) if c.finish else late(c)

@@ -1,4 +1,4 @@
-"""The operator's pause, resume and abort (P1, P2, P9, P10, P13)."""
+"""The operator's pause, resume and abort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pause, continue and abort over HTTP while requests of every dialect come and go (P1, P11, P13)."""
+"""Pause, continue and abort over HTTP while requests of every dialect come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request, however large, leaves the event loop to the others (G7)."""
+"""One request, however large, leaves the event loop to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""G7: ten thousand live sessions, each with a recorded turn, are no burden; the next one is told to come later."""
+"""Ten thousand live sessions, each with a recorded turn, are no burden; the next one is told to come later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P3, P6, P7, P12 at the agent's edge: whatever happens to the engines, every dialect gives the undisturbed answer."""
+"""At the agent's edge: whatever happens to the engines, every dialect gives the undisturbed answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions opened from outside: their owners, their rewards, and how they end by themselves (G4)."""
+"""Sessions opened from outside: their owners, their rewards, and how they end by themselves."""
 
 from __future__ import annotations
 

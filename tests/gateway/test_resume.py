@@ -466,7 +466,7 @@ def test_a_goodbye_that_hangs_delays_the_answer_by_seconds_only() -> None:
 
 
 def test_g8_an_engine_that_is_full_is_asked_again_when_it_said() -> None:
-    """G8: it is not at fault, so it is not quarantined; the wait counts against the request's deadline."""
+    """It is not at fault, so it is not quarantined; the wait counts against the request's deadline."""
 
     async def main() -> None:
         engine = ScriptedEngine()

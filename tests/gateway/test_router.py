@@ -1,4 +1,4 @@
-"""The choice of an engine (G6): affinity, load, version."""
+"""The choice of an engine: affinity, load, version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""G6 in a simulation: many multi-turn sessions on several engines, with heavy-tailed answers, on virtual time."""
+"""Sessions spread over engines, simulated: many multi-turn sessions on several engines, with heavy-tailed answers, on virtual time."""
 
 from __future__ import annotations
 

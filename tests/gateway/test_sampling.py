@@ -59,7 +59,7 @@ def test_a_seed_that_an_engine_would_not_honour_is_refused_by_name(dialect: str)
 def test_a_turn_is_of_the_policy_only_where_its_logprobs_are_of_the_temperature_it_was_sampled_at(
     kind: LogprobKind, temperature: float, told: bool
 ) -> None:
-    """DECISIONS 11."""
+    """A turn that was sampled from another distribution is masked in training."""
     limits = Limits(256, 262, logprob_kinds=frozenset({LogprobKind.SAMPLED, kind}))
     params = SamplingParams(temperature=temperature)
     assert samples_the_policy(params, params, limits=limits) is told

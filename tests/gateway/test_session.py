@@ -187,7 +187,7 @@ def answer(session: Session, source: Messages, *texts: str) -> None:
 def test_choices_left_aside_are_trained_only_where_the_session_says_that_all_count(
     count_all: bool, trained: list[str], dropped: dict[Reason, int]
 ) -> None:
-    """DECISIONS 12. "BB" and its end are three tokens."""
+    """The text "BB" and its end are three tokens."""
     sessions = registry()
     handle = sessions.open(KEY, sampling=DEFAULTS, tracked=True, address="", count_all_choices=count_all)
     session = sessions.get(handle.session_id)
@@ -214,7 +214,7 @@ def test_the_record_says_how_often_a_history_was_rewritten_and_how_often_text_wo
 
 
 def test_a_prompt_asked_often_is_remembered_by_its_digest() -> None:
-    """G7: not by its tokens."""
+    """Not by its tokens."""
     session = new_session()
     for length in (10, 100_000):
         session.seed("demo", 17, (1,) * length, asked=None, choice=0)

@@ -1,4 +1,4 @@
-"""How much a session keeps (G7): ten thousand of 2 000 tokens each fit into 500 MB, which is 25 bytes for each token."""
+"""How much a session keeps: ten thousand of 2 000 tokens each fit into 500 MB, which is 25 bytes for each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies that come back in another form, and templates that write them otherwise (DECISIONS 16)."""
+"""Replies that come back in another form, and templates that write them otherwise."""
 
 from __future__ import annotations
 

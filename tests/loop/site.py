@@ -192,7 +192,7 @@ class Site:
         assert ledger.trained == self.config.run.steps * self.config.rollout.groups_per_step
 
     def check_ages(self) -> None:
-        """I2; and S5: waiting drops and masks nothing for its age."""
+        """I2; and waiting drops and masks nothing for its age."""
         for batch in self.trainer.batches:
             ages = batch.train_version - batch.versions[batch.loss_mask]
             assert ages.min() >= 0 and ages.max() <= self.config.rollout.max_staleness
@@ -218,7 +218,7 @@ class Site:
                 check_turn(script, key, turn, self.config)
 
     def check_batches(self) -> None:
-        """I4, S5, I10: a trained rollout has all its tokens, as sampled, and the reward that its agent gave."""
+        """I4, I10: a trained rollout has all its tokens, as sampled, and the reward that its agent gave."""
         assert isinstance(self.agents, Agents)
         for batch in self.taken:
             for trajectory in (t for group in batch.groups for t in group.trajectories):

@@ -84,7 +84,7 @@ class Life:
 
     @property
     def next_version(self) -> Version:
-        """A number that was never handed out, unless the checkpoint is the newest (DECISIONS 1)."""
+        """A number that was never handed out, unless the checkpoint is the newest."""
         return self.saved if self.trainer.version <= self.saved else self.trainer.version + 1
 
 

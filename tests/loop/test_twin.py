@@ -116,7 +116,7 @@ async def ring(model_folder: Path, folder: Path, source: Source, trainer: Watche
 def test_i2_without_staleness_three_steps_of_the_ring_are_those_of_the_synchronous_twin(
     twin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S6: the same prompts, tokens and rewards of every rollout, and losses and weights equal to 1e-6."""
+    """The same prompts, tokens and rewards of every rollout, and losses and weights equal to 1e-6."""
     folder = first_model(CONFIG.model, tmp_path / "model", seed=3)
     source = Source("words", 1.0, tuple(Task(word, "words", {"question": word, "answer": word[::-1]}) for word in WORDS))
     stream = SeededStream([source], seed=CONFIG.run.seed)

@@ -113,7 +113,7 @@ def test_i8_trainer_and_rollout_process_may_be_killed_and_all_at_once_and_no_ste
     check_store(run)
     check_nothing_left(resumed, everything, run)
     versions = [line["version"] for line in steps(run)]
-    # The numbers go on above all that were handed out before a crash (DECISIONS 1), and the lineage says where.
+    # The numbers go on above all that were handed out before a crash, and the lineage says where.
     first = next(version for version in versions if version > published[0])
     assert first - 1 not in versions
     state = json.loads(next((run / "checkpoints").glob("version-*/state.json")).read_text())

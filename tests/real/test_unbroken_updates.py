@@ -1,4 +1,4 @@
-"""P7, P8 on real processes: three streams at once go on through twenty weight updates, with no gap, no duplicate and a whole budget."""
+"""On real processes: three streams at once go on through twenty weight updates, with no gap, no duplicate and a whole budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run tells where it is, to whom, and what it warns of (G10)."""
+"""How a run tells where it is, to whom, and what it warns of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch as docs/foreign-trainers.md describes it, read with nothing but the standard library (G11)."""
+"""A batch as docs/foreign-trainers.md describes it, read with nothing but the standard library."""
 
 from __future__ import annotations
 

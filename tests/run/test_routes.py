@@ -1,4 +1,4 @@
-"""`/midflight/v1` over HTTP: who may do what, what it answers, and that no secret is ever shown (G4, G10, G11)."""
+"""`/midflight/v1` over HTTP: who may do what, what it answers, and that no secret is ever shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer may say, and when (DECISIONS 1)."""
+"""What a trainer may say, and when."""
 
 from __future__ import annotations
 

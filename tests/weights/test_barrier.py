@@ -1,4 +1,4 @@
-"""One after the other or all together (W5), and never half of it (I7): what each way keeps, and what it costs."""
+"""One after the other or all together, and never half of it (I7): what each way keeps, and what it costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""W7: an engine that answers nothing and breaks no connection (SIGSTOP) goes into quarantine (I7) and costs others one deadline."""
+"""An engine that answers nothing and breaks no connection (SIGSTOP) goes into quarantine (I7) and costs others one deadline."""
 
 from __future__ import annotations
 
