@@ -51,7 +51,7 @@ class Metrics:
         self._rollouts = Counter(
             "midflight_rollouts", "Rollouts finished, by source and whether they were scored.", ["source", "scored"], registry=r
         )
-        self._reward = Counter("midflight_reward_sum", "Sum of rewards; divide by the scored rollouts.", ["source"], registry=r)
+        self._reward = Gauge("midflight_reward_sum", "Sum of rewards; divide by the scored rollouts.", ["source"], registry=r)
         self._dropped = Counter("midflight_dropped_groups", "Groups dropped, by reason.", ["reason"], registry=r)
         self._waited = Counter("midflight_waited_seconds", "Idle time, by who waited for whom.", ["who", "for_whom"], registry=r)
         self._trained = Counter("midflight_trained_tokens", "Tokens the loss was taken over.", registry=r)
@@ -88,7 +88,7 @@ class Metrics:
                 self._failed.labels(str(status)).inc()
             case RolloutEnded(source=source, reward=reward):
                 self._rollouts.labels(source, "no" if reward is None else "yes").inc()
-                if reward is not None and reward > 0:  # a counter can't fall; negative rewards are in the journal
+                if reward is not None:  # of a gauge, as rewards may be negative
                     self._reward.labels(source).inc(reward)
             case GroupClosed(reason=reason):
                 self._dropped.labels(reason.value).inc()
