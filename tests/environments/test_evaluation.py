@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from midflight.environments.evaluation import EVALUATION_ATTEMPT, UNFINISHED, Evaluator, SourceScore, evaluation_key
+from midflight.environments.evaluation import UNFINISHED, Evaluator, SourceScore, evaluation_key
 from midflight.environments.single_turn import answer
 from midflight.testing.virtual_time import run_virtual
+from midflight.types import Kind
 
 from .fakes import FakeClient, Rig, task
 
@@ -48,7 +49,7 @@ def test_two_evaluations_use_the_same_keys_and_training_never_does():
     evaluate(first)
     evaluate(second)
     assert [s.key for s in first.sessions.opened] == [s.key for s in second.sessions.opened] == [evaluation_key(i) for i in range(4)]
-    assert {s.key.group.attempt for s in first.sessions.opened} == {EVALUATION_ATTEMPT}
+    assert {s.key.kind for s in first.sessions.opened} == {Kind.EVALUATION}
 
 
 def test_concurrency_is_bounded():

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from midflight.config.sections import EvaluationSection
-from midflight.environments.evaluation import EVALUATION_ATTEMPT
 from midflight.errors import EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import SessionRecord, Task, Version
+from midflight.types import Kind, SessionRecord, Task, Version
 from midflight.types.facts import Evaluated, Fact, RolloutEnded, Stepped, WeightsCommitted
 
 from .site import Agents, Site, config, fast_engines
@@ -74,7 +73,7 @@ class Evaluating(Site):
 
         def closing(session_id: str) -> SessionRecord:
             record = close(session_id)
-            if f"-{EVALUATION_ATTEMPT}-" in session_id:
+            if f"{Kind.EVALUATION}-" in session_id:
                 self.versions.append(record.versions)
             return record
 
@@ -93,7 +92,7 @@ class Evaluating(Site):
     @property
     def examined(self) -> list[RolloutEnded]:
         """Evaluation rollouts."""
-        return [r for r in self.seen.of(RolloutEnded) if r.key.group.attempt == EVALUATION_ATTEMPT]
+        return [r for r in self.seen.of(RolloutEnded) if r.key.kind is Kind.EVALUATION]
 
     @property
     def failed(self) -> list[str | None]:

@@ -13,8 +13,8 @@ from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 from midflight.errors import ConfigError
 from midflight.observe.journal import EvaluationLine, Journal, StepLine, read_journal
 from midflight.observe.observers import Observers
-from midflight.observe.progress import EVALUATION_ATTEMPT, RunState
-from midflight.types import GroupKey, Reason, RolloutKey
+from midflight.observe.progress import RunState
+from midflight.types import GroupKey, Kind, Reason, RolloutKey
 from midflight.types.facts import Evaluated, GroupClosed, Waited
 
 
@@ -76,7 +76,7 @@ def test_a_line_speaks_of_what_happened_since_the_line_before(tmp_path: Path) ->
     rollout(run, 1.0)
     step(run, 1)
     rollout(run, 0.0)
-    rollout(run, 1.0, key=RolloutKey(GroupKey(0, 0, EVALUATION_ATTEMPT), 0))
+    rollout(run, 1.0, key=RolloutKey(GroupKey(0, 0), 0, Kind.EVALUATION))
     step(run, 2)
     assert [(line["rollouts"], line["reward"]) for line in lines(path)] == [(1, 1.0), (1, 0.0)]
 

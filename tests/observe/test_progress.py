@@ -8,13 +8,11 @@ import msgspec
 import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
-from midflight.environments import evaluation
-from midflight.observe import progress
 from midflight.observe.progress import RunState
 from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus
 from midflight.observe.verdict import judge
 from midflight.observe.window import Mean, Rate
-from midflight.types import GroupKey, Reason, RolloutKey
+from midflight.types import GroupKey, Kind, Reason, RolloutKey
 from midflight.types.facts import Evaluated, GroupClosed, Quarantined, Rejoined, RequestFailed, Waited
 
 
@@ -50,9 +48,8 @@ def test_rollouts_spanning_versions_are_those_with_more_than_one(state: RunState
 
 
 def test_evaluation_rollouts_count_as_evaluation_only(state: RunState) -> None:
-    assert progress.EVALUATION_ATTEMPT == evaluation.EVALUATION_ATTEMPT
     state.begin_phase(Phase.EVALUATION, num_tasks=20)
-    rollout(state, 1.0, key=RolloutKey(GroupKey(0, 1, progress.EVALUATION_ATTEMPT), 0), num_versions=2)
+    rollout(state, 1.0, key=RolloutKey(GroupKey(0, 1), 0, Kind.EVALUATION), num_versions=2)
     status = state.status()
     assert (status.evaluated, status.to_evaluate) == (1, 20)
     assert status.totals == Totals() and status.reward is None

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from midflight.environments.rollout import Slots
-from midflight.types import GroupKey, RolloutKey, Task, Trajectory, Version
+from midflight.types import GroupKey, Kind, RolloutKey, Task, Trajectory, Version
 from midflight.types.facts import Evaluated, Record, RolloutEnded
-
-EVALUATION_ATTEMPT = 2**20
-"""Attempt number of every evaluation rollout. Training counts attempts from 0 and is bounded far below, so keys never meet."""
 
 UNFINISHED = "its evaluation was over first: a new version came, or the engine fell out that served the old one"
 """Error of a rollout that was ended with its evaluation."""
@@ -47,7 +44,7 @@ class SourceScore:
 
 def evaluation_key(position: int) -> RolloutKey:
     """Key of the task at this position of the list. The same in every evaluation, so that two of them differ by the weights alone."""
-    return RolloutKey(GroupKey(epoch=0, index=position, attempt=EVALUATION_ATTEMPT), sample=0)
+    return RolloutKey(GroupKey(epoch=0, index=position), sample=0, kind=Kind.EVALUATION)
 
 
 class Evaluator:

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import ConfigError
-from midflight.observe.progress import EVALUATION_ATTEMPT, RunState
+from midflight.observe.progress import RunState
 from midflight.observe.status import Totals
 from midflight.observe.whole_file import write_whole
-from midflight.types import Version
+from midflight.types import Kind, Version
 from midflight.types.facts import Evaluated, Fact, GroupClosed, Leased, RolloutEnded, Stepped, Waited, WeightsCommitted
 
 
@@ -120,7 +120,7 @@ class Journal:
 
     def apply(self, fact: Fact) -> None:
         match fact:
-            case RolloutEnded() if fact.key.group.attempt < EVALUATION_ATTEMPT:
+            case RolloutEnded() if fact.key.kind is Kind.TRAINING:
                 self._rollouts += 1
                 if fact.reward is not None:
                     self._rewards[fact.source].append(fact.reward)

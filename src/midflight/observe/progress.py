@@ -11,7 +11,7 @@ from midflight.observe.intervals import Overlap
 from midflight.observe.status import Phase, SourceStatus, Status, Totals, Wait
 from midflight.observe.verdict import judge
 from midflight.observe.window import Mean, Rate
-from midflight.types import Version
+from midflight.types import Kind, Version
 from midflight.types.facts import (
     EngineStepped,
     Evaluated,
@@ -33,9 +33,6 @@ REWARD_ROLLOUTS = 256
 """Window of the moving reward: two batches of the default size."""
 RECENT_BATCHES = 20
 """Window of the staleness histogram and of the time per step that the ETA is taken from."""
-
-EVALUATION_ATTEMPT = 2**20
-"""Rollouts whose group has this attempt number are evaluation: they are no part of reward and totals."""
 
 ENGINE, TRAINER = 0, 1
 
@@ -132,7 +129,7 @@ class RunState:
                 pass
 
     def _rollout(self, rollout: RolloutEnded) -> None:
-        if rollout.key.group.attempt >= EVALUATION_ATTEMPT:
+        if rollout.key.kind is not Kind.TRAINING:
             self._evaluation = (self._evaluation[0] + 1, self._evaluation[1])
             return
         state = self.sources.setdefault(rollout.source, SourceState())

@@ -74,6 +74,16 @@ class GrammarKind(StrEnum):
     """llguidance's Lark dialect: `%json {...}` for embedded schemas, `<name>` or `<[id]>` for special tokens."""
 
 
+class Kind(StrEnum):
+    """What a rollout is for."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    """On a held-out task: no part of rewards and totals."""
+    OUTSIDE = "outside"
+    """Of a client with sessions of its own. The run neither stores it nor trains on it."""
+
+
 class Fate(StrEnum):
     """What became of a token the gateway received (invariant I3): exactly one of these."""
 

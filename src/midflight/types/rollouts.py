@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from midflight.types.names import Bool, Float32, Int32, Json, Reason, Version
+from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, order=True)
 class GroupKey:
-    """A group is one attempt at one position of the task stream (DECISIONS 6)."""
+    """A group is one attempt at one position of the task stream ."""
 
     epoch: int
     index: int
@@ -34,10 +34,13 @@ class GroupKey:
 class RolloutKey:
     group: GroupKey
     sample: int
+    kind: Kind = Kind.TRAINING
+    """Keys of two kinds are never equal, so neither are their seeds."""
 
     def __str__(self) -> str:
         g = self.group
-        return f"{g.epoch}-{g.index}-{g.attempt}-{self.sample}"
+        place = f"{g.epoch}-{g.index}-{g.attempt}-{self.sample}"
+        return place if self.kind is Kind.TRAINING else f"{self.kind}-{place}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

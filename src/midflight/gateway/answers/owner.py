@@ -18,12 +18,10 @@ from itertools import islice
 from midflight.errors import RewardFixed, Unauthorized, UnknownSession
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.sessions.registry import OpenSession, shown
-from midflight.types import GroupKey, Json, RolloutKey, SamplingParams, SessionRecord
+from midflight.types import GroupKey, Json, Kind, RolloutKey, SamplingParams, SessionRecord
 
 log = logging.getLogger(__name__)
 
-OUTSIDE_ATTEMPT = 2**21
-"""Attempt number of every session opened from outside: training and evaluation count far below, so keys never meet."""
 MAX_ENDED = 10_000
 """Ended sessions whose records are kept for their owners: some kilobytes each while the rows have not been fetched."""
 MAX_AT_ONCE = 64
@@ -91,7 +89,7 @@ class OwnedSessions:
 
         The key is drawn at random, so that two sessions never sample alike; who wants the same again sends seeds.
         """
-        key = RolloutKey(GroupKey(0, secrets.randbelow(2**31), OUTSIDE_ATTEMPT), 0)
+        key = RolloutKey(GroupKey(0, secrets.randbelow(2**31)), 0, Kind.OUTSIDE)
         handle = self._gateway.open(key, sampling=sampling, tracked=False, count_all_choices=count_all_choices)
         if not (self._live or self._ended):
             self.changed.set()

@@ -15,7 +15,7 @@ from midflight.gateway.sessions.rows import harvest
 from midflight.gateway.sessions.tree import TokenTree
 from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage
-from midflight.types import Chunk, Finish, FinishReason, Reason, RolloutKey, SamplingParams, Segment, SessionRecord, Turn, Version
+from midflight.types import Chunk, Finish, FinishReason, Kind, Reason, RolloutKey, SamplingParams, Segment, SessionRecord, Turn, Version
 
 SEED_SPACE = 2**64
 
@@ -214,6 +214,7 @@ def _oldest(*versions: Version | None) -> Version | None:
 def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: int, prompt_ids: tuple[int, ...]) -> int:
     """Seed of a rollout's request: who asks for what and how often before, never the order of arrival (DECISIONS 7)."""
     group = key.group
-    label = f"{run_name}|{run_seed}|{group.epoch}|{group.index}|{group.attempt}|{key.sample}|{occurrence}|"
+    kind = "" if key.kind is Kind.TRAINING else f"{key.kind}|"
+    label = f"{run_name}|{run_seed}|{kind}{group.epoch}|{group.index}|{group.attempt}|{key.sample}|{occurrence}|"
     digest = hashlib.blake2b(label.encode("ascii", "backslashreplace") + packed(prompt_ids), digest_size=8).digest()
     return int.from_bytes(digest, "little")
