@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from midflight.environments.registry import environment
-from midflight.environments.rewards import text_field
+from midflight.environments.single_turn import text_field
 from midflight.types import Task
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from midflight.environments.clients import SharedClients
+from midflight.environments.rollout import SharedClients
 from midflight.types import GroupKey, RolloutKey
 
 from .fakes import FakeSession

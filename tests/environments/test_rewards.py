@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from midflight.environments.rewards import checked_reward, exact_match
+from midflight.environments.rollout import checked_reward
+from midflight.environments.single_turn import exact_match
 from midflight.errors import BadReward
 
 from .fakes import task

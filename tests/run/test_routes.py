@@ -19,7 +19,7 @@ from tests.gateway.offered import RecordingControl, ScriptedGenerator, make_gate
 
 from midflight.config.sections import Config
 from midflight.environments.claimed import Claimed
-from midflight.environments.clients import hide_secrets
+from midflight.environments.rollout import hide_secrets
 from midflight.errors import UnknownLease
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedSessions

@@ -39,7 +39,7 @@ class DrawnTasks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Distinct:
     """An entry with a content that no earlier one had."""
 
     number: int
@@ -85,18 +85,18 @@ def draw_tasks(
 
 def _search(
     dataset: str, *, size: int, heldout: int, content: str, only: re.Pattern[str] | None, options: Mapping[str, Any], seed: int
-) -> tuple[list[_Found], int]:
+) -> tuple[list[_Distinct], int]:
     """Draws until both sides of the usual limit are full, or the dataset is exhausted. Distinct contents in order, and the limit."""
     usual = round(HELDOUT_SHARE * 2**64)
     max_draws = MAX_DRAWS_PER_TASK * (size + round(heldout / HELDOUT_SHARE))
-    found: dict[str, _Found] = {}
+    found: dict[str, _Distinct] = {}
     missing = {True: heldout, False: size}
     newest = 0
     for number, entry in enumerate(_entries(dataset, options, seed=seed, max_draws=max_draws)):
         value = _content(entry, content, dataset)
         wanted = only is None or only.fullmatch(value) is not None
         if wanted and value not in found:
-            found[value] = _Found(number, entry, value, _rank(value, seed=seed))
+            found[value] = _Distinct(number, entry, value, _rank(value, seed=seed))
             missing[found[value].rank < usual] -= 1
             newest = number
         elif number - newest > max(1000, BARREN_DRAWS * len(found)):
@@ -118,7 +118,7 @@ def _rank(content: str, *, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}|{content.casefold()}".encode(), digest_size=8).digest(), "little")
 
 
-def _limit(found: Sequence[_Found], heldout: int) -> int:
+def _limit(found: Sequence[_Distinct], heldout: int) -> int:
     """The limit that holds out the `heldout` contents of lowest rank, for a dataset that was exhausted."""
     ranks = sorted(item.rank for item in found)
     return ranks[heldout - 1] + 1 if 0 < heldout <= len(ranks) else 2**64 * (heldout > 0)

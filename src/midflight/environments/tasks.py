@@ -64,7 +64,7 @@ def _check_apart(dataset: str, draws: Sequence[DrawnTasks]) -> None:
 
 
 class SeededStream:
-    """An endless stream of tasks from weighted sources. It never waits, and has no bubble between epochs (S9).
+    """An endless stream of tasks from weighted sources. It never waits, and has no bubble between epochs.
 
     An epoch has as many positions as there are training tasks. Each source has the same number of them in every epoch, by its
     weight, at places shuffled anew. A source goes through its own tasks in seeded permutations, one after the other without a

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midflight.config.sections import Config
-from midflight.environments.clients import SharedClients
 from midflight.environments.registry import Environment
+from midflight.environments.rollout import SharedClients
 from midflight.environments.tasks import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase

@@ -171,7 +171,7 @@ class Choosing(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
+class ThinkingBody(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Tokens | None = None
     """Not enforced: `max_tokens` bounds thinking and text together."""
@@ -208,7 +208,7 @@ class PromptBody(Body):
     system: JsonValue = None
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choosing | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 

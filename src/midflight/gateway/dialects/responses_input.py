@@ -34,7 +34,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 def conversation(given: JsonValue, *, instructions: str | None) -> tuple[Message, ...]:
     """The whole conversation, the instructions first. Raises `RequestRejected` that names the item."""
-    reader = _Reader()
+    reader = _ItemReader()
     if instructions:
         reader.messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
@@ -49,7 +49,7 @@ def conversation(given: JsonValue, *, instructions: str | None) -> tuple[Message
     return tuple(reader.messages)
 
 
-class _Reader:
+class _ItemReader:
     """Takes items one by one. An assistant's items gather in a turn until it ends.
 
     A turn ends with any item of another role. A message or reasoning right after a message belongs to the next turn; after a

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.environments.claimed import Board, Offer, claims
-from midflight.environments.rewards import LARGEST_REWARD
+from midflight.environments.rollout import LARGEST_REWARD
 from midflight.errors import NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions

@@ -12,8 +12,8 @@ from starlette.routing import BaseRoute
 from midflight.config.sections import Config
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.claimed import Board, Claimed
-from midflight.environments.clients import SharedClients
 from midflight.environments.registry import load_environment
+from midflight.environments.rollout import SharedClients
 from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.environments.rewards import exact_match
+from midflight.environments.single_turn import exact_match
 from midflight.environments.tasks import Source
 from midflight.errors import StepSkipped
 from midflight.models.names import named_tensors
