@@ -83,6 +83,24 @@ def test_a_dry_run_starts_nothing_and_prints_what_follows(launch: Launch, capsys
         assert words in printed, words
 
 
+OWN_LOSS = ["--set", "objective.kind=examples.own_loss:spo"]
+
+
+def test_a_dry_run_tries_a_loss_of_the_users_own_and_says_what_it_takes(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DEMO, "--dry-run", *OWN_LOSS, "--set", "objective.delta=0.3"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "loss = examples.own_loss:spo, delta = 0.3" in printed
+    assert "examples.own_loss:spo(ratio, advantage, delta = 0.3)" in printed and "Tried on 6 tokens" in printed
+
+
+def test_a_loss_of_the_users_own_that_cannot_be_trained_with_is_said_before_anything_starts(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", DEMO, *OWN_LOSS, "--set", "objective.tau=1"]) == 2
+    assert "objective.tau (1) does nothing with objective.kind = 'examples.own_loss:spo'" in capsys.readouterr().err
+    assert launch.calls == []
+
+
 def test_serve_takes_the_context_of_the_model_and_the_options_given(launch: Launch, model: Path) -> None:
     assert main(["serve", "--model", str(model), "--engines", "2", "--port", "9000", "--max-running", "4", "--name", "x"]) == 0
     c = launch.config
@@ -217,6 +235,11 @@ def test_help_imports_neither_the_configuration_nor_torch() -> None:
 def test_a_dry_run_does_not_import_torch() -> None:
     found = run_and_list_modules("train", DEMO, "--dry-run").modules
     assert not found & {"torch", "transformers"} and "midflight.config" in found
+
+
+def test_the_process_that_has_a_users_loss_tried_does_not_import_torch() -> None:
+    found = run_and_list_modules("train", DEMO, "--dry-run", *OWN_LOSS).modules
+    assert not found & {"torch", "transformers"}
 
 
 def test_the_package_runs_as_a_module() -> None:

@@ -71,7 +71,8 @@ def test_an_unknown_section_and_unknown_keys_inside_lists_are_found(tmp_path: Pa
     ("override", "expected"),
     [
         ("rollout.group_size=0", "rollout.group_size must be >= 1, got 0"),
-        ("trainer.beta1=1.5", "trainer.beta1 must be >= 0 and <= 1, got 1.5"),
+        ("critic.discount=1.5", "critic.discount must be >= 0 and <= 1, got 1.5"),
+        ("objective.kind=gsp", "'kl_cov', 'module:function', got 'gsp'. Did you mean 'gspo'?"),
         ("run.steps=true", "run.steps must be a whole number >= 1, got True"),
         ("run.steps=2.5", "run.steps must be a whole number >= 1, got 2.5"),
         ("run.steps=ten", "run.steps must be a whole number >= 1, got 'ten'"),

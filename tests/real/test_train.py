@@ -172,3 +172,10 @@ def test_i9_ctrl_c_in_training_ends_within_five_seconds_and_the_death_of_the_lau
     os.kill(again.process.pid, signal.SIGKILL)
     assert gone(parts, seconds=5)
     assert [line["step"] for line in steps(run)] == list(range(1, len(steps(run)) + 1))
+
+
+def test_a_loss_of_the_users_own_in_the_working_folder_is_trained_with(train: Callable[..., Command], tmp_path: Path) -> None:
+    (tmp_path / "my_losses.py").write_text("def plain(policy, advantage, *, tau=1.0):\n    return -tau * policy * advantage\n")
+    command = train("objective.kind=my_losses:plain", "objective.tau=0.5", "run.steps=2")
+    assert command.wait(120) == 0, command.said
+    check_no_step_twice(tmp_path / "run", num_steps=2)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from midflight.trainer.formulas import corrections, masks, sequences
+from midflight.trainer.formulas import corrections, reductions
 from midflight.trainer.formulas.corrections import log_ratio
 
 from .tensors import of, shuffled_tokens, whole
@@ -28,8 +28,8 @@ def test_a_log_probability_written_as_minus_9999_would_take_its_rollout_along_an
     # Why admission keeps such tokens out: one of four pins the mean at 20 / 4, whatever the others say.
     behaviour, proximal = of(-1.0, -1.0, -1.0, -9999.0), of(-1.0, -1.0, -1.0, -1.0)
     rho = log_ratio(proximal, behaviour)
-    assert not masks.geometric_mask(rho, **whole(0, 0, 0, 0), low=0.99, high=1.01).any()
-    assert masks.geometric_mask(rho[:3], **whole(0, 0, 0), low=0.99, high=1.01).all()
+    assert not corrections.geometric_mask(rho, **whole(0, 0, 0, 0), low=0.99, high=1.01).any()
+    assert corrections.geometric_mask(rho[:3], **whole(0, 0, 0), low=0.99, high=1.01).all()
 
 
 # --- Weights ---------------------------------------------------------------------------------------------------------
@@ -98,48 +98,39 @@ def test_age_decays_a_weight_version_by_version() -> None:
 
 def test_a_geometric_mean_slightly_off_drops_the_rollout() -> None:
     # mean log rho .002 is a ratio of 1.002, beyond 1.001; .0005 is within.
-    found = masks.geometric_mask(of(0.004, 0.0, 0.001, 0.0), **whole(0, 0, 1, 1), low=0.999, high=1.001)
+    found = corrections.geometric_mask(of(0.004, 0.0, 0.001, 0.0), **whole(0, 0, 1, 1), low=0.999, high=1.001)
     assert found.tolist() == [False, False, True, True]
 
 
-def test_divergences_by_hand_and_their_masks() -> None:
+def test_a_divergence_by_hand_and_its_mask() -> None:
     log_rho = of(math.log(1.1), 0.0)
-    assert masks.k3(log_rho).tolist() == pytest.approx([0.00469, 0.0], abs=5e-6)
-    assert masks.k2(log_rho).tolist() == pytest.approx([0.00454, 0.0], abs=5e-6)
-    assert masks.k3_mask(log_rho, bound=0.0046).tolist() == [False, True]
-    assert masks.k2_mask(log_rho, bound=0.0046).tolist() == [True, True]
-
-
-def test_a_sequence_is_judged_by_its_mean_or_by_its_worst_token() -> None:
-    divergence = of(0.3, 0.1, 0.0, 0.2)
-    judged = {over: masks.sequence_divergence_mask(divergence, **whole(0, 0, 1, 1), bound=0.2, over=over) for over in ("mean", "max")}
-    assert judged["mean"].tolist() == [True] * 4
-    assert judged["max"].tolist() == [False, False, True, True]
+    assert corrections.k3(log_rho).tolist() == pytest.approx([0.00469, 0.0], abs=5e-6)
+    assert corrections.k3_mask(log_rho, bound=0.0046).tolist() == [False, True]
 
 
 def test_one_catastrophic_token_vetoes_its_rollout() -> None:
-    found = masks.veto_mask(of(1.0, 1e-5, 1.0, 99.0, 101.0, 1.0).log(), **whole(0, 0, 1, 1, 2, 2), low=1e-4, high=100.0)
+    found = corrections.veto_mask(of(1.0, 1e-5, 1.0, 99.0, 101.0, 1.0).log(), **whole(0, 0, 1, 1, 2, 2), low=1e-4, high=100.0)
     assert found.tolist() == [False, False, True, True, False, False]
 
 
 def test_m2po_drops_the_largest_until_the_rest_is_below_the_bound() -> None:
     # log^2 rho .01, .16, .01: mean .06; without .16 it is .01, below .04.
-    assert masks.m2po_mask(of(0.1, -0.4, -0.1), bound=0.04).tolist() == [True, False, True]
-    assert masks.m2po_mask(of(0.1, 0.1), bound=0.04).tolist() == [True, True]
-    assert masks.m2po_mask(of(1.0, -1.0), bound=0.04).tolist() == [False, False]
+    assert corrections.m2po_mask(of(0.1, -0.4, -0.1), bound=0.04).tolist() == [True, False, True]
+    assert corrections.m2po_mask(of(0.1, 0.1), bound=0.04).tolist() == [True, True]
+    assert corrections.m2po_mask(of(1.0, -1.0), bound=0.04).tolist() == [False, False]
 
 
 def test_m2po_over_parts_of_a_batch_is_another_filter() -> None:
     # Why it takes the whole batch: .3 stays beside five quiet tokens, and goes where it is judged alone.
     log_rho = of(0.3, 0.0, 0.0, 0.0, 0.0, 0.0)
-    assert masks.m2po_mask(log_rho, bound=0.04).all()
-    assert not masks.m2po_mask(log_rho[:1], bound=0.04).any()
+    assert corrections.m2po_mask(log_rho, bound=0.04).all()
+    assert not corrections.m2po_mask(log_rho[:1], bound=0.04).any()
 
 
 def test_off_policy_masking_drops_only_disliked_rollouts_that_the_policy_left() -> None:
     # mean log(mu / pi): .6, .6 and -.6, bound .5. Only the first, of negative advantage, goes; -.6 is no distance.
     log_inverse, advantage = of(0.4, 0.8, 0.6, -0.6), of(-1, -1, 1, -1)
-    found = masks.opsm_mask(log_inverse, advantage, **whole(0, 0, 1, 2), bound=0.5)
+    found = corrections.opsm_mask(log_inverse, advantage, **whole(0, 0, 1, 2), bound=0.5)
     assert found.tolist() == [False, False, True, True]
 
 
@@ -147,8 +138,8 @@ ASYMMETRIC: dict[str, Callable[[Tensor, dict], Tensor]] = {
     "masked_weight": lambda log_rho, _: corrections.masked_weight(log_rho.exp(), low=0.9, high=4.0) > 0,
     "masked_sequence_weight": lambda log_rho, of_whole: corrections.masked_sequence_weight(log_rho, **of_whole, low=0.9, high=4.0) > 0,
     "icepop_weight": lambda log_rho, _: corrections.icepop_weight(log_rho.exp(), low=0.9, high=4.0) > 0,
-    "geometric_mask": lambda log_rho, of_whole: masks.geometric_mask(log_rho, **of_whole, low=0.9, high=4.0),
-    "veto_mask": lambda log_rho, of_whole: masks.veto_mask(log_rho, **of_whole, low=0.9, high=4.0),
+    "geometric_mask": lambda log_rho, of_whole: corrections.geometric_mask(log_rho, **of_whole, low=0.9, high=4.0),
+    "veto_mask": lambda log_rho, of_whole: corrections.veto_mask(log_rho, **of_whole, low=0.9, high=4.0),
 }
 
 
@@ -162,12 +153,10 @@ def test_bounds_are_on_the_ratio_and_never_on_its_inverse(name: str) -> None:
 OF_WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sequence_ratio": lambda x, s: corrections.sequence_ratio(x, s, num_sequences=4),
     "truncated_sequence_weight": lambda x, s: corrections.truncated_sequence_weight(x, s, num_sequences=4, cap=2.1),
-    "geometric_mask": lambda x, s: masks.geometric_mask(x, s, num_sequences=4, low=0.777, high=1.333),
-    "veto_mask": lambda x, s: masks.veto_mask(x, s, num_sequences=4, low=0.333, high=3.33),
-    "sequence_divergence_mean": lambda x, s: masks.sequence_divergence_mask(masks.k3(x), s, num_sequences=4, bound=0.111, over="mean"),
-    "sequence_divergence_max": lambda x, s: masks.sequence_divergence_mask(masks.k2(x), s, num_sequences=4, bound=0.111, over="max"),
-    "opsm_mask": lambda x, s: masks.opsm_mask(x, of(1, -1, 1, -1)[s], s, num_sequences=4, bound=0.111),
-    "m2po_mask": lambda x, _: masks.m2po_mask(x, bound=0.0777),
+    "geometric_mask": lambda x, s: corrections.geometric_mask(x, s, num_sequences=4, low=0.777, high=1.333),
+    "veto_mask": lambda x, s: corrections.veto_mask(x, s, num_sequences=4, low=0.333, high=3.33),
+    "opsm_mask": lambda x, s: corrections.opsm_mask(x, of(1, -1, 1, -1)[s], s, num_sequences=4, bound=0.111),
+    "m2po_mask": lambda x, _: corrections.m2po_mask(x, bound=0.0777),
 }
 
 
@@ -184,7 +173,7 @@ def test_no_weight_or_mask_depends_on_the_order_of_tokens(name: str, drawn: tupl
 @given(shuffled_tokens())
 def test_what_m2po_keeps_is_below_the_bound_and_no_larger_than_what_it_drops(drawn: tuple[Tensor, Tensor, Tensor]) -> None:
     squared = drawn[0] ** 2
-    kept = masks.m2po_mask(drawn[0], bound=0.0777)
+    kept = corrections.m2po_mask(drawn[0], bound=0.0777)
     assert not kept.any() or float(squared[kept].mean()) < 0.0777
     assert kept.all() or not kept.any() or squared[kept].max() < squared[~kept].min()
 
@@ -206,7 +195,7 @@ def test_no_weight_carries_a_gradient() -> None:
 
 def test_sequence_statistics_by_hand_for_tokens_in_any_place() -> None:
     values, of_whole = of(1, 10, 2, 6), whole(2, 0, 2, 0)
-    assert sequences.sums(values, **of_whole).tolist() == [16.0, 0.0, 3.0]
-    assert sequences.means(values, **of_whole).tolist() == [8.0, 0.0, 1.5]
-    assert sequences.maxima(values, **of_whole).tolist() == [10.0, -math.inf, 2.0]
-    assert sequences.counts(**of_whole).tolist() == [2, 0, 2]
+    assert reductions.sums(values, **of_whole).tolist() == [16.0, 0.0, 3.0]
+    assert reductions.means(values, **of_whole).tolist() == [8.0, 0.0, 1.5]
+    assert reductions.maxima(values, **of_whole).tolist() == [10.0, -math.inf, 2.0]
+    assert reductions.counts(**of_whole).tolist() == [2, 0, 2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from midflight.trainer.formulas import corrections, losses, masks, penalties, sequences
+from midflight.trainer.formulas import corrections, losses, reductions
 from midflight.trainer.formulas.advantages import batch_normalised, dr_grpo_advantages, grpo_advantages, rloo_advantages
 from midflight.trainer.formulas.corrections import log_ratio
 from midflight.trainer.formulas.reductions import constant, sequence_mean, token_mean
@@ -45,7 +45,7 @@ def log_r(d: Inputs) -> Tensor:
 
 def ppo(d: Inputs, clips: dict[str, float] = HIGH, *, ceiling: float | None = None) -> Tensor:
     loss = losses.clipped_surrogate(log_r(d).exp(), advantage(), **clips)
-    return loss if ceiling is None else losses.dual_clip(loss, advantage(), ceiling=ceiling)
+    return loss if ceiling is None else losses.dual_clipped(loss, advantage(), ceiling=ceiling)
 
 
 def gspo(d: Inputs, clips: dict[str, float]) -> Tensor:
@@ -54,7 +54,7 @@ def gspo(d: Inputs, clips: dict[str, float]) -> Tensor:
 
 def gmpo(d: Inputs) -> Tensor:
     mean = losses.geometric_mean_ratio(log_r(d), advantage(), **d.whole, **HIGH)
-    return losses.geometric_mean_surrogate(log_r(d), advantage(), mean_ratio=mean, **HIGH)
+    return losses.gmpo(log_r(d), advantage(), mean_ratio=mean, **HIGH)
 
 
 def sapo(d: Inputs) -> Tensor:
@@ -94,15 +94,16 @@ def rho(d: Inputs) -> Tensor:
 
 
 def geometric(d: Inputs) -> Tensor:
-    return sequences.means(log_rho(d), **d.whole).exp()[d.rollout]
+    return reductions.means(log_rho(d), **d.whole).exp()[d.rollout]
 
 
 def k3_of_sequence(d: Inputs, *, bound: float, over: str) -> Tensor:
-    return masks.sequence_divergence_mask(masks.k3(log_rho(d)), **d.whole, bound=bound, over=over)
+    statistic = {"mean": reductions.means, "max": reductions.maxima}[over]
+    return (statistic(corrections.k3(log_rho(d)), **d.whole) <= bound)[d.rollout]
 
 
 def k3_with_gradient_of_k2(d: Inputs) -> Tensor:
-    k2, k3 = penalties.k2_divergence(d.logp, d.ref), penalties.k3_divergence(d.logp, d.ref)
+    k2, k3 = losses.k2_divergence(d.logp, d.ref), losses.k3_divergence(d.logp, d.ref)
     return k3.detach() + k2 - k2.detach()
 
 
@@ -120,10 +121,10 @@ COMPOSED: dict[str, Callable[[Inputs], Tensor]] = {
     "verl/dppo_tv": lambda d: tokens(dppo_tv(d), d),
     "verl/clip_cov": lambda d: tokens(clip_cov(d), d),
     "verl/kl_cov": lambda d: tokens(kl_cov(d), d),
-    "verl/kl_kl": lambda d: tokens(penalties.k1_divergence(d.logp, d.ref), d),
-    "verl/kl_abs": lambda d: tokens(penalties.k1_divergence(d.logp, d.ref).abs(), d),
-    "verl/kl_mse": lambda d: tokens(penalties.k2_divergence(d.logp, d.ref), d),
-    "verl/kl_low_var_kl": lambda d: tokens(penalties.k3_divergence(d.logp, d.ref), d),
+    "verl/kl_kl": lambda d: tokens(log_ratio(d.logp, d.ref), d),
+    "verl/kl_abs": lambda d: tokens(log_ratio(d.logp, d.ref).abs(), d),
+    "verl/kl_mse": lambda d: tokens(losses.k2_divergence(d.logp, d.ref), d),
+    "verl/kl_low_var_kl": lambda d: tokens(losses.k3_divergence(d.logp, d.ref), d),
     "verl/kl_k3+": lambda d: tokens(k3_with_gradient_of_k2(d), d),
     "areal/ppo": lambda d: tokens(ppo(d, EVEN), d),
     "areal/ppo_dual_hi0.28_c3": lambda d: tokens(ppo(d, ceiling=3.0), d),
@@ -137,7 +138,7 @@ COMPOSED: dict[str, Callable[[Inputs], Tensor]] = {
     ),
     # Its weight of a sequence is the geometric mean of rho, where ours is the product (row 6) or that of the token.
     "areal/decoupled_sequence_mask_ratio_mean_1.1_0.9": lambda d: tokens(
-        geometric(d) * masks.geometric_mask(log_rho(d), **d.whole, low=0.9, high=1.1) * ppo(d, EVEN), d
+        geometric(d) * corrections.geometric_mask(log_rho(d), **d.whole, low=0.9, high=1.1) * ppo(d, EVEN), d
     ),
     "areal/decoupled_sequence_mask_kl_k3_mean_0.05_None": lambda d: tokens(
         rho(d) * k3_of_sequence(d, bound=0.05, over="mean") * ppo(d, EVEN), d
@@ -154,11 +155,11 @@ COMPOSED: dict[str, Callable[[Inputs], Tensor]] = {
     "trl/loss_cispo": lambda d: tokens(cispo(d, low=1.0, high=4.0), d),  # Its bound of 5 is absolute, ours is 1 + clip_high.
     "trl/loss_sapo": lambda d: rollouts(sapo(d), d),
     "trl/loss_luspo": lambda d: summed(ppo(d), d, length=1),  # Sequence means times lengths: a constant length of 1.
-    "trl/loss_grpo_beta0.1": lambda d: rollouts(ppo(d) + 0.1 * penalties.k3_divergence(d.logp, d.ref), d),
+    "trl/loss_grpo_beta0.1": lambda d: rollouts(ppo(d) + 0.1 * losses.k3_divergence(d.logp, d.ref), d),
     "trl/loss_dapo_delta2": lambda d: tokens(ppo(d, ceiling=2.0), d),  # A ratio of at most 2 is a dual clip at 2.
     "trl/gspo": lambda d: rollouts(gspo(d, HIGH), d),
     "trl/loss_grpo_offpolicymask0.1": lambda d: rollouts(
-        ppo(d) * masks.opsm_mask(-log_r(d), advantage(), **d.whole, bound=0.1), d
+        ppo(d) * corrections.opsm_mask(-log_r(d), advantage(), **d.whole, bound=0.1), d
     ),  # No rollout is that far away.
     "trl/loss_dapo_tis_cap2": lambda d: tokens(corrections.truncated_weight(rho(d), cap=2) * ppo(d), d),
 }
@@ -201,7 +202,7 @@ ARRAYS_PER_ROLLOUT: dict[str, Callable[[Inputs], Tensor]] = {
     "rs_seq_sum_k1_0.5_2.0": lambda d: first_tokens(
         corrections.masked_sequence_weight(log_rho(d), **d.whole, **inverse(low=0.5, high=2.0)) > 0
     ),
-    "rs_seq_mean_k1_0.8_1.25": lambda d: first_tokens(masks.geometric_mask(log_rho(d), **d.whole, **inverse(low=0.8, high=1.25))),
+    "rs_seq_mean_k1_0.8_1.25": lambda d: first_tokens(corrections.geometric_mask(log_rho(d), **d.whole, **inverse(low=0.8, high=1.25))),
     "rs_seq_mean_k3_0.05": lambda d: first_tokens(k3_of_sequence(d, bound=0.05, over="mean")),
     "rs_seq_max_k3_0.5": lambda d: first_tokens(k3_of_sequence(d, bound=0.5, over="max")),
     "adv_grpo": lambda _: rewards(grpo_advantages),
@@ -221,7 +222,7 @@ ARRAYS_PER_TOKEN: dict[str, Callable[[Inputs], Tensor]] = {
     "tis_token_2.0": lambda d: corrections.truncated_weight(rho(d), cap=2.0),
     "icepop_token_0.5_2.0": lambda d: corrections.icepop_weight(rho(d), low=0.5, high=2.0),
     "rs_token_k1_0.5_2.0": lambda d: corrections.masked_weight(rho(d), **inverse(low=0.5, high=2.0)) > 0,
-    "rs_token_k3_0.1": lambda d: masks.k3_mask(log_rho(d), bound=0.1),
+    "rs_token_k3_0.1": lambda d: corrections.k3_mask(log_rho(d), bound=0.1),
 }
 
 

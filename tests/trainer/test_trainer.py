@@ -205,7 +205,7 @@ def test_a_configuration_becomes_a_trainer() -> None:
         None, ["objective.kind=gspo", "correction.weight=tis_sequence", "trainer.updates_per_step=2", "environment.max_tokens=24"]
     )
     ours = trainer_of(config, tiny_model(torch.float32))
-    assert ours.objective.loss.kind == "gspo" and ours.objective.loss.weight == "tis_sequence"
+    assert ours.objective.loss.formula.function == "gspo" and ours.objective.loss.weight == "tis_sequence"
     assert ours.step(batch()).version == 1
 
 

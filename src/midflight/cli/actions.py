@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from midflight.config import Config, load_config
+from midflight.config.formulas import OBJECTIVES
 from midflight.config.memory import model_sizes
 from midflight.config.teacher import check_teacher
 from midflight.errors import ConfigError
@@ -20,10 +22,11 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
     config = load_config(path, _with_folder(overrides, folder))
     model_sizes(config.model)  # a missing model folder is said now, not by a process that started
     check_teacher(config)
+    own_loss = _own_loss(config)
     if dry_run:
         from midflight.cli.dry_run import print_report
 
-        print_report(config)
+        print_report(config, own_loss=own_loss)
         return 0
     _check_engine(config)
     from midflight.run.launcher import launch
@@ -76,6 +79,25 @@ def new_model(folder: Path, overrides: Sequence[str]) -> int:
     if status == 0:
         sys.stdout.write(f"made {folder}; serve it: midflight serve --model {folder}\n")
     return status
+
+
+def _own_loss(config: Config) -> str | None:
+    """What a loss of the user's own says of itself; none if it is one of ours. `ConfigError` where it cannot be trained with.
+
+    It is tried in a process of its own, because this one does without torch. Waits for that: some seconds.
+    """
+    if config.objective.kind in OBJECTIVES:
+        return None
+    command = [sys.executable, "-m", "midflight.trainer.own_loss"]
+    tried = subprocess.run(command, input=config.model_dump_json(), capture_output=True, text=True, check=False)
+    if tried.returncode == 2:
+        raise ConfigError(tried.stdout)
+    if tried.returncode != 0:
+        end = "\n".join(tried.stderr.splitlines()[-5:])
+        raise ConfigError(
+            f"objective.kind is {config.objective.kind!r}, and the process that tried it ended with status {tried.returncode}:\n{end}"
+        )
+    return tried.stdout
 
 
 def _check_engine(config: Config) -> None:

@@ -13,19 +13,27 @@ from rich.text import Text
 from midflight.config import Config
 from midflight.config.checks import notes
 from midflight.config.derived import admission_limit, batch_rollouts, knobs, min_group_size, served_dtype, worst_staleness
+from midflight.config.loss import effective_loss
 from midflight.config.memory import memory_estimate, model_sizes, total_bytes
-from midflight.config.objective import effective_loss
 from midflight.config.placement import core_note, placement
 from midflight.observe.wording import size
 
 
-def print_report(config: Config, console: Console | None = None) -> None:
-    (console or Console()).print(report(config, cores=os.cpu_count() or 1), highlight=False)
+def print_report(config: Config, console: Console | None = None, *, own_loss: str | None = None) -> None:
+    """`own_loss`: what a loss of the user's own says of itself."""
+    (console or Console()).print(report(config, cores=os.cpu_count() or 1, own_loss=own_loss), highlight=False)
 
 
-def report(config: Config, *, cores: int) -> RenderableType:
+def report(config: Config, *, cores: int, own_loss: str | None = None) -> RenderableType:
     """Six tables or lists: run, knobs, batch and staleness, loss, placement, memory; then notes."""
-    parts: list[RenderableType] = [_run(config), _knobs(config), _derived(config), _loss(config), _placement(config), _memory(config)]
+    parts: list[RenderableType] = [
+        _run(config),
+        _knobs(config),
+        _derived(config),
+        _loss(config, own_loss),
+        _placement(config),
+        _memory(config),
+    ]
     remarks = [*notes(config), *filter(None, [core_note(config, cores)])]
     if remarks:
         parts.append(Text("\n".join(f"note: {remark}" for remark in remarks), style="yellow"))
@@ -76,9 +84,9 @@ def _derived(config: Config) -> Table:
     return table
 
 
-def _loss(config: Config) -> Table:
+def _loss(config: Config, own_loss: str | None) -> Table:
     table = _table("effective loss")
-    for line in effective_loss(config):
+    for line in (*effective_loss(config), *filter(None, [own_loss])):
         table.add_row("", Text(line))  # its brackets are no markup
     return table
 

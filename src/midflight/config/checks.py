@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from midflight.config.derived import batch_rollouts, engine_slots, in_flight, served_dtype
-from midflight.config.loss import KINDS, PER_ROLLOUT, CriticSection, loss_contradictions
-from midflight.config.sections import Config
+from midflight.config.formulas import OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
+from midflight.config.loss import formula_of, weight_bounds, weight_of
+from midflight.config.sections import Config, CorrectionSection, CriticSection, ObjectiveSection
+from midflight.entries import ENTRY
 from midflight.types import StalePolicy
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _URL = re.compile(r"https?://[^\s/?#@]+/?")
-_ENTRY = re.compile(r"[\w.]+:\w+")
 
 
 def contradictions(config: Config) -> tuple[str, ...]:
@@ -72,6 +73,55 @@ def _trainer(config: Config) -> Iterator[str]:
         yield 'trainer.compute_dtype = "bfloat16" is for full-precision weights, and model.dtype is "bfloat16"; set model.dtype = "float32" and engine.dtype = "bfloat16"'
 
 
+def loss_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:
+    """One sentence for each pair of options that cannot both hold: above all what would weigh by one ratio twice."""
+    formula, weight = formula_of(objective, correction), correction.weight
+    if formula.form == "bypass" and weight not in (None, "off"):
+        yield (
+            f'objective.kind = "{objective.kind}" with correction.weight = "{weight}" would count the ratio to the behaviour policy twice; '
+            f"remove correction.weight, or choose an objective that takes a weight, such as decoupled_ppo"
+        )
+    for name in OBJECTIVE_OPTIONS:
+        if getattr(objective, name) is not None and name not in formula.all_options:
+            takers = ", ".join(kind for kind, other in OBJECTIVES.items() if name in other.all_options)
+            yield f'objective.{name} ({getattr(objective, name):g}) does nothing with objective.kind = "{objective.kind}"; remove it, or choose one of {takers}'
+    yield from _weight_contradictions(objective, correction)
+    if (demand := formula.demand) is not None and (given := getattr(objective, demand.option)) not in (None, demand.value):
+        yield (
+            f'objective.kind = "{objective.kind}" {demand.why}, so objective.{demand.option} = "{given}" cannot be; '
+            f'set objective.{demand.option} = "{demand.value}"'
+        )
+    yield from _token_contradictions(objective, correction)
+    if objective.proximal == "interpolated" and formula.form == "bypass":
+        yield f'objective.proximal = "interpolated" does nothing with objective.kind = "{objective.kind}", which has no proximal policy; remove it'
+
+
+def _token_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:
+    if objective.advantage != "gae":
+        return
+    if formula_of(objective, correction).is_per_rollout:
+        yield f'objective.kind = "{objective.kind}" takes one advantage for a whole rollout, and objective.advantage = "gae" gives one to each token; change one'
+    if correction.opsm is not None:
+        yield f'correction.opsm ({correction.opsm:g}) goes by the sign of a whole rollout\'s advantage, and objective.advantage = "gae" gives one to each token; remove it'
+
+
+def _weight_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:
+    weight = weight_of(objective, correction)
+    for name in WEIGHT_OPTIONS:
+        if getattr(correction, name) is not None and name not in WEIGHTS[weight].options:
+            yield f'correction.{name} ({getattr(correction, name):g}) does nothing with the weight "{weight}"; remove it, or set correction.weight'
+    if correction.self_normalised and weight == "off":
+        yield "correction.self_normalised does nothing without a weight; remove it, or set correction.weight"
+    bounds = weight_bounds(weight, correction)
+    for name, (below, above) in {
+        "low": (bounds.get("low"), bounds.get("high")),
+        "geometric_low": (correction.geometric_low, correction.geometric_high),
+        "veto_low": (correction.veto_low, correction.veto_high),
+    }.items():
+        if below is not None and above is not None and below >= above:
+            yield f"correction.{name} ({below:g}) must be less than its upper bound ({above:g})"
+
+
 def _critic(config: Config) -> Iterator[str]:
     advantage = config.objective.advantage
     if advantage == "gae":
@@ -97,7 +147,7 @@ def _distillation(config: Config) -> Iterator[str]:
         yield "distillation.rewards = false without distillation.teacher leaves nothing to learn from; name a teacher, or remove it"
     if not d.rewards and d.teacher is not None and d.weight == 0:
         yield "distillation.rewards = false with distillation.weight = 0 leaves nothing to learn from; raise the weight"
-    if d.teacher is not None and config.objective.kind in PER_ROLLOUT:
+    if d.teacher is not None and formula_of(config.objective, config.correction).is_per_rollout:
         yield (
             f'objective.kind = "{config.objective.kind}" takes one advantage for a whole rollout, and distillation.teacher gives one to each token; '
             f"choose another objective, or remove the teacher"
@@ -132,7 +182,7 @@ def _places(config: Config) -> Iterator[str]:
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if not _DEVICE.fullmatch(device):
             yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"
-    if not _ENTRY.fullmatch(config.environment.entry):
+    if not ENTRY.fullmatch(config.environment.entry):
         yield f"environment.entry must be 'module:function', got {config.environment.entry!r}"
     if not config.environment.sources:
         yield "environment.sources is empty, so there is nothing to train on; add an [[environment.sources]] with a dataset"
@@ -158,7 +208,7 @@ def _notes(config: Config) -> Iterator[str]:
         yield f"rollout.stale_policy = {r.stale_policy.value} is biased: long answers lose credit or are drawn less often."
     if r.stale_policy is StalePolicy.DROP:
         yield "rollout.stale_policy = drop shortens what is trained: slow, long answers are dropped most."
-    if config.correction.weight == "off" and KINDS[config.objective.kind].form == "decoupled" and r.max_staleness > 0:
+    if config.correction.weight == "off" and formula_of(config.objective, config.correction).form == "decoupled" and r.max_staleness > 0:
         yield 'correction.weight = "off" trains tokens of older policies as if they were fresh: nothing corrects for their age.'
     if in_flight(r) < batch_rollouts(r):
         yield f"rollout.max_in_flight ({in_flight(r)}) is less than one batch ({batch_rollouts(r)} rollouts): a step waits for several waves."

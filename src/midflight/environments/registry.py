@@ -6,15 +6,12 @@ called like one. The decorator `environment` checks that where it is written, an
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, overload
 
-from midflight.errors import ConfigError, nearest
+from midflight.entries import load_entry
+from midflight.errors import ConfigError
 from midflight.types import Task
 
 if TYPE_CHECKING:
@@ -54,34 +51,9 @@ def environment_name(found: Environment) -> str:
 
 def load_environment(entry: str) -> Environment:
     """The environment at `module:function`. The current folder is searched too. `ConfigError` says what is wrong and how to mend it."""
-    module_name, separator, attribute = entry.partition(":")
-    if not (module_name and separator and attribute):
-        raise ConfigError(
-            f"environment.entry is {entry!r}, expected `module:function`, such as 'midflight.environments.single_turn:answer'."
-        )
-    module = _import(module_name, entry)
-    try:
-        found = getattr(module, attribute)
-    except AttributeError:
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ConfigError(f"environment.entry is {entry!r}, but {module_name} has no {attribute!r}.{nearest(attribute, known)}") from None
+    found = load_entry(entry, option="environment.entry", such_as="midflight.environments.single_turn:answer")
     _check_shape(found, entry)
     return cast(Environment, found() if inspect.isclass(found) else found)
-
-
-def _import(module_name: str, entry: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
-        if missing:
-            remedy = f"there is no module {cast(ModuleNotFoundError, error).name!r} here or among the installed packages; check the spelling, or run from its folder"
-        else:
-            remedy = f"importing {module_name} failed with {type(error).__name__}: {error}; mend that module first"
-        raise ConfigError(f"environment.entry is {entry!r}: {remedy}.") from error
 
 
 def _check_shape(found: object, where: str) -> None:

@@ -8,16 +8,12 @@ from transformers import PreTrainedModel
 from midflight.config.sections import Config
 from midflight.trainer.critic import Valuation
 from midflight.trainer.model.ranks import Ranks
-from midflight.trainer.objective import Objective
 from midflight.trainer.optimizer import Adam
+from midflight.trainer.own_loss import objective_of
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring
 from midflight.trainer.trainer import Scale, Trainer
 from midflight.types import Version
-
-
-def objective_of(config: Config) -> Objective:
-    return Objective.of(config.objective, config.correction, constant_length=config.environment.max_tokens)
 
 
 def trainer_of(
@@ -37,7 +33,7 @@ def trainer_of(
             counts_rewards=config.distillation.teacher is None or config.distillation.rewards,
         ),
         schedule=Schedule(kind=section.schedule, warmup_steps=section.warmup_steps, total_steps=config.run.steps),
-        adam=Adam(section.learning_rate, (section.beta1, section.beta2), section.weight_decay, section.max_grad_norm),
+        adam=Adam(section.learning_rate, weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm),
         scale=Scale(
             micro_batch_tokens=section.micro_batch_tokens,
             compute_dtype=torch.bfloat16 if section.compute_dtype == "bfloat16" else None,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError
-from midflight.trainer.formulas import reductions, sequences
+from midflight.trainer.formulas import reductions
 from midflight.trainer.formulas.advantages import batch_normalised, gae
-from midflight.trainer.formulas.penalties import value_loss
+from midflight.trainer.formulas.losses import value_loss
 from midflight.trainer.model.microbatch import Index, MicroBatch
 from midflight.trainer.model.passes import Passes
 from midflight.trainer.model.policy import Reader, Scores
@@ -128,7 +128,7 @@ class Critic:
 def _at_the_end(tokens: StepTokens) -> Float[Tensor, " K"]:
     """The reward of each rollout at the last of its tokens, 0 at the others."""
     order = torch.arange(tokens.num_tokens, device=tokens.rollout.device).double()
-    last = sequences.maxima(order, tokens.rollout, num_sequences=tokens.num_rollouts)[tokens.rollout]
+    last = reductions.maxima(order, tokens.rollout, num_sequences=tokens.num_rollouts)[tokens.rollout]
     return tokens.advantage * (order == last)
 
 

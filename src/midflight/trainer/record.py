@@ -47,8 +47,7 @@ class Record:
     def note(self, at: Int[Tensor, " k"], factors: Factors, found: TokenLosses, known: Known, objective: Objective) -> None:
         """The readings of a micro-batch. A bypass objective's weight is the ratio itself."""
         weight = log_ratio(factors.proximal, known.behaviour).exp() if objective.loss.is_bypass else factors.weight
-        below, above = objective.clipped(found.log_clip_ratio, known.advantage)
-        lines = [factors.proximal, known.now, weight, below, above, *(factors.masked[name] for name in self.masks)]
+        lines = [factors.proximal, known.now, weight, found.below, found.above, *(factors.masked[name] for name in self.masks)]
         self.readings[:, at] = torch.stack([line.double() for line in lines])
 
     def gather(self, where: Int[Tensor, " k"], ranks: Ranks) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,16 +12,9 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midflight.config.loss import Advantage
+from midflight.config.formulas import ADVANTAGES, Advantage
 from midflight.errors import RunFailed
-from midflight.trainer.formulas.advantages import (
-    dr_grpo_advantages,
-    grpo_advantages,
-    overlong_penalty,
-    reinforce_pp_advantages,
-    rloo_advantages,
-)
-from midflight.trainer.formulas.penalties import distillation_advantage
+from midflight.trainer.formulas import advantages
 from midflight.trainer.model.microbatch import Index, Predictions, on_device, predictions_of
 from midflight.trainer.model.shift import shift
 from midflight.types import PackedBatch, Reason, Version
@@ -70,22 +63,11 @@ class Scoring:
 
     def advantages(self, rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"], *, lengths: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
         """Per rollout, in float64; `lengths` in generated tokens."""
-        shaped = rewards + overlong_penalty(lengths, max_length=self.max_length, buffer=self.overlong_buffer, penalty=self.overlong_penalty)
-        return _ADVANTAGES[self.advantage](shaped, groups)
-
-
-def _as_they_are(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
-    """A critic makes advantages of them, per token (`trainer.critic`)."""
-    return rewards
-
-
-_ADVANTAGES = {
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "rloo": rloo_advantages,
-    "reinforce_pp": reinforce_pp_advantages,
-    "gae": _as_they_are,
-}
+        penalty = advantages.overlong_penalty(
+            lengths, max_length=self.max_length, buffer=self.overlong_buffer, penalty=self.overlong_penalty
+        )
+        compared: Callable[[Tensor, Tensor], Tensor] = getattr(advantages, ADVANTAGES[self.advantage].function)
+        return compared(rewards + penalty, groups)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +80,7 @@ class StepTokens:
     age: Int[Tensor, " K"]
     """Version that begins the step minus version that sampled."""
     has_older_keys: Bool[Tensor, " K"]
-    """Some key that the token attended to when it was sampled was of an older version than the token (DECISIONS 5)."""
+    """Some key that the token attended to when it was sampled was of an older version than the token."""
     rollout: Int[Tensor, " K"]
     group: Index
     """[K]"""
@@ -154,9 +136,9 @@ def check_staleness(batch: PackedBatch, *, max_staleness: int) -> None:
 def _token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
     """[N - R], shifted: the rollout's advantage on each of its tokens, and what the teacher thinks of that token."""
     rollout = shift(rollout_of_token, batch.row_offsets)
-    advantages = _advantages(batch, scoring, rollout_of_token)[rollout] if scoring.counts_rewards else np.zeros(len(rollout))
+    of_rewards = _advantages(batch, scoring, rollout_of_token)[rollout] if scoring.counts_rewards else np.zeros(len(rollout))
     if not scoring.teacher_weight:
-        return advantages
+        return of_rewards
     if batch.teacher_logprobs is None:
         raise RunFailed(
             f"the batch of version {batch.train_version} has no log-probabilities of a teacher, and distillation.weight is "
@@ -165,7 +147,7 @@ def _token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: In
     teacher, behaviour = (
         torch.from_numpy(shift(values, batch.row_offsets).astype(np.float64)) for values in (batch.teacher_logprobs, batch.logprobs)
     )
-    return advantages + scoring.teacher_weight * distillation_advantage(teacher, behaviour).numpy()
+    return of_rewards + scoring.teacher_weight * advantages.distillation_advantage(teacher, behaviour).numpy()
 
 
 def _advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
@@ -177,9 +159,9 @@ def _advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -
         torch.from_numpy(batch.rollout_group[scored].astype(np.int64)),
         lengths=torch.from_numpy(lengths),
     )
-    advantages = np.zeros(len(batch.rewards), np.float64)
-    advantages[scored] = found.numpy()
-    return advantages
+    of_rollouts = np.zeros(len(batch.rewards), np.float64)
+    of_rollouts[scored] = found.numpy()
+    return of_rollouts
 
 
 def _is_logprob(values: NDArray[np.float32]) -> NDArray[np.bool_]:

@@ -194,7 +194,7 @@ class Trainer:
         if update.proximal is None:
             return None
         now = update.proximal
-        if self.objective.loss.looks_beyond and update.progress > 0:
+        if self.objective.looks_beyond and update.progress > 0:
             now = self._passes_of_policy.scores(update.tokens.predictions, update.chosen)
         where = update.where
         return self.objective.factors(update.known(now[where], update.proximal[where], where), progress=update.progress)

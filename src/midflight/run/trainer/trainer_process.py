@@ -31,6 +31,7 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.checkpoint import latest_checkpoint, version_of
 from midflight.trainer.configure import trainer_of
 from midflight.trainer.model.ranks import Ranks, join
+from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import Trainer
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.publish import Publisher
@@ -73,6 +74,7 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     if spec.rank > 0:
         await follow(partial(_follower, config, spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
         return
+    await asyncio.to_thread(objective_of, config)  # a loss of the user's own that cannot be trained with is told before anything is made
     run = Path(config.run.folder)
     checkpoint = latest_checkpoint(run / "checkpoints") if spec.resume else None
     model = await _first(config, launcher) if checkpoint is None else await asyncio.to_thread(_started, config)

@@ -23,6 +23,8 @@ from midflight.types import GenerateRequest, SamplingParams, Task
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
 
+BATCH = 64
+"""Examples of one step."""
 EVALUATED_TASKS = 256
 """Held-out tasks of the first source that the accuracy is taken on: a standard error of at most 0.03."""
 
@@ -43,7 +45,7 @@ async def warm_start(
     examples = _examples(tokenizer, sources, seed=config.run.seed)
     for step in range(1, section.max_steps + 1):
         try:
-            loss = await asyncio.to_thread(trainer.step, [next(examples) for _ in range(section.batch)])
+            loss = await asyncio.to_thread(trainer.step, [next(examples) for _ in range(BATCH)])
         except StepSkipped:
             loss = None  # it costs the step: the weights are as they were
         accuracy = None

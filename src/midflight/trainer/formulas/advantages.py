@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from midflight.trainer.formulas import sequences
+from midflight.trainer.formulas import reductions
+from midflight.trainer.formulas.corrections import log_ratio
 
 
 def dr_grpo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
@@ -60,6 +61,11 @@ def reinforce_pp_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " 
     return batch_normalised(dr_grpo_advantages(rewards, groups), counted=rewards.isfinite())
 
 
+def rewards_as_they_are(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """For a critic, which makes an advantage of each token from them: nothing is compared within groups."""
+    return rewards
+
+
 def batch_normalised(values: Float[Tensor, " N"], *, counted: Bool[Tensor, " N"] | None = None) -> Float[Tensor, " N"]:
     """Values minus their mean, in deviations: (x - mean) / (std + 1e-8), where std uses n - 1; 0 for what is not counted.
 
@@ -90,7 +96,7 @@ def gae(
     t + 1 is the next of them, whatever a tool wrote between. A rollout ends after its last one, where V and A are 0.
     A rollout with a reward that is not finite has advantage 0, and its values for returns.
     """
-    scored = sequences.sums((~rewards.isfinite()).to(values.dtype), sequence, num_sequences=num_sequences)[sequence] == 0
+    scored = reductions.sums((~rewards.isfinite()).to(values.dtype), sequence, num_sequences=num_sequences)[sequence] == 0
     rank = _ranks(sequence, position, num_sequences=num_sequences)
     ahead = torch.zeros(2, num_sequences, dtype=values.dtype, device=values.device)  # V and A of the step after this one.
     advantages = torch.zeros_like(values)
@@ -116,11 +122,19 @@ def overlong_penalty(lengths: Int[Tensor, " M"], *, max_length: int, buffer: int
     return -(excess / buffer).clamp(0, 1) * penalty
 
 
+def distillation_advantage(teacher: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """A_t = log teacher - log behaviour on the student's own tokens: its policy gradient lowers KL(student, teacher), token by token.
+
+    On-policy distillation (2306.13649 with reverse KL), with no discount over later tokens. In nats, clamped to +-20.
+    """
+    return log_ratio(teacher, behaviour).detach()
+
+
 def _ranks(sequence: Int[Tensor, " T"], position: Int[Tensor, " T"], *, num_sequences: int) -> Int[Tensor, " T"]:
     """How many tokens of its own rollout come before each token."""
     by_position = position.argsort(stable=True)
     order = by_position[sequence[by_position].argsort(stable=True)]
-    lengths = sequences.counts(sequence, num_sequences=num_sequences)
+    lengths = reductions.counts(sequence, num_sequences=num_sequences)
     starts = (lengths.cumsum(0) - lengths)[sequence[order]]
     ranks = torch.empty_like(sequence)
     ranks[order] = torch.arange(len(sequence), device=sequence.device) - starts

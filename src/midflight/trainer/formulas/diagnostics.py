@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from midflight.trainer.formulas import masks
+from midflight.trainer.formulas import corrections
 from midflight.trainer.formulas.corrections import MAX_LOG_RATIO
 
 
@@ -49,7 +49,7 @@ def k1(log_rho: Float[Tensor, " T"]) -> Float[Tensor, ""]:
 
 def k3(log_rho: Float[Tensor, " T"]) -> Float[Tensor, ""]:
     """Mean of rho - 1 - log rho: the same divergence, unbiased, never negative, of less variance. Schulman 2020."""
-    return masks.k3(log_rho).mean()
+    return corrections.k3(log_rho).mean()
 
 
 def chi2(log_rho: Float[Tensor, " T"]) -> Float[Tensor, ""]:

@@ -1,7 +1,10 @@
-"""Objectives per token, as losses to minimise. What ratio they get decides whether they are bypass or decoupled.
+"""Objectives per token, as losses to minimise. `config.formulas.KINDS` has a row for each, which says what ratio it gets.
 
 `policy` is log pi_theta. It, and ratios made of it, carry the gradient; all else is a constant. R = pi_theta / behaviour,
 r = pi_theta / proximal. Bounds `clip_low` and `clip_high` say how far a ratio may be from 1, except in GMPO.
+
+A parameter is given what its name says: `objective.call` has the names. Beside some objectives stands a function that says
+where its clip takes the gradient away, below and above.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from midflight.trainer.formulas import sequences
+from midflight.trainer.formulas import corrections, reductions
+
+Clipped = tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]
+"""Below and above."""
 
 
 def clipped_surrogate(
@@ -28,7 +34,15 @@ def clipped_surrogate(
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 
-def dual_clip(loss: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, ceiling: float) -> Float[Tensor, " T"]:
+def ppo(
+    ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Float[Tensor, " T"]:
+    """`clipped_surrogate`, and `dual_clipped` where a ceiling is given."""
+    loss = clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
+    return loss if dual_clip is None else dual_clipped(loss, advantage, ceiling=dual_clip)
+
+
+def dual_clipped(loss: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, ceiling: float) -> Float[Tensor, " T"]:
     """Bounds a clipped surrogate from above where the advantage is negative.
 
         L_t = min(L_t, -c A_t) where A_t < 0
@@ -39,14 +53,14 @@ def dual_clip(loss: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, ceil
     return torch.where(advantage < 0, torch.minimum(loss, -ceiling * advantage), loss)
 
 
-def clipped_below(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float) -> Bool[Tensor, " T"]:
-    """Where the lower clip takes the gradient away: A < 0 and r < 1 - clip_low."""
-    return (advantage < 0) & (ratio < 1 - clip_low)
-
-
-def clipped_above(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_high: float) -> Bool[Tensor, " T"]:
-    """Where the upper clip takes the gradient away: A > 0 and r > 1 + clip_high."""
-    return (advantage > 0) & (ratio > 1 + clip_high)
+def clipped(
+    ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Clipped:
+    """Where `ppo` is clipped: below A < 0 and r < 1 - clip_low; above A > 0 and r > 1 + clip_high, or A < 0 and r > dual_clip."""
+    above = (advantage > 0) & (ratio > 1 + clip_high)
+    if dual_clip is not None:
+        above |= (advantage < 0) & (ratio > dual_clip)
+    return (advantage < 0) & (ratio < 1 - clip_low), above
 
 
 def cispo(
@@ -75,6 +89,11 @@ def rollout_is(
     return -torch.where(inside, ratio, 0.0) * advantage * policy
 
 
+def outside(ratio: Float[Tensor, " T"], *, clip_low: float, clip_high: float) -> Clipped:
+    """Where `rollout_is` leaves a token out, whichever way its advantage points."""
+    return ratio <= 1 - clip_low, ratio >= 1 + clip_high
+
+
 def sapo(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, tau_positive: float, tau_negative: float) -> Float[Tensor, " T"]:
     """A soft gate in place of the clip.
 
@@ -89,7 +108,7 @@ def sapo(ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, tau_posi
 
 def sequence_log_ratio(log_ratio: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int) -> Float[Tensor, " T"]:
     """log of GSPO's ratio, mean log r over the whole rollout that a token is of, without gradient. 2507.18071, eq. 7."""
-    return sequences.means(log_ratio.detach(), sequence, num_sequences=num_sequences)[sequence]
+    return reductions.means(log_ratio.detach(), sequence, num_sequences=num_sequences)[sequence]
 
 
 def attached_ratio(policy: Float[Tensor, " T"], sequence_log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
@@ -97,9 +116,25 @@ def attached_ratio(policy: Float[Tensor, " T"], sequence_log_ratio: Float[Tensor
 
         s_t = sg(s) pi_theta / sg(pi_theta),  s = exp(sequence_log_ratio)
 
-    GSPO-token (2507.18071), eq. 14. GSPO is `clipped_surrogate` of it, averaged per rollout; usual clips 3e-4 and 4e-4.
+    GSPO-token (2507.18071), eq. 14.
     """
     return sequence_log_ratio.detach().exp() * (policy - policy.detach()).exp()
+
+
+def gspo(
+    policy: Float[Tensor, " T"],
+    advantage: Float[Tensor, " T"],
+    *,
+    sequence_log_ratio: Float[Tensor, " T"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Tensor, " T"]:
+    """`clipped_surrogate` of the `attached_ratio`, for a mean over each rollout; usual clips 3e-4 and 4e-4. GSPO (2507.18071)."""
+    return clipped_surrogate(attached_ratio(policy, sequence_log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
+
+
+def gspo_clipped(sequence_log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float) -> Clipped:
+    return clipped(sequence_log_ratio.exp(), advantage, clip_low=clip_low, clip_high=clip_high)
 
 
 def geometric_mean_ratio(
@@ -116,10 +151,10 @@ def geometric_mean_ratio(
     Each log r is clipped to [-clip_low, clip_high] on the pessimistic side only, before the mean. GMPO (2507.20673).
     """
     clipped = _clip_logarithm(log_ratio.detach(), advantage, clip_low=clip_low, clip_high=clip_high)
-    return sequences.means(clipped, sequence, num_sequences=num_sequences).exp()[sequence]
+    return reductions.means(clipped, sequence, num_sequences=num_sequences).exp()[sequence]
 
 
-def geometric_mean_surrogate(
+def gmpo(
     log_ratio: Float[Tensor, " T"],
     advantage: Float[Tensor, " T"],
     *,
@@ -136,6 +171,10 @@ def geometric_mean_surrogate(
     """
     clipped = _clip_logarithm(log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)
     return -mean_ratio.detach() * (clipped - clipped.detach()).exp() * advantage
+
+
+def gmpo_clipped(log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, clip_low: float, clip_high: float) -> Clipped:
+    return clipped(1 + log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)  # its bounds are of the logarithm
 
 
 def _clip_logarithm(
@@ -224,3 +263,45 @@ def kl_cov(
     `log_ratio` is log r with its gradient; usual penalty beta 1.
     """
     return -log_ratio.exp() * advantage + torch.where(selected, penalty * log_ratio.abs(), 0.0)
+
+
+# --- What is added to a surrogate ------------------------------------------------------------------------------------
+#
+# Divergences estimate KL(policy, reference) on tokens that the policy sampled. They carry the gradient of `policy`, never of `reference`.
+
+
+def k2_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Half the square of k1: a biased value, and on policy the right gradient. Schulman 2020."""
+    return corrections.log_ratio(policy, reference) ** 2 / 2
+
+
+def k3_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """exp(-k1) - 1 + k1: an unbiased value, never negative. Schulman 2020; GRPO (2402.03300), eq. 4. Its gradient is that of
+    KL(reference, policy)."""
+    found = corrections.log_ratio(policy, reference)
+    return (-found).exp() - 1 + found
+
+
+def unbiased_divergence(
+    policy: Float[Tensor, " T"], reference: Float[Tensor, " T"], *, behaviour: Float[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """k3 weighted by R = pi_theta / behaviour, whose gradient counts too: value and gradient are unbiased, off policy as well.
+
+        R_t k3(pi_theta, pi_ref)
+
+    DeepSeek-V3.2 (2512.02556), eq. 7.
+    """
+    return corrections.log_ratio(policy, behaviour).exp() * k3_divergence(policy, reference)
+
+
+def value_loss(
+    value: Float[Tensor, " T"], old_value: Float[Tensor, " T"], returns: Float[Tensor, " T"], *, clip: float
+) -> Float[Tensor, " T"]:
+    """A critic's squared error, clipped to stay near the value that began the step.
+
+        L_t = max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2
+
+    As in the implementation of PPO by its authors; `returns` G from `gae`.
+    """
+    near = old_value + (value - old_value).clamp(-clip, clip)
+    return torch.maximum((value - returns) ** 2, (near - returns) ** 2) / 2

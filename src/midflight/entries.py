@@ -1,0 +1,42 @@
+"""Finding what a configuration names as `module:name`: a user's environment, a user's loss."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from midflight.errors import ConfigError, nearest
+
+ENTRY = re.compile(r"[\w.]+:\w+")
+
+
+def load_entry(entry: str, *, option: str, such_as: str) -> object:
+    """What is at `module:name`. The current folder is searched too. `ConfigError` names the option and says how to mend it."""
+    module_name, separator, attribute = entry.partition(":")
+    if not (module_name and separator and attribute):
+        raise ConfigError(f"{option} is {entry!r}, expected `module:function`, such as {such_as!r}.")
+    module = _import(module_name, f"{option} is {entry!r}")
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ConfigError(f"{option} is {entry!r}, but {module_name} has no {attribute!r}.{nearest(attribute, known)}") from None
+
+
+def _import(module_name: str, said: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        if missing:
+            remedy = f"there is no module {cast(ModuleNotFoundError, error).name!r} here or among the installed packages; check the spelling, or run from its folder"
+        else:
+            remedy = f"importing {module_name} failed with {type(error).__name__}: {error}; mend that module first"
+        raise ConfigError(f"{said}: {remedy}.") from error
