@@ -8,7 +8,7 @@ import numpy as np
 
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.types import Feature, GenerateRequest, Int32, SamplingParams
-from midflight.types.sampling import MAX_BIASES, RANGED
+from midflight.types.sampling import MAX_BIASES, RANGED, ranged_values
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
@@ -56,9 +56,9 @@ def check_features(sampling: SamplingParams, features: frozenset[Feature], *, en
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Every limit is checked here once, so that the sampler may trust its numbers."""
-    for p, bounds in RANGED:
-        value = getattr(sampling, p.name)
-        _require(p.default is None if value is None else bounds.holds(value), p.name, value, f"a number {bounds}")
+    for (p, bounds), value in zip(RANGED, ranged_values(sampling), strict=True):
+        if value != p.default and (value is None or not bounds.holds(value)):
+            raise _refused(p.name, value, f"a number {bounds}")
     s = sampling
     _require(s.min_tokens <= s.max_tokens, "min_tokens", s.min_tokens, f"an integer from 0 to max_tokens ({s.max_tokens})")
     _require(len(s.logit_bias) <= MAX_BIASES, "logit_bias", f"{len(s.logit_bias)} ids", f"at most {MAX_BIASES} ids")
@@ -68,7 +68,11 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 def _require(holds: bool, param: str, value: object, expected: str) -> None:
     if not holds:
-        raise RequestRejected(f"sampling: {param} is {value!r}. Send {expected}.", param=param)
+        raise _refused(param, value, expected)
+
+
+def _refused(param: str, value: object, expected: str) -> RequestRejected:
+    return RequestRejected(f"sampling: {param} is {value!r}. Send {expected}.", param=param)
 
 
 def _check_ids(param: str, ids: tuple[int, ...], vocab_size: int) -> None:

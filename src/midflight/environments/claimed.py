@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 MAX_REMEMBERED = 10_000
-"""Ended claims whose reward is still known, so that a worker may send it again; a worker that is later than that is told so."""
+"""How many ended claims are remembered with their rewards, so that a worker may send a reward again. Later it gets an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class Board:
     """What is offered and what is claimed. Synchronous; it never waits.
 
     An offer is claimed once. If its worker dies it ends with the rollout's deadline, and a further attempt is a new offer.
-    Bounded by the rollouts in flight, whose number admission limits.
+    It holds at most the rollouts in flight, which admission limits.
     """
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class Board:
         self._wake()
 
     def claim(self, most: int) -> list[Offer]:
-        """The oldest offers, `most` at most; they are the caller's from now on."""
+        """The oldest offers, `most` at most. From now on they belong to the caller."""
         taken = [self._offered.popitem(last=False)[1] for _ in range(min(most, len(self._offered)))]
         self._claimed.update((offer.session_id, offer) for offer in taken)
         return taken
 
     def score(self, session_id: str, reward: float | None) -> None:
-        """The worker's last word: its rollout ends. `SessionClosed` when the rollout has ended without it, by its deadline."""
+        """Gives the worker's reward, which ends its rollout. `SessionClosed` if the deadline has ended the rollout before."""
         given = self._reward(session_id)
         if given is None:
             raise UnknownSession(f"scoring {session_id[:80]!r}: no worker has claimed it; claim it first.")
@@ -74,14 +74,14 @@ class Board:
             raise RewardFixed(f"scoring session {session_id}: its reward is {given.result()} already; a reward is given once.")
 
     def give_up(self, session_id: str) -> float | None:
-        """The worker wants no more of it: the rollout ends with None, unless it has a reward, which is returned."""
+        """Ends a rollout that its worker gives up, with no reward. If it has one already, this is returned."""
         given = self._reward(session_id)
         if given is not None and not given.done():
             given.set_result(None)
         return None if given is None or given.cancelled() else given.result()
 
     def withdraw(self, offer: Offer) -> None:
-        """The rollout has ended, however that was."""
+        """Takes back the offer of a rollout that has ended, for whatever reason."""
         offer.reward.cancel()
         self._offered.pop(offer.session_id, None)
         self._claimed.pop(offer.session_id, None)
@@ -90,18 +90,18 @@ class Board:
             self._ended.popitem(last=False)
 
     def _reward(self, session_id: str) -> asyncio.Future[float | None] | None:
-        """Of what was claimed or has ended. Cancelled: it ended without one."""
+        """The reward of a rollout that was claimed or has ended; a cancelled future if it ended without one."""
         offer = self._claimed.get(session_id)
         return self._ended.get(session_id) if offer is None else offer.reward
 
     def changed(self) -> asyncio.Future[None]:
-        """Done at the next offer; for one waiter, first come first served."""
+        """A future that is done at the next offer. Each offer wakes one waiter, the longest waiting first."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting = [*(w for w in self._waiting if not w.done()), waiter]
         return waiter
 
     def pass_on(self) -> None:
-        """A waiter leaves: if it was woken and took nothing, what woke it is for the next."""
+        """Called by a waiter that leaves: if offers are left, the next waiter is woken."""
         if self._offered:
             self._wake()
 
@@ -113,7 +113,7 @@ class Board:
 
 
 async def claims(board: Board, *, most: int, wait_seconds: float) -> list[Offer]:
-    """Waits for at least one offer; ended by it, by the time (then the list is empty), or by the worker who goes."""
+    """Waits for at least one offer; ended by it, by the time (then the list is empty), or by cancellation when the worker disconnects."""
     try:
         async with asyncio.timeout(wait_seconds):
             while not (taken := board.claim(most)):
@@ -132,7 +132,7 @@ class Claimed:
         self.board = Board()
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | None:
-        """Waits for a worker's reward; ended by it, or by the rollout's deadline."""
+        """Offers the task and waits for a worker's reward; ended by it, or by the rollout's deadline."""
         offer = Offer(task, client.api_key.partition(".")[0], client.api_key, asyncio.get_running_loop().create_future())
         self.board.offer(offer)
         try:

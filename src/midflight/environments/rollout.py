@@ -66,7 +66,7 @@ class RolloutRunner:
     ) -> None:
         """`paused_seconds` is the time generation has stood paused since some fixed instant, a pause going on now included.
 
-        `client_for` builds the agent's client for a session; who injects it owns and closes its connections.
+        `client_for` builds the agent's client for a session; the caller owns and closes its connections.
         `tracked=False` is evaluation: `fates` hears nothing of it.
         """
         self._sessions = sessions
@@ -257,7 +257,7 @@ class GroupRunner:
 
 
 LOGGERS = ("httpx", "httpx2", "openai._base_client")
-"""They log the address of every request once somebody turns logging on, and addresses of sessions hold their secrets."""
+"""Loggers that write the address of every request once logging is on. The address of a session holds its secret."""
 _SECRET = re.compile(r"(/s/[^/.\s]+\.)[^/\s]+")
 
 
@@ -275,13 +275,13 @@ _hide = HideSecrets()
 
 
 def hide_secrets() -> None:
-    """In the logs of the clients' libraries, from now on. Idempotent."""
+    """Hides them in the logs of the clients' libraries from now on. May be called again."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_hide)
 
 
 class SharedClients:
-    """Makes the client of a session; an async context manager that closes the pool. Until then clients cost nothing to drop.
+    """Makes the client of a session; an async context manager that closes the pool. Clients need not be closed.
 
     Proxies of the surroundings are not used: the gateway is ours. Requests have no deadline of their own, because a paused
     gateway may keep them waiting; the rollout has one. There may be as many connections as rollouts, which are bounded.

@@ -180,6 +180,8 @@ FEATURED: Final = tuple(p for p in PARAMETERS.values() if p.feature is not None)
 """Those that not every engine can do."""
 
 
+ranged_values = attrgetter(*(p.name for p, _ in RANGED))
+"""Their values, in the same order."""
 _reshaping = attrgetter(*(p.name for p in PARAMETERS.values() if p.reshapes))
 _RESHAPES_NOT: Final = tuple(p.default for p in PARAMETERS.values() if p.reshapes)
 _featured = attrgetter(*(p.name for p in FEATURED))
