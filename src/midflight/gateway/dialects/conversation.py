@@ -13,7 +13,7 @@ from midflight.types import Json
 
 
 def assistant(content: str, *, reasoning: str = "", calls: Sequence[Json] = ()) -> dict[str, Json]:
-    """What the model said; what it did not say is not there."""
+    """A message of the model. What it did not say has no field."""
     message: dict[str, Json] = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -31,7 +31,7 @@ def tool_result(content: str, *, call_id: str) -> dict[str, Json]:
 
 
 def arguments_text(value: JsonValue, param: str) -> str:
-    """JSON text of an object, as it was sent; an object is written as one, and an empty text is no arguments."""
+    """The arguments of a call as JSON text. A text that was sent is kept as it is; an empty one means no arguments."""
     if value == "":
         return "{}"
     try:
@@ -53,7 +53,7 @@ def text_of(block: Mapping[str, JsonValue], name: str, param: str) -> str:
 
 
 def filled(value: JsonValue, param: str) -> str:
-    """A text that says something, as names and ids must."""
+    """A text that is not empty, as names and ids must be."""
     if not isinstance(value, str) or not value:
         raise RequestRejected(f"{param} is {value!r:.80}: send a text that is not empty.", param=param)
     return value

@@ -26,7 +26,7 @@ HARMLESS: Mapping[str, str] = {
     "parallel_tool_calls": "says nothing where no tools are given",
     "prediction": "a hint for speed",
 }
-"""Accepted and ignored, with the reason: they do not change which tokens are sampled."""
+"""Fields that are accepted and ignored, each with the reason: they do not change which tokens are sampled."""
 
 NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "length_penalty": (1,),
@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "bad_words": ([],),
     "priority": (0,),
 }
-"""Known fields with the values that say nothing; any other value would be a promise that is not kept."""
+"""Known fields, each with the values that ask for nothing. Any other value is refused, because the gateway could not do what it asks."""
 
 REMEDIES: Mapping[str, str] = {
     "functions": "send `tools` instead",
@@ -65,17 +65,17 @@ REMEDIES: Mapping[str, str] = {
     "web_search_options": "give the model a tool of your own that searches",
     "verbosity": "ask for short or long answers in the messages",
 }
-"""What to do instead of a field that is refused, where there is something."""
+"""What to do instead of sending a field that is refused."""
 
 
 MAX_STOPS = 16
-"""Stop strings of one request: each token is compared with all of them."""
+"""Stop strings of one request, at most: each token is compared with all of them."""
 
 MAX_VALUES = 2**20
-"""Values in one body, such as the ids of prompts: they are read in a few tenths of a second, in which nothing else happens."""
+"""Values in one body, such as the ids of prompts, at most: reading them takes a few tenths of a second, in which nothing else is done."""
 
 LEAST_TEMPERATURE = 1e-4
-"""Above 0: logits divided by less leave single precision."""
+"""The least temperature above 0: logits divided by less leave single precision."""
 
 
 Tokens = Annotated[int, Field(ge=1)]
@@ -113,7 +113,7 @@ def _temperature(value: float, param: str) -> float:
 
 
 def _top_k(value: int, param: str) -> int | None:
-    """0 and -1 are ways to say that all tokens stay."""
+    """0 and -1 both mean that all tokens stay."""
     return None if value in (0, -1) else value
 
 
@@ -158,11 +158,11 @@ class SamplingFields:
         self._readers = {name: (p.name, prefix + name, _READERS.get(p.name)) for p, name in written}
 
     def on(self, base: type[B]) -> type[B]:
-        """The body with a field for each parameter, bounded by its range. `None` is as good as absent."""
+        """The body with a field for each parameter, bounded by its range. `None` means the same as an absent field."""
         return create_model(base.__name__, __base__=base, __module__=base.__module__, **self._definitions)
 
     def asked(self, body: BaseModel, **others: object) -> Asked:
-        """What the client asked for. `others` are parameters that the dialect reads itself."""
+        """What the client asked for. `others` are parameters that the dialect has read itself."""
         for sent in body.model_fields_set:
             if sent in self._readers and (value := getattr(body, sent)) is not None:
                 name, param, read = self._readers[sent]
@@ -219,11 +219,11 @@ class SamplingBody(OPENAI.on(ModelBody)):
 
     @cached_property
     def grammar(self) -> tuple[str, Grammar] | None:
-        """What the answer must match, after the name of the field that says it; `RequestRejected` if several do."""
+        """The name of the field that says what the answer must match, and the grammar. `RequestRejected` if several fields do."""
         return grammar_of(self)
 
     def names(self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs") -> Mapping[str, str]:
-        """The client's names for what `asked` gives, where they are others."""
+        """What the client calls the parameters of `asked`, where the names differ."""
         grammar = "grammar" if self.grammar is None else self.grammar[0]
         return {"max_tokens": max_tokens, "top_logprobs": top_logprobs, "grammar": grammar}
 
@@ -233,7 +233,7 @@ class SamplingBody(OPENAI.on(ModelBody)):
 
 
 _TAG = re.compile(r"str|\[key\]|(list|dict)\[.*\]")
-"""Parts of a place that pydantic adds to say which type of a union was tried, or that a key is at fault."""
+"""Parts that pydantic adds to the place of a fault, to say which type of a union was tried, or that a key is at fault."""
 
 
 def parse(kind: type[B], body: bytes) -> B:
@@ -248,13 +248,13 @@ def parse(kind: type[B], body: bytes) -> B:
 
 
 def _check_values(body: bytes) -> None:
-    """Marks are counted before anything is read, those in texts too; there a mark is about a token."""
+    """Counts commas and brackets before anything is read. Those inside texts count too; each of them is about a token."""
     if len(body) > MAX_VALUES and (marks := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MAX_VALUES:
         raise RequestRejected(f"the body holds about {marks} values: send {MAX_VALUES} at most, in several requests.")
 
 
 def _refuse_unknown(body: Body, *, prefix: str) -> None:
-    """In the body, then in the bodies inside it."""
+    """Looks at the body, then at the bodies inside it."""
     for name, value in (body.model_extra or {}).items():
         if value is None or name in body.harmless or _is_neutral(value, body.neutral.get(name, ())):
             continue
@@ -271,7 +271,7 @@ def _refuse_unknown(body: Body, *, prefix: str) -> None:
 
 
 def _bodies(place: str, value: object) -> list[tuple[str, Body]]:
-    """The bodies that a field holds, with their places. The first entry of a list says whether they are bodies: ids are many."""
+    """The bodies that a field holds, with their places. Of a list only the first entry is looked at, because lists of ids are long."""
     if isinstance(value, Body):
         return [(place, value)]
     if isinstance(value, list) and value and isinstance(value[0], Body):
@@ -280,7 +280,7 @@ def _bodies(place: str, value: object) -> list[tuple[str, Body]]:
 
 
 def _is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
-    """`True` is not the 1 that says nothing."""
+    """Whether a value asks for nothing. `True` is not the same as 1 here."""
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
 
 

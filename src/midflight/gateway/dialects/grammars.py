@@ -14,7 +14,7 @@ from midflight.gateway.dialects.conversation import filled
 from midflight.types import Grammar, GrammarKind
 
 MAX_DEPTH = 64
-"""Schemas inside schemas."""
+"""How deep schemas may be nested."""
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -23,7 +23,7 @@ _SINGLE = ("additionalProperties", "not", "if", "then", "else", "contains", "pro
 
 
 def check_schema(schema: JsonValue, param: str, *, of_object: bool = False) -> dict[str, JsonValue]:
-    """The schema, if its keywords have the types that JSON Schema gives them; `of_object`: it must be one of an object."""
+    """The schema, if its keywords have the types that JSON Schema gives them. With `of_object` it must describe an object."""
     _check(schema, param, depth=0)
     if not isinstance(schema, dict):
         raise _refused(param, f"is {schema!r:.80}: send a JSON schema, which is an object.")
@@ -82,7 +82,7 @@ def _check_keywords(schema: dict[str, JsonValue], param: str) -> None:
 
 
 MAX_LETTERS = 2**16
-"""Of one grammar: it is compiled for each request that brings a new one, and engines take no longer ones."""
+"""Length of one grammar, at most: each new one is compiled, and engines take no longer ones."""
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
@@ -91,7 +91,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def grammar_of(body: BaseModel, *, prefix: str = "") -> tuple[str, Grammar] | None:
-    """What the answer must match, after the name of the field that says so; two that do are refused."""
+    """The name of the field that says what the answer must match, and the grammar. Two such fields are refused."""
     found = [
         (prefix + name, grammar)
         for name, read in _READERS.items()
@@ -125,7 +125,7 @@ def _response_format(value: JsonValue, param: str) -> Grammar | None:
 
 
 def _named_schema(value: JsonValue, param: str) -> Grammar:
-    """OpenAI's wrapping of a schema. `strict` is as good as given: answers match the schema always."""
+    """OpenAI's wrapping of a schema. `strict` makes no difference: answers always match the schema."""
     if not isinstance(value, dict):
         raise RequestRejected(f"{param} is {value!r:.80}: send an object with a name and a schema.", param=param)
     name = value.get("name", "schema")
@@ -155,7 +155,7 @@ def _regex(value: JsonValue, param: str) -> Grammar:
 
 
 def _choice(value: JsonValue, param: str) -> Grammar:
-    """One of several texts, as they are."""
+    """A grammar for one of several texts."""
     if not isinstance(value, list) or not value:
         raise RequestRejected(f"{param} is {value!r:.80}: send a list of the texts to choose from.", param=param)
     texts = [_text(text, f"{param}.{place}") for place, text in enumerate(value)]
@@ -172,7 +172,7 @@ def _lark(value: JsonValue, param: str) -> Grammar:
 
 
 def _structured(value: JsonValue, param: str) -> Grammar | None:
-    """vLLM's wrapping of all of these."""
+    """vLLM's object, which holds any one of these."""
     assert isinstance(value, dict)
     given = {name: inner for name, inner in value.items() if inner not in (None, False)}
     for name in given:

@@ -68,14 +68,14 @@ def _messages(message: Block, param: str) -> list[Message]:
 
 
 def _user(blocks: Sequence[Block], param: str) -> list[Message]:
-    """Results of tools are messages of their own, and come before what the user says beside them."""
+    """Each result of a tool is a message of its own. They come before what the user says in the same message."""
     results = [_result(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_result"]
     text = _text(blocks)
     return [*results, {"role": "user", "content": text}] if text or not results else results
 
 
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
-    """Text, thinking and calls, each joined: the order between them is not part of a chat message."""
+    """Joins the texts, the thinking and the calls, because a chat message has no order between them."""
     calls = [_call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"]
     thinking = "".join(text_of(b, "thinking", param) for b in blocks if b["type"] == "thinking")
     return assistant(_text(blocks), reasoning=thinking, calls=calls)
@@ -93,7 +93,7 @@ def _call(block: Block, param: str) -> Json:
 
 
 def _result(block: Block, param: str) -> Message:
-    """A failed result (`is_error`) reads like any other: its text says what failed."""
+    """A failed result (`is_error`) is treated like any other: its text says what failed."""
     content = block.get("content")
     text = "" if content is None else _text(_blocks(content, ("text",), f"{param}.content"))
     return tool_result(text, call_id=filled(block.get("tool_use_id"), f"{param}.tool_use_id"))
@@ -124,7 +124,7 @@ def _text(blocks: Sequence[Block]) -> str:
 
 
 def _only(value: Block, known: frozenset[str], param: str) -> None:
-    """Refuses a field that would be lost; fields without a value say nothing."""
+    """Refuses a field that nothing would read. Fields without a value are passed over."""
     lost = next((name for name, given in value.items() if name not in known and given is not None), None)
     if lost is not None:
         raise RequestRejected(f"unknown field {f'{param}.{lost}'[:80]!r}: leave it out.", param=f"{param}.{lost}"[:80])
@@ -134,7 +134,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
 class ThreadRefused(RequestRejected):
-    """By this code Anthropic's SDK knows to send the whole conversation instead, and does."""
+    """Anthropic's SDK knows this code, and sends the whole conversation instead."""
 
     code = "thread_unsupported_request"
 
@@ -153,12 +153,12 @@ class ClientTool(Body):
     description: str | None = None
     input_schema: dict[str, JsonValue]
     strict: bool | None = None
-    """Ignored: a call is shown only when it is well formed, and sampled under its schema where one must come."""
+    """Ignored: a call is shown only when it is well formed. One that must come is sampled under its schema."""
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: Annotated[list[JsonValue], Field(max_length=0)] | None = None
     eager_input_streaming: bool | None = None
-    """Ignored: a call is streamed when it is known to be one."""
+    """Ignored: a call is streamed once it is known to be one."""
     cache_control: JsonValue = None
 
     def tool(self, place: str) -> Tool:
@@ -189,7 +189,7 @@ class OutputConfig(Body):
 
 
 class PromptBody(Body):
-    """What the prompt is written from: the whole body of `count_tokens`."""
+    """What the prompt is written from. It is the whole body of `count_tokens`."""
 
     harmless: ClassVar[Mapping[str, str]] = {
         "metadata": "the client's own labels",
@@ -218,7 +218,7 @@ class PromptBody(Body):
         return Messages(conversation(self.system, self.messages), tools, self._options())
 
     def _options(self) -> dict[str, Json]:
-        """Names that templates may read; the others write what they always write."""
+        """Options for the chat template. Templates that do not read them write what they always write."""
         options: dict[str, Json] = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
             options["enable_thinking"] = self.thinking.type == "enabled"

@@ -26,7 +26,7 @@ from midflight.types import Grammar, Json
 Item: TypeAlias = Mapping[str, JsonValue]
 
 _ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles as templates know them."""
+"""Roles, with the names that templates know."""
 
 _TEXTS = ("input_text", "output_text")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -122,7 +122,7 @@ def _call(item: Item, param: str) -> Json:
 
 
 def _thought(item: Item, param: str) -> str:
-    """The reasoning itself, or its summary where there is no more; what is encrypted cannot be read."""
+    """The reasoning itself, or its summary if that is all there is. Encrypted reasoning cannot be read."""
     content = _parts(item.get("content") or [], ("reasoning_text",), f"{param}.content")
     return content or _parts(item.get("summary") or [], ("summary_text",), f"{param}.summary")
 
@@ -155,7 +155,7 @@ _OF_CHAT: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
-"""Fields of chat completions, and what they are called here."""
+"""Fields of chat completions, with their names here."""
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -164,7 +164,7 @@ _Input = Annotated[
     JsonValue, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
 ]
 _Refused = Annotated[JsonValue, WithJsonSchema({"type": "null"})]
-"""A field with a remedy of its own."""
+"""A field that is refused with a remedy of its own."""
 
 
 class FormatBody(Body):
@@ -173,7 +173,7 @@ class FormatBody(Body):
     description: str | None = None
     schema_: JsonValue = Field(default=None, alias="schema")
     strict: bool | None = None
-    """As good as given: answers match the schema always."""
+    """Makes no difference: answers always match the schema."""
 
 
 class TextBody(Body):
@@ -226,7 +226,7 @@ class ResponsesBody(SamplingBody):
 
     @cached_property
     def grammar(self) -> tuple[str, Grammar] | None:
-        """`text.format` says it here, unless one of the fields does that are not OpenAI's."""
+        """OpenAI's field is `text.format`; the other ones are extras, as in chats."""
         other, own = super().grammar, self.format and _grammar(self.format)
         if own is None:
             return other
@@ -236,7 +236,7 @@ class ResponsesBody(SamplingBody):
 
 
 def responses_call(body: ResponsesBody) -> CompletionCall:
-    """The call that a request means; raises `RequestRejected` where its fields contradict each other or want what is not here."""
+    """The call that a request means. Raises `RequestRejected` where its fields contradict each other or ask for what is not supported."""
     _refuse_unkept(body)
     tools = tools_of((f"tools.{place}", tool) for place, tool in enumerate(body.tools or ()))
     choice, forced = _choice(body.tool_choice, tools)
@@ -255,7 +255,7 @@ def responses_call(body: ResponsesBody) -> CompletionCall:
 
 
 def _refuse_unkept(body: ResponsesBody) -> None:
-    """What is known and cannot be done here, by name and with the remedy."""
+    """Refuses by name, with a remedy, what OpenAI can do and the gateway cannot."""
     for name in _STORED:
         if getattr(body, name) is not None:
             raise RequestRejected(f"{name} names something stored, and nothing is stored here: send the whole input.", param=name)

@@ -14,13 +14,13 @@ from midflight.gateway.sessions.call import ToolChoice
 from midflight.text.formats import Tool
 
 MAX_TOOLS = 1024
-"""Tools of one request; each is written into the prompt."""
+"""Tools of one request, at most; each is written into the prompt."""
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolChoiceBody = Annotated[
     JsonValue, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})
 ]
-"""OpenAI's."""
+"""OpenAI's `tool_choice`."""
 
 
 class Describes(Protocol):
@@ -34,10 +34,10 @@ class FunctionBody(Body):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """Ignored: calls are shown only when they are well formed, and sampled under their schema where one is required."""
+    """Ignored: a call is shown only when it is well formed. One that must come is sampled under its schema."""
 
     def tool(self, place: str) -> Tool:
-        """Without parameters it takes none."""
+        """A tool without `parameters` takes no arguments."""
         parameters: JsonValue = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
         return Tool(self.name, self.description or "", check_schema(parameters, f"{place}.parameters", of_object=True))
 
@@ -51,11 +51,11 @@ class ToolBody(OfFunction):
 
 
 class FunctionTool(FunctionBody, OfFunction):
-    """A tool without the wrapping that chat completions have. This order of bases has `type` checked first: it names a hosted tool."""
+    """A tool as the responses route has it. The order of the bases makes `type` the first field checked: it tells hosted tools apart."""
 
 
 def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
-    """The tools, in order, from their bodies and the places of these. Two of one name are refused."""
+    """The tools, in order. Each body comes with its place in the request. Two tools of one name are refused."""
     found: dict[str, Tool] = {}
     for place, body in bodies:
         tool = body.tool(place)
@@ -66,7 +66,7 @@ def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
 
 
 def choice_of(value: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
-    """OpenAI's `tool_choice`, and the one tool that it forces."""
+    """Reads OpenAI's `tool_choice`; also the one tool that it forces, if it does."""
     if value is None:
         return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
     if isinstance(value, dict):
@@ -82,7 +82,7 @@ def choice_of(value: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str 
 
 
 def check_known(name: str, tools: Sequence[Tool], *, param: str) -> None:
-    """Refuses the choice of a tool that is not there."""
+    """Refuses the choice of a tool that was not sent."""
     if name not in [tool.name for tool in tools]:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise RequestRejected(f"{param} is {name!r:.80}, which is none of the tools: send one of them ({known:.200}).", param=param)
