@@ -6,48 +6,30 @@ import asyncio
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.sessions.call import Asked, CompletionCall, Messages
 from midflight.observe.prometheus import Metrics
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, RolloutKey, SamplingParams
+from midflight.types import Chunk, Finish, FinishReason, GroupKey, RolloutKey, SamplingParams
 
 TURNS, PROMPT, ANSWER = 4, 247, 250
 """Per turn: 247 letters of the user, 250 tokens of answer, and the template's three marks."""
 
 
-class Instant:
-    """A generation that is there at once."""
-
-    num_overshoot = 0
-    num_resumes = 0
-
-    def __init__(self, request: GenerateRequest) -> None:
-        letters = b"abcdefghijklmnopqrstuvwxyz"
-        ids = tuple(letters[(request.sampling.seed + k) % 26] for k in range(request.sampling.max_tokens))
-        self._chunks = [Chunk(ids, tuple(-0.001 * k for k in range(len(ids))), 0, 0, Finish(FinishReason.LENGTH))]
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if not self._chunks:
-            raise StopAsyncIteration
-        return self._chunks.pop()
-
-    async def aclose(self) -> None:
-        return None
-
-
 class InstantGenerator:
-    def generate(self, request: GenerateRequest, *, affinity: str, may_abort: bool = False) -> Instant:
-        return Instant(request)
+    async def generate(self, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]) -> None:
+        """At once."""
+        letters, sampling = b"abcdefghijklmnopqrstuvwxyz", answer.request.sampling
+        ids = tuple(letters[(sampling.seed + k) % 26] for k in range(sampling.max_tokens))
+        chunk = Chunk(ids, tuple(-0.001 * k for k in range(len(ids))), 0, 0, Finish(FinishReason.LENGTH))
+        answer.accept(chunk, vocab_size=262)
 
     def forget(self, affinity: str) -> None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ import httpx2
 import openai
 from tests.facts import Facts
 
+from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.http.http import build_app
@@ -25,43 +26,10 @@ KEY = RolloutKey(GroupKey(epoch=0, index=3, attempt=0), sample=1)
 DEFAULTS = SamplingParams(max_tokens=8)
 
 
-class ScriptedGeneration:
-    """One answer of a `ScriptedGenerator`; every token is a chunk, its version counts up every two tokens."""
-
-    def __init__(self, owner: ScriptedGenerator, request: GenerateRequest) -> None:
-        self.num_overshoot = 0
-        self.num_resumes = 0
-        self._chunks = self._run(owner, request)
-
-    def __aiter__(self) -> ScriptedGeneration:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        return await anext(self._chunks)
-
-    async def aclose(self) -> None:
-        await self._chunks.aclose()
-
-    async def _run(self, owner: ScriptedGenerator, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        owner.running += 1
-        try:
-            if owner.error is not None and owner.error_after == 0:
-                raise owner.error
-            ids, logprobs, finish = owner.answer(request)
-            for k, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-                await asyncio.sleep(owner.seconds_per_token)
-                last = k == len(ids) - 1
-                self.num_overshoot = owner.num_overshoot if last else 0
-                yield Chunk((token_id,), (logprob,), k // 2, k // 2, finish if last else None)
-                if owner.error is not None and k + 1 >= owner.error_after:
-                    raise owner.error
-        finally:
-            owner.running -= 1
-
-
 @dataclass
 class ScriptedGenerator:
-    """What the gateway generates with; `texts` are answered first, then the script's own."""
+    """What the gateway generates with; `texts` are answered first, then the script's own. Every token is a chunk, whose version counts
+    up every two tokens."""
 
     tokenizer: Tokenizer = field(default_factory=scripted_tokenizer)
     texts: list[str] = field(default_factory=list)
@@ -73,9 +41,26 @@ class ScriptedGenerator:
     requests: list[GenerateRequest] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
-    def generate(self, request: GenerateRequest, *, affinity: str, may_abort: bool = False) -> ScriptedGeneration:
-        self.requests.append(request)
-        return ScriptedGeneration(self, request)
+    async def generate(self, answer: Answer, *, affinity: str, may_abort: bool = False, told: Callable[[], None] = lambda: None) -> None:
+        self.requests.append(answer.request)
+        self.running += 1
+        try:
+            if self.error is not None and self.error_after == 0:
+                raise self.error
+            ids, logprobs, finish = self.answer(answer.request)
+            answer.next_request("attempt")
+            for k, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+                await asyncio.sleep(self.seconds_per_token)
+                last = k == len(ids) - 1
+                answer.accept(Chunk((token_id,), (logprob,), k // 2, k // 2, finish if last else None), vocab_size=2**31)
+                told()
+                if self.error is not None and k + 1 >= self.error_after:
+                    raise self.error
+                if answer.finish is not None:
+                    break
+            answer.num_overshoot += self.num_overshoot
+        finally:
+            self.running -= 1
 
     def forget(self, affinity: str) -> None:
         self.forgotten.append(affinity)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx2
 
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
@@ -32,7 +32,7 @@ class Site:
         self.fleet = Fleet()
         for engine in self.engines:
             self.fleet.attach(engine)
-        generator = Generator(self.fleet, tokenizer=scripted_tokenizer(), request_seconds=600)
+        generator = Generator(self.fleet, request_seconds=600)
         self.control = Control(self.fleet, generator)
         self.health = HealthWatch(self.fleet, interval_seconds=0.2, stall_seconds=1.0)
         self.gateway = Gateway(

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
+from tests.gateway.generating import Heard, generated
 from tests.gateway.test_resume import ENDLESS, TOKENIZER, assert_uninterrupted, gateway, request
 from tests.gateway.test_session import new_session
 
 from midflight.errors import EngineUnavailable
-from midflight.gateway.sessions.call import Messages
-from midflight.gateway.sessions.session import OpenTurn, Session
+from midflight.gateway.sessions.session import Session
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Segment, Turn
@@ -44,26 +44,24 @@ class TellsAtTheEnd:
         return [replace(said, attested=segments(next(self._truths)[:num]))]
 
 
-def open_turn(session: Session) -> OpenTurn:
-    return session.begin(session.plan(Messages(({"role": "user", "content": "x"},))), policy_sampled=True, request=1)
+def begun(session: Session, asked: GenerateRequest) -> Heard:
+    answer = Heard(asked)
+    session.begin(answer)
+    return answer
 
 
 def turn_of(engine: ScriptedEngine, asked: GenerateRequest) -> tuple[Turn, list[int | None]]:
     """The turn that a request makes, and the session's oldest version after each chunk."""
     session = new_session()
-    turn, oldest = open_turn(session), list[int | None]()
+    answer, oldest = begun(session, asked), list[int | None]()
 
     async def main() -> None:
-        generation = gateway(engine).generate(asked, affinity="s")
-        chunks: list[Chunk] = []
-        async for chunk in generation:
-            session.received(turn, chunk, num_overshoot=generation.num_overshoot)
-            chunks.append(chunk)
-            oldest.append(session.oldest_version)
-        assert_uninterrupted(chunks, engine, asked)
+        await gateway(engine).generate(answer, affinity="s", told=lambda: oldest.append(session.oldest_version))
+        oldest.append(session.oldest_version)
+        assert_uninterrupted(answer.whole(), engine, asked)
 
     run_virtual(main())
-    return turn.closed(num_resumes=0), oldest
+    return answer.close(), oldest
 
 
 def test_what_is_attested_takes_the_place_of_what_was_said_before() -> None:
@@ -117,11 +115,11 @@ def test_a_stop_string_cuts_the_account_with_the_tokens() -> None:
 
 def test_the_oldest_version_of_a_session_follows_the_account_both_ways() -> None:
     session = new_session()
-    first, second = open_turn(session), open_turn(session)
-    session.received(first, Chunk((1, 2), (-1.0, -1.0), 3, 3), num_overshoot=0)
-    session.received(second, Chunk((1,), (-1.0,), 7, 7), num_overshoot=0)
+    first, second = begun(session, request()), begun(session, request())
+    first.accept(Chunk((1, 2), (-1.0, -1.0), 3, 3), vocab_size=262)
+    second.accept(Chunk((1,), (-1.0,), 7, 7), vocab_size=262)
     assert session.oldest_version == 3
-    session.received(first, Chunk((), (), 3, 3, LENGTH, attested=(Segment(8, 8, 0, 2),)), num_overshoot=0)
+    first.accept(Chunk((), (), 3, 3, LENGTH, attested=(Segment(8, 8, 0, 2),)), vocab_size=262)
     assert session.oldest_version == 7
     session.abandoned(second)
     session.abandoned(first)
@@ -165,7 +163,7 @@ def assert_refused(mad: ScriptedEngine, sane: ScriptedEngine, *, version: int = 
         generator = gateway(mad, sane)
         for engine in (mad, sane):
             generator.fleet.served(engine.name, version)
-        chunks = [c async for c in generator.generate(request(), affinity="s")]
+        chunks = await generated(generator, request(), affinity="s")
         assert_uninterrupted(chunks, sane, request())
         assert len(mad.requests) == 1 and not any(c.attested for c in chunks)
         assert [type(s.error) for s in generator.fleet.states()] == [EngineUnavailable, type(None)]

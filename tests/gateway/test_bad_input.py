@@ -175,7 +175,7 @@ class Served:
     async def is_quiet(self) -> None:
         """Waits until nothing runs any more: no generation, no request, no turn, no task."""
         async with asyncio.timeout(5):
-            while self.gateway.answering.num_running or self.gateway.requests.num_running or self.generator.running:
+            while self.gateway.num_running or self.gateway.requests.num_running or self.generator.running:
                 await asyncio.sleep(0.01)
 
 
@@ -199,7 +199,7 @@ async def served(generator: ScriptedGenerator | None = None, **options: Any) -> 
             async with asyncio.timeout(5):
                 while len(asyncio.all_tasks()) > before:
                     await asyncio.sleep(0.01)
-            assert not gateway._scopes and gateway.requests.num_known == 0
+            assert not gateway._scopes and len(gateway.requests._tickets) == 0
         finally:
             serving.cancel()
 
@@ -252,7 +252,7 @@ def test_g9_bad_bodies_are_the_clients_fault_in_memory(kind: str, path: str) -> 
                     assert_shaped(answer.status_code, answer.content)
             assert not [f for f in it.seen.of(RequestFailed) if f.status >= 500]
             await asyncio.sleep(0.1)
-            assert (it.gateway.answering.num_running, it.gateway.requests.num_running, it.gateway.requests.num_known) == (0, 0, 0)
+            assert (it.gateway.num_running, it.gateway.requests.num_running, len(it.gateway.requests._tickets)) == (0, 0, 0)
             session = it.gateway.session_for(path_token=handle.api_key, api_key=None)
             assert not session._open
             it.gateway.close(handle.session_id)

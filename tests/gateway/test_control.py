@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.gateway.generating import generated
 
 from midflight.errors import EngineError, EngineUnavailable, NotSupported, PauseIgnored
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.http.control import Control
 from midflight.testing.script import Script, scripted_tokenizer
@@ -35,17 +36,12 @@ class Site:
         self.fleet = Fleet()
         for engine in self.engines:
             self.fleet.attach(engine)
-        self.generator = Generator(self.fleet, tokenizer=TOKENIZER, request_seconds=100)
+        self.generator = Generator(self.fleet, request_seconds=100)
         self.control = Control(self.fleet, self.generator, pause_seconds=5, verify_seconds=0.1)
 
-    def post(self, seed: int = 0, *, max_tokens: int = 20) -> Coroutine[None, None, list[Chunk]]:
+    def post(self, seed: int = 0, *, max_tokens: int = 20) -> Coroutine[object, object, list[Chunk]]:
         """A request of an agent; its place in the order of arrival is taken now."""
-        generation = self.generator.generate(self.request(seed, max_tokens=max_tokens), affinity=f"s{seed}")
-
-        async def read() -> list[Chunk]:
-            return [chunk async for chunk in generation]
-
-        return read()
+        return generated(self.generator, self.request(seed, max_tokens=max_tokens), affinity=f"s{seed}")
 
     def request(self, seed: int = 0, *, max_tokens: int = 20) -> GenerateRequest:
         return GenerateRequest(str(seed), PROMPT, len(PROMPT), SamplingParams(max_tokens=max_tokens, seed=seed))

@@ -7,13 +7,15 @@ import json
 from typing import Any
 
 import pytest
+from tests.gateway.generating import closed
 from tests.gateway.offered import KEY, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
+from midflight.gateway.answers.answer import News
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.exchange import Reply, call_id
-from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Messages, ToolChoice
+from midflight.gateway.sessions.call import Asked, CompletionCall, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage, CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
 from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, SamplingParams, Segment, Turn
@@ -268,13 +270,13 @@ def answered(pieces: list[Piece], *, finish: FinishReason = FinishReason.STOP, *
     gateway = make_gateway(ScriptedGenerator(), limits=Limits(2048, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), spoken.call)
     reply = Reply(job, "policy", 7, gateway.tokenizer)
-    prompt = job.choices[0].prompt
+    prompt = job.answers[0].prompt
     turn = Turn(prompt.ids, ids, logprobs, (Segment(0, 0, 0, len(ids)),), Finish(finish))
     deltas = [
-        Delta(0, "", ids[k : k + 1], logprobs[k : k + 1], (pieces[k // 2],) if k % 2 else (), top[k : k + 1]) for k in range(len(ids) - 1)
+        News(0, "", ids[k : k + 1], logprobs[k : k + 1], (pieces[k // 2],) if k % 2 else (), top[k : k + 1]) for k in range(len(ids) - 1)
     ]
-    deltas.append(Delta(0, "", ids[-1:], logprobs[-1:], (), top[-1:]))
-    answer = Answer(0, job.request_id, prompt, turn, "", "", message, tuple(pieces[-1:]), top)
+    deltas.append(News(0, "", ids[-1:], logprobs[-1:], (), top[-1:]))
+    answer = closed(job.answers[0], turn, message=message, tail_pieces=pieces[-1:], top_logprobs=top)
     frames = [
         *spoken.opening(reply),
         *(f for event in (*deltas, answer) for f in spoken.frames(reply, event)),

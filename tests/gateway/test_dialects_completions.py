@@ -6,13 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from tests.gateway.generating import closed
 from tests.gateway.offered import ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
+from midflight.gateway.answers.answer import News
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Reply
-from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta
+from midflight.gateway.sessions.call import Asked, CompletionCall
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage
 from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, Segment, Turn
@@ -77,11 +79,11 @@ def answered(**fields: object) -> tuple[Any, list[Any]]:
     exchange = CompletionExchange(json.dumps(TEXT | fields).encode())
     gateway = make_gateway(ScriptedGenerator(), limits=Limits(256, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), exchange.call)
-    reply, prompt, ids, logprobs = Reply(job, "policy", 7, gateway.tokenizer), job.choices[0].prompt, (120, 121, 122), (-1.0, -2.0, -3.0)
+    reply, prompt, ids, logprobs = Reply(job, "policy", 7, gateway.tokenizer), job.answers[0].prompt, (120, 121, 122), (-1.0, -2.0, -3.0)
     top = (((120, -1.0),), ((65, -0.5),), ((122, -3.0), (66, -4.0))) if exchange.call.asked.number("top_logprobs") else ()
     turn = Turn(prompt.ids, ids, logprobs, (Segment(0, 0, 0, 3),), Finish(FinishReason.STOP, "z"))
-    deltas = [Delta(0, "x", ids[:1], logprobs[:1], (), top[:1]), Delta(0, "", ids[1:], logprobs[1:], (), top[1:])]
-    answer = Answer(0, job.request_id, prompt, turn, "xy", "y", AssistantMessage("xy"), (), top)
+    deltas = [News(0, "x", ids[:1], logprobs[:1], (), top[:1]), News(0, "", ids[1:], logprobs[1:], (), top[1:])]
+    answer = closed(job.answers[0], turn, message=AssistantMessage("xy"), tail="y", top_logprobs=top)
     frames = [
         *exchange.opening(reply),
         *(f for event in (*deltas, answer) for f in exchange.frames(reply, event)),

@@ -12,10 +12,9 @@ from midflight.errors import RequestRejected
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.native import NativeExchange
-from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Text, TokenIds
+from midflight.gateway.sessions.call import Asked, CompletionCall, Text, TokenIds
 from midflight.testing.virtual_time import run_virtual
-from midflight.text.formats import AssistantMessage
-from midflight.types import Feature, Finish, FinishReason, Grammar, GrammarKind, Segment, Turn
+from midflight.types import Chunk, Feature, Finish, FinishReason, Grammar, GrammarKind, Segment, Turn
 
 NATIVE: dict[str, Any] = {"input_ids": [1, 2]}
 
@@ -91,15 +90,19 @@ def test_batches_are_texts_or_ids() -> None:
 
 def answered(**fields: object) -> tuple[Any, list[Any]]:
     """The whole answer and the stream of a model that says "xy", where 121 stood beside "A"."""
-    exchange = NativeExchange(json.dumps(NATIVE | fields).encode())
+    exchange = NativeExchange(json.dumps(NATIVE | {"sampling_params": {"stop": "yz"}} | fields).encode())
     gateway = make_gateway(ScriptedGenerator(), limits=Limits(256, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), exchange.call)
-    reply, prompt, ids, logprobs = Reply(job, "policy", 7, gateway.tokenizer), job.choices[0].prompt, (120, 121), (-1.0, -2.0)
+    reply, prompt, ids, logprobs = Reply(job, "policy", 7, gateway.tokenizer), job.answers[0].prompt, (120, 121), (-1.0, -2.0)
     top = (((120, -1.0),), ((65, -0.5), (121, -2.0))) if exchange.call.asked.number("top_logprobs") else ()
     turn = Turn(prompt.ids, ids, logprobs, (Segment(0, 0, 0, 2),), Finish(FinishReason.LENGTH))
-    deltas = [Delta(0, "x", ids[:1], logprobs[:1], (), top[:1]), Delta(0, "", ids[1:], logprobs[1:], (), top[1:])]
-    answer = Answer(0, job.request_id, prompt, turn, "xy", "y", AssistantMessage("xy"), (), top)
-    return exchange.whole(reply, [answer]), [f for event in (*deltas, answer) for f in exchange.frames(reply, event)]
+    (answer,), frames = job.answers, []
+    for place, finish in enumerate((None, turn.finish)):
+        mark, end = answer.mark, place + 1
+        answer.accept(Chunk(ids[place:end], logprobs[place:end], 0, 0, finish, top[place:end]), vocab_size=262)
+        frames += exchange.frames(reply, answer.since(mark))
+    assert answer.close() == turn
+    return exchange.whole(reply, [answer]), [*frames, *exchange.frames(reply, answer)]
 
 
 def test_alternatives_are_triples_with_text_where_it_is_wanted() -> None:

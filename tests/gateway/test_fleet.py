@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.gateway.generating import generated
 
+from midflight.allowance import Allowance
 from midflight.errors import ConfigError, EngineUnavailable, WeightsCorrupt
-from midflight.gateway.answers.resume import Generator
-from midflight.gateway.fleet.deadline import Deadline
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet, Lease
 from midflight.gateway.fleet.health import HealthWatch, Progress
 from midflight.ports import Fleet as FleetPort
-from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import EngineHealth, GenerateRequest, PauseMode, SamplingParams, WeightManifest
@@ -28,7 +29,7 @@ def fleet_of(*engines: ScriptedEngine) -> Fleet:
 
 
 async def place(fleet: Fleet, *, affinity: str = "", tokens: int = 10, seconds: float = 100.0) -> Lease:
-    return await fleet.place(fleet.ticket(), tokens=tokens, affinity=affinity, deadline=Deadline(seconds))
+    return await fleet.place(fleet.ticket(), tokens=tokens, affinity=affinity, allowance=Allowance(seconds))
 
 
 def out(fleet: Fleet) -> dict[str, bool]:
@@ -232,13 +233,13 @@ def test_i9_a_stalled_engine_is_found_its_request_goes_on_elsewhere_and_it_rejoi
     async def main() -> None:
         stuck, healthy = ScriptedEngine("stuck", script=ENDLESS), ScriptedEngine("healthy", script=ENDLESS)
         fleet = fleet_of(stuck, healthy)
-        generator = Generator(fleet, tokenizer=scripted_tokenizer(), request_seconds=100)
+        generator = Generator(fleet, request_seconds=100)
         request = GenerateRequest("r", (1, 2, 3), 3, SamplingParams(max_tokens=20))
         stuck.stall()
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(HealthWatch(fleet, interval_seconds=1, stall_seconds=5).run())
-            generation = generator.generate(request, affinity="s")
-            assert tuple([i async for chunk in generation for i in chunk.token_ids]) == healthy.answer(request)
+            chunks = await generated(generator, request, affinity="s")
+            assert tuple(i for chunk in chunks for i in chunk.token_ids) == healthy.answer(request)
             assert 5 <= asyncio.get_running_loop().time() < 8
             assert "no token in 5.0 s" in str(fleet.states()[0].error)
             await asyncio.sleep(10)
@@ -340,10 +341,10 @@ def test_i2_tokens_older_than_what_their_engine_attested_are_refused_and_made_el
             fleet.served(engine.name, 1)
         a.die()
         a.revive()
-        generator = Generator(fleet, tokenizer=scripted_tokenizer(), request_seconds=10)
+        generator = Generator(fleet, request_seconds=10)
         for k in range(2):
             request = GenerateRequest(str(k), (1, 2), 2, SamplingParams(max_tokens=5))
-            assert {c.version async for c in generator.generate(request, affinity=str(k))} == {1}
+            assert {c.version for c in await generated(generator, request, affinity=str(k))} == {1}
         assert out(fleet) == {"a": True}
 
     run_virtual(main())

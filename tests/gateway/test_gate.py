@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from midflight.gateway.fleet.deadline import Cut, Deadline, Expired
+from midflight.allowance import Allowance
 from midflight.gateway.fleet.gate import Holds, Line
 from midflight.testing.virtual_time import run_virtual
 
@@ -46,7 +44,7 @@ class Places:
         return who
 
     async def wait(self, ticket: int, who: str, *, seconds: float = 100.0) -> str:
-        return await self.line.wait(ticket, lambda: self.choose(who), give_back=self.back.append, deadline=Deadline(seconds))
+        return await self.line.wait(ticket, lambda: self.choose(who), give_back=self.back.append, allowance=Allowance(seconds))
 
 
 def test_p1_places_go_in_order_of_tickets_whenever_they_come_free() -> None:
@@ -82,49 +80,5 @@ def test_who_gives_up_leaves_the_line_and_hands_back_a_place_it_was_just_given()
             places.give(1)
             second.cancel()
         assert (places.given, places.back, len(places.line)) == (["second"], ["second"], 0)
-
-    run_virtual(main())
-
-
-def test_a_deadline_stands_while_stopped_and_ends_a_wait_when_it_is_spent() -> None:
-    async def main() -> float:
-        loop = asyncio.get_running_loop()
-        deadline = Deadline(10)
-        loop.call_later(4, deadline.stop)
-        loop.call_later(5, deadline.stop)
-        loop.call_later(1000, deadline.start)
-        with pytest.raises(Expired):
-            await deadline.bound(loop.create_future)
-        assert deadline.left == pytest.approx(0)
-        return loop.time()
-
-    assert run_virtual(main()) == pytest.approx(1006)
-
-
-def test_a_cut_ends_the_wait_under_way_or_the_next_one_and_then_no_other() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        deadline = Deadline(10)
-        loop.call_later(3, deadline.cut)
-        with pytest.raises(Cut):
-            await deadline.bound(loop.create_future)
-        assert loop.time() == 3
-        deadline.cut()
-        begun: list[bool] = []
-        with pytest.raises(Cut):
-            await deadline.bound(lambda: begun.append(True) or asyncio.sleep(0))
-        assert begun == []
-        assert await deadline.bound(lambda: asyncio.sleep(1, "done")) == "done"
-
-    run_virtual(main())
-
-
-def test_a_timeout_of_the_awaited_itself_is_passed_on() -> None:
-    async def fail() -> None:
-        raise TimeoutError("of the engine")
-
-    async def main() -> None:
-        with pytest.raises(TimeoutError, match="of the engine"):
-            await Deadline(10).bound(fail)
 
     run_virtual(main())

@@ -7,7 +7,9 @@ from tests.facts import Facts
 from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, make_gateway
 
 from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected, SessionClosed, UnknownModel
-from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Event, Messages, Text, TokenIds
+from midflight.gateway.answers.answer import Answer, Event, News
+from midflight.gateway.answers.readers import Ongoing
+from midflight.gateway.sessions.call import Asked, CompletionCall, Messages, Text, TokenIds
 from midflight.gateway.sessions.session import request_seed
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import FinishReason, Reason, RolloutKey, SamplingParams, Turn
@@ -41,7 +43,7 @@ def test_i8_each_completed_turn_of_a_tracked_session_is_told_with_its_number() -
     async def main() -> None:
         gateway = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>", "no<|end|>"]))
         told: list[tuple[RolloutKey, int, Turn]] = []
-        gateway.answering.on_turn = lambda key, number, turn: told.append((key, number, turn))
+        gateway.on_turn = lambda key, number, turn: told.append((key, number, turn))
         turns: list[Turn] = []
         for tracked in (True, False):
             handle = gateway.open(KEY, sampling=DEFAULTS, tracked=tracked)
@@ -59,7 +61,7 @@ def test_i8_a_turn_that_never_ended_is_not_told() -> None:
     async def main() -> None:
         gateway = make_gateway(ScriptedGenerator())
         told: list[int] = []
-        gateway.answering.on_turn = lambda key, number, turn: told.append(number)
+        gateway.on_turn = lambda key, number, turn: told.append(number)
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         async with asyncio.TaskGroup() as tasks:
@@ -80,7 +82,7 @@ def test_choices_run_together_and_each_has_its_own_seed() -> None:
         started = asyncio.get_running_loop().time()
         answers = await gateway.answers(gateway.prepare(session, CompletionCall((Text("a"), Text("b")), n=2)))
         assert asyncio.get_running_loop().time() - started <= 0.09, "eight tokens each, at once"
-        assert [a.choice for a in answers] == [0, 1, 2, 3]
+        assert [a.index for a in answers] == [0, 1, 2, 3]
         assert len({r.sampling.seed for r in generator.requests}) == 4
         assert len({r.request_id for r in generator.requests}) == 4
         assert answers[0].prompt is answers[1].prompt is not answers[2].prompt
@@ -127,8 +129,15 @@ def test_deltas_and_tail_join_to_the_text() -> None:
         gateway = make_gateway(generator)
         session = gateway.session_for(path_token=None, api_key="sk-any")
         events: list[Event] = []
-        await gateway.run(gateway.prepare(session, CompletionCall((CHAT,), stream=True)), events.append)
-        deltas = [e for e in events if isinstance(e, Delta)]
+        ongoing = Ongoing(gateway.prepare(session, CompletionCall((CHAT,), stream=True)))
+        reader = ongoing.join()
+        gateway.requests.begin(ongoing, None)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(gateway.run(ongoing))
+            while not ongoing.ended:
+                await reader.wait()
+                events += reader.take()
+        deltas = [e for e in events if isinstance(e, News)]
         (answer,) = [e for e in events if isinstance(e, Answer)]
         assert [d.text for d in deltas] == ["a", "b", "", "", "東", ""]
         assert answer.text == "ab東" and events[-1] is answer
@@ -149,11 +158,11 @@ def test_closing_a_session_ends_what_runs_in_it() -> None:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(_outcome(gateway.answers(job)))
             await asyncio.sleep(0.035)
-            assert gateway.answering.num_running == 2
+            assert gateway.num_running == 2
             record = gateway.close(handle.session_id)
         assert record.dropped == {Reason.ABANDONED: 6}
         assert isinstance(running.result(), SessionClosed)
-        assert (gateway.answering.num_running, generator.running) == (0, 0)
+        assert (gateway.num_running, generator.running) == (0, 0)
         with pytest.raises(SessionClosed):
             await gateway.answers(late)
 
@@ -176,7 +185,7 @@ def test_a_cancelled_caller_leaves_nothing_running() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.025):
                 await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,))))
-        assert (gateway.answering.num_running, generator.running) == (0, 0)
+        assert (gateway.num_running, generator.running) == (0, 0)
         assert gateway.close(handle.session_id).dropped == {Reason.ABANDONED: 2}
 
     run_virtual(main())
@@ -240,7 +249,7 @@ def test_budgets_come_from_client_session_or_dialect_and_fit_the_context() -> No
     own = gateway.session_for(path_token=gateway.open(KEY, sampling=SamplingParams(max_tokens=1000), tracked=True).api_key, api_key=None)
 
     def budget(session: object, **call: object) -> int:
-        return gateway.prepare(session, CompletionCall((TokenIds((1, 2)),), **call)).choices[0].request.sampling.max_tokens  # type: ignore[arg-type]
+        return gateway.prepare(session, CompletionCall((TokenIds((1, 2)),), **call)).answers[0].request.sampling.max_tokens  # type: ignore[arg-type]
 
     assert budget(anonymous) == 254
     assert budget(anonymous, default_max_tokens=16) == 16
@@ -250,7 +259,7 @@ def test_budgets_come_from_client_session_or_dialect_and_fit_the_context() -> No
         budget(own, asked=Asked(max_tokens=255))
     with pytest.raises(ContextExceeded, match="maximum context length is 256 tokens"):
         gateway.prepare(own, CompletionCall((TokenIds((1,) * 256),)))
-    assert gateway.prepare(own, CompletionCall((TokenIds((1,) * 255),))).choices[0].request.sampling.max_tokens == 1
+    assert gateway.prepare(own, CompletionCall((TokenIds((1,) * 255),))).answers[0].request.sampling.max_tokens == 1
 
 
 @pytest.mark.parametrize(

@@ -240,12 +240,12 @@ def test_a_client_who_goes_takes_his_generation_with_him() -> None:
                         async for _ in answer:
                             pass
                 await asyncio.sleep(0.01)
-                assert (it.gateway.answering.num_running, it.generator.running) == (0, 0)
+                assert (it.gateway.num_running, it.generator.running) == (0, 0)
             stream = await it.sdk().chat.completions.create(model="policy", messages=CHAT, stream=True)
             await anext(stream.__aiter__())
             await stream.close()
             await asyncio.sleep(0.01)
-            assert (it.gateway.answering.num_running, it.generator.running) == (0, 0)
+            assert (it.gateway.num_running, it.generator.running) == (0, 0)
             assert it.seen.of(RequestFailed) == []
 
     run_virtual(main())
@@ -315,7 +315,7 @@ def test_over_a_real_socket_the_sdk_sees_the_same(caplog: pytest.LogCaptureFixtu
                             async for _ in answer:
                                 pass
                     async with asyncio.timeout(2):
-                        while gateway.answering.num_running:
+                        while gateway.num_running:
                             await asyncio.sleep(0.01)
                 metrics = await client._client.get(f"{gateway.address}/metrics")
                 assert "midflight_tests_total 1.0" in metrics.text

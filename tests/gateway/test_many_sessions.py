@@ -3,51 +3,33 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 
 import pytest
+from tests.gateway.generating import letters
 from tests.gateway.offered import DEFAULTS
 
 from midflight.errors import Overloaded, SessionClosed
+from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, RolloutKey
+from midflight.types import GroupKey, RolloutKey, SamplingParams
 from midflight.types.facts import unheard
 
 SESSIONS = 10_000
 PROMPT, ANSWER = 100, 100
 
 
-class Instant:
-    """The answer to every request, at once: `ANSWER` letters."""
-
-    num_overshoot = 0
-    num_resumes = 0
-
-    def __init__(self) -> None:
-        self._chunks = [Chunk((97,) * ANSWER, (-0.5,) * ANSWER, 0, 0, Finish(FinishReason.LENGTH))]
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if not self._chunks:
-            raise StopAsyncIteration
-        return self._chunks.pop()
-
-    async def aclose(self) -> None:
-        return None
-
-
 class InstantGenerator:
     def __init__(self) -> None:
         self.forgotten: set[str] = set()
 
-    def generate(self, request: GenerateRequest, *, affinity: str, may_abort: bool = False) -> Instant:
-        return Instant()
+    async def generate(self, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]) -> None:
+        """At once: `ANSWER` letters."""
+        answer.accept(letters(ANSWER), vocab_size=262)
 
     def forget(self, affinity: str) -> None:
         self.forgotten.add(affinity)
@@ -62,7 +44,7 @@ def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_i
         before, _ = tracemalloc.get_traced_memory()
         handles = []
         for number in range(SESSIONS):
-            handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=DEFAULTS, tracked=True)
+            handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
             session = gateway.session_for(path_token=handle.api_key, api_key=None)
             await gateway.answers(gateway.prepare(session, call))
             handles.append(handle)
@@ -74,7 +56,7 @@ def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_i
         assert refused.value.status == 429 and refused.value.retry_after_seconds >= 1
         records = [gateway.close(handle.session_id) for handle in handles]
         assert sum(row.num_trainable for record in records for row in record.rows) == SESSIONS * ANSWER
-        assert gateway.num_sessions == 0 and len(generator.forgotten) == SESSIONS
+        assert len(gateway.registry) == 0 and len(generator.forgotten) == SESSIONS
         with pytest.raises(SessionClosed):
             gateway.session_for(path_token=handles[-1].api_key, api_key=None)
 

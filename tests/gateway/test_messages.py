@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.gateway.generating import closed
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import EngineUnavailable, NoEngine, RequestRejected
+from midflight.gateway.answers.answer import Answer, News
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
-from midflight.gateway.sessions.call import Answer, Asked, Delta, Messages, ToolChoice
+from midflight.gateway.sessions.call import Asked, Messages, ToolChoice
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.text import Tokenizer
@@ -84,10 +87,17 @@ def answered(pieces: list[Piece], finish: Finish, tail: list[Piece]) -> tuple[Re
     generator = ScriptedGenerator()
     gateway = make_gateway(generator)
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), messages().call)
-    prompt = job.choices[0].prompt
+    prompt = job.answers[0].prompt
     turn = Turn(prompt.ids, (1, 2, 3), (-1.0,) * 3, (Segment(0, 0, 0, 3),), finish)
-    answer = Answer(0, job.request_id, prompt, turn, "", "", joined(tuple(pieces)), tuple(tail))
+    answer = closed(job.answers[0], turn, message=joined(tuple(pieces)), tail_pieces=tail)
     return Reply(job, "policy", 7, generator.tokenizer), answer
+
+
+def with_tail(answer: Answer, tail: list[Piece]) -> Answer:
+    """The same answer, of which these pieces have not been streamed."""
+    other = copy(answer)
+    other.tail_pieces = tuple(tail)
+    return other
 
 
 def whole(pieces: list[Piece], finish: Finish = Finish(FinishReason.STOP, 256)) -> dict[str, Any]:
@@ -302,9 +312,9 @@ def test_a_streamed_message_accumulates_to_the_whole_one(drawn: list[Piece | Non
     exchange = messages(stream=True)
     events = list(exchange.opening(reply))
     for piece in pieces[:told]:
-        events += exchange.frames(reply, Delta(0, "", (), (), (piece,)))
+        events += exchange.frames(reply, News(0, "", (), (), (piece,)))
     events += [*exchange.frames(reply, answer), *exchange.closing(reply, [answer])]
-    assert accumulated(events) == messages().whole(reply, [replace(answer, tail_pieces=tuple(pieces))])
+    assert accumulated(events) == messages().whole(reply, [with_tail(answer, pieces)])
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.gateway.generating import generated
 
+from midflight.allowance import Expired
 from midflight.errors import EngineUnavailable
-from midflight.gateway.answers.resume import Generator
-from midflight.gateway.fleet.deadline import Expired
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.reserve import Reservation
-from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Finish, FinishReason, GenerateRequest, SamplingParams
@@ -147,12 +148,12 @@ def test_i2_i5_answers_of_others_leave_the_engine_once_it_is_behind_and_lose_not
     async def main() -> None:
         a, b = (ScriptedEngine(name, script=Script(mean_length=None, by_version=True), step_seconds=1.0) for name in "ab")
         fleet = fleet_of(a, b)
-        generator = Generator(fleet, tokenizer=scripted_tokenizer(), request_seconds=100)
+        generator = Generator(fleet, request_seconds=100)
         sampling = SamplingParams(max_tokens=10)
 
         async def answer(session: str) -> list[tuple[int, int]]:
             request = GenerateRequest(session, (1, 2, 3), 3, sampling)
-            chunks = [chunk async for chunk in generator.generate(request, affinity=session)]
+            chunks = await generated(generator, request, affinity=session)
             assert chunks[-1].finish == Finish(FinishReason.LENGTH)
             return [(token, chunk.version) for chunk in chunks for token in chunk.token_ids]
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tests.gateway.generating import Heard, generated
 
 from midflight.errors import EngineUnavailable, NoEngine, Overloaded, RequestRejected, RequestTimeout
-from midflight.gateway.answers.resume import Generation, Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.http.control import Control
 from midflight.testing.script import Script, scripted_tokenizer
@@ -32,23 +33,20 @@ def gateway(*engines: ScriptedEngine, request_seconds: float = 100.0) -> Generat
     fleet = Fleet()
     for engine in engines:
         fleet.attach(engine)
-    return Generator(fleet, tokenizer=TOKENIZER, request_seconds=request_seconds)
-
-
-async def collect(generation: Generation) -> list[Chunk]:
-    return [chunk async for chunk in generation]
+    return Generator(fleet, request_seconds=request_seconds)
 
 
 def ids(chunks: list[Chunk]) -> tuple[int, ...]:
     return tuple(i for chunk in chunks for i in chunk.token_ids)
 
 
-def answer_of(*engines: ScriptedEngine, asked: GenerateRequest) -> tuple[list[Chunk], Generation]:
-    """The chunks of one request on a gateway over these engines, and the generation that gave them."""
+def answer_of(*engines: ScriptedEngine, asked: GenerateRequest) -> tuple[list[Chunk], Heard]:
+    """The chunks of one request on a gateway over these engines, and the answer that they made."""
 
-    async def main() -> tuple[list[Chunk], Generation]:
-        generation = gateway(*engines).generate(asked, affinity="s")
-        return await collect(generation), generation
+    async def main() -> tuple[list[Chunk], Heard]:
+        answer = Heard(asked)
+        await gateway(*engines).generate(answer, affinity="s")
+        return answer.whole(), answer
 
     return run_virtual(main())
 
@@ -144,7 +142,7 @@ def test_i5_no_schedule_of_interruptions_changes_the_answer(
         control = Control(generator.fleet, generator, verify_seconds=0.03)
         asked = [request(max_tokens, request_id=str(i), seed=i, stop=stop, min_tokens=min(min_tokens, max_tokens)) for i in range(4)]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(collect(generator.generate(r, affinity=r.request_id))) for r in asked]
+            tasks = [group.create_task(generated(generator, r, affinity=r.request_id)) for r in asked]
             for seconds, deed, which in schedule:
                 await asyncio.sleep(seconds)
                 await do(deed, engines[which % num_engines], generator, control)
@@ -172,7 +170,7 @@ def test_i5_across_versions_there_is_no_gap_no_duplicate_and_every_token_is_its_
             engine.interrupt(at)
         generator = gateway(engine)
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(collect(generator.generate(request(20, seed=7), affinity="s")))
+            task = group.create_task(generated(generator, request(20, seed=7), affinity="s"))
             for number, seconds in enumerate(updates, start=1):
                 await asyncio.sleep(seconds)
                 await engine.stage(WeightManifest(number, "hash", "file", "nowhere", ()))
@@ -198,11 +196,11 @@ def test_p4_a_stop_string_split_over_the_seam_is_found_and_the_rest_is_cut_and_c
     at = next(i for i in range(5, 50) if text.index(text[i : i + 4]) == i)
     engine.interrupt(at + 2)
     asked = request(60, stop=(text[at : at + 4],))
-    chunks, generation = answer_of(engine, asked=asked)
+    chunks, answer = answer_of(engine, asked=asked)
     assert_uninterrupted(chunks, engine, asked)
     assert TOKENIZER.decode(ids(chunks)) == text[: at + 4]
     assert chunks[-1].finish == Finish(FinishReason.STOP, text[at : at + 4])
-    assert (generation.num_resumes, generation.num_overshoot) == (1, 4)
+    assert (answer.num_resumes, answer.num_overshoot) == (1, 4)
     assert engine._running == [], "the engine's request was ended with the answer"
 
 
@@ -228,11 +226,11 @@ def test_an_abort_right_after_the_end_token_finishes_as_stop_and_generates_nothi
 def test_p5_an_abort_with_zero_tokens_resends_the_request_unchanged() -> None:
     engine = ScriptedEngine(script=ENDLESS)
     engine.interrupt(0)
-    chunks, generation = answer_of(engine, asked=request(20, seed=3))
+    chunks, answer = answer_of(engine, asked=request(20, seed=3))
     assert_uninterrupted(chunks, engine, request(20, seed=3))
     first, second = engine.requests
     assert replace(first, request_id="") == replace(second, request_id="") == replace(request(20, seed=3), request_id="")
-    assert generation.num_resumes == 1
+    assert answer.num_resumes == 1
 
 
 def test_a_resume_sends_the_tokens_so_far_with_seed_limits_and_prompt_length_unchanged() -> None:
@@ -254,7 +252,7 @@ def test_a_dead_engine_is_quarantined_and_its_request_goes_on_elsewhere() -> Non
 
     async def main() -> None:
         generator = gateway(dying, healthy)
-        chunks = await collect(generator.generate(request(), affinity="s"))
+        chunks = await generated(generator, request(), affinity="s")
         assert_uninterrupted(chunks, healthy, request())
         assert len(healthy.requests[0].input_ids) == len(PROMPT) + 4
         assert [type(s.error) for s in generator.fleet.states()] == [EngineUnavailable, type(None)]
@@ -268,7 +266,7 @@ def test_the_loss_of_an_engine_ends_the_wait_for_it_at_once() -> None:
         generator = gateway(hung, healthy)
         hung.stall()
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(collect(generator.generate(request(), affinity="s")))
+            task = group.create_task(generated(generator, request(), affinity="s"))
             await asyncio.sleep(1)
             generator.fleet.quarantine("hung", EngineUnavailable("stalled"))
         assert_uninterrupted(task.result(), healthy, request())
@@ -295,7 +293,7 @@ def test_nonsense_quarantines_the_engine_and_the_request_goes_on_elsewhere(what:
 
     async def main() -> None:
         generator = gateway(mad, sane)
-        chunks = await collect(generator.generate(request(), affinity="s"))
+        chunks = await generated(generator, request(), affinity="s")
         assert_uninterrupted(chunks, sane, request())
         state = generator.fleet.states()[0]
         assert isinstance(state.error, EngineUnavailable)
@@ -307,19 +305,19 @@ def test_nonsense_quarantines_the_engine_and_the_request_goes_on_elsewhere(what:
 def test_a_stream_that_ends_without_a_finish_is_an_interruption() -> None:
     silent, sane = ScriptedEngine("silent", script=ENDLESS), ScriptedEngine("sane", script=ENDLESS)
     silent.mangle = lambda c: [] if c.finish else [c]
-    chunks, generation = answer_of(silent, sane, asked=request())
+    chunks, answer = answer_of(silent, sane, asked=request())
     assert ids(chunks) == sane.answer(request())[:20]
     assert chunks[-1].finish == Finish(FinishReason.LENGTH)
-    assert generation.num_resumes == 1
+    assert answer.num_resumes == 1
 
 
 def test_i5_an_engine_that_sends_too_much_is_cut_at_the_budget() -> None:
     engine = ScriptedEngine(script=ENDLESS, chunk_tokens=8)
     engine.mangle = lambda c: [replace(c, token_ids=(*c.token_ids, 97, 98, 99), logprobs=(*c.logprobs, -1.0, -1.0, -1.0), finish=None)]
-    chunks, generation = answer_of(engine, asked=request(10))
+    chunks, answer = answer_of(engine, asked=request(10))
     assert [len(c.token_ids) for c in chunks] == [len(c.logprobs) for c in chunks] == [10]
     assert chunks[-1].finish == Finish(FinishReason.LENGTH)
-    assert generation.num_overshoot == 8 + 3 - 10
+    assert answer.num_overshoot == 8 + 3 - 10
 
 
 # --- Ends ------------------------------------------------------------------------------------------------------------
@@ -338,7 +336,7 @@ def test_no_engine_before_the_deadline_says_how_long_and_why() -> None:
         generator = gateway(ScriptedEngine("first"), request_seconds=12)
         generator.fleet.quarantine("first", EngineUnavailable("its cable was cut"))
         with pytest.raises(NoEngine, match=r"in 12 s.*first is in quarantine \(its cable was cut\).*raise gateway.request_seconds"):
-            await collect(generator.generate(request(), affinity="s"))
+            await generated(generator, request(), affinity="s")
         assert asyncio.get_running_loop().time() == 12
         assert generator.fleet.num_waiting == 0
 
@@ -350,7 +348,7 @@ def test_a_generation_past_its_deadline_says_how_far_it_came() -> None:
         engine = ScriptedEngine("slow", script=ENDLESS, step_seconds=1)
         generator = gateway(engine, request_seconds=5.5)
         with pytest.raises(RequestTimeout, match=r"slow: 5 of 20 tokens after 5.5 s"):
-            await collect(generator.generate(request(), affinity="s"))
+            await generated(generator, request(), affinity="s")
         assert (await engine.health()).num_running == 0
 
     run_virtual(main())
@@ -363,10 +361,10 @@ def test_a_deadline_excludes_paused_time_at_the_gate_and_on_the_engine(mode: Pau
         generator = gateway(engine, request_seconds=25)
         control = Control(generator.fleet, generator)
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(collect(generator.generate(request(seed=1), affinity="s")))
+            running = group.create_task(generated(generator, request(seed=1), affinity="s"))
             await asyncio.sleep(4.5)
             await control.pause(mode)
-            waiting = group.create_task(collect(generator.generate(request(seed=2), affinity="t")))
+            waiting = group.create_task(generated(generator, request(seed=2), affinity="t"))
             await asyncio.sleep(1000)
             await control.resume()
         assert_uninterrupted(running.result(), engine, request(seed=1))
@@ -379,9 +377,9 @@ def test_attempts_without_progress_are_bounded_and_attempts_with_progress_are_no
     fruitful = ScriptedEngine(script=ENDLESS)
     for at in range(1, 60):
         fruitful.interrupt(at)
-    chunks, generation = answer_of(fruitful, asked=request(60))
+    chunks, answer = answer_of(fruitful, asked=request(60))
     assert_uninterrupted(chunks, fruitful, request(60))
-    assert generation.num_resumes == 59
+    assert answer.num_resumes == 59
 
     barren = ScriptedEngine(script=ENDLESS)
     for _ in range(100):
@@ -396,9 +394,9 @@ def test_cancel_ends_with_abort_only_a_caller_that_asked_for_it() -> None:
         engine = ScriptedEngine(script=ENDLESS)
         generator = gateway(engine)
         async with asyncio.TaskGroup() as group:
-            native = group.create_task(collect(generator.generate(request(request_id="p1"), affinity="", may_abort=True)))
-            other = group.create_task(collect(generator.generate(request(request_id="p10"), affinity="", may_abort=True)))
-            agent = group.create_task(collect(generator.generate(request(request_id="agent"), affinity="s")))
+            native = group.create_task(generated(generator, request(request_id="p1"), affinity="", may_abort=True))
+            other = group.create_task(generated(generator, request(request_id="p10"), affinity="", may_abort=True))
+            agent = group.create_task(generated(generator, request(request_id="agent"), affinity="s"))
             await asyncio.sleep(0.055)
             assert generator.cancel("p1") == 1
             assert generator.cancel("agent") == 1
@@ -418,7 +416,7 @@ def test_cancel_ends_a_native_request_that_waits_at_the_gate() -> None:
         generator = gateway(engine)
         generator.fleet.hold_all("operator")
         async with asyncio.TaskGroup() as group:
-            native = group.create_task(collect(generator.generate(request(request_id="n"), affinity="", may_abort=True)))
+            native = group.create_task(generated(generator, request(request_id="n"), affinity="", may_abort=True))
             await asyncio.sleep(1)
             generator.cancel(None)
         assert [c.finish for c in native.result()] == [Finish(FinishReason.ABORT)]
@@ -431,16 +429,15 @@ def test_a_caller_that_leaves_ends_its_request_on_the_engine_and_leaves_nothing_
     async def main() -> None:
         engine = ScriptedEngine(script=ENDLESS)
         generator = gateway(engine)
-        generation = generator.generate(request(), affinity="s")
-        await anext(generation)
-        await generation.aclose()
-        reading = generator.generate(request(), affinity="s")
-        while (await anext(reading)).finish is None:
-            pass
+        left = asyncio.create_task(generated(generator, request(), affinity="s"))
+        await asyncio.sleep(0.015)
+        left.cancel()
+        await asyncio.wait({left})
+        await generated(generator, request(), affinity="s")
         assert (await engine.health()).num_running == generator.num_active == 0
         assert generator.fleet.states()[0].num_requests == 0
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(collect(generator.generate(request(), affinity="s")))
+            task = group.create_task(generated(generator, request(), affinity="s"))
             await asyncio.sleep(0.05)
             task.cancel()
         assert (await engine.health()).num_running == generator.num_active == 0
@@ -458,7 +455,7 @@ def test_a_goodbye_that_hangs_delays_the_answer_by_seconds_only() -> None:
                 await asyncio.sleep(1000)
 
     async def main() -> None:
-        chunks = await collect(gateway(Clinging()).generate(request(stop=("top",)), affinity="s"))
+        chunks = await generated(gateway(Clinging()), request(stop=("top",)), affinity="s")
         assert chunks[-1].finish == Finish(FinishReason.STOP, "top")
         assert asyncio.get_running_loop().time() == 5
 
@@ -473,7 +470,7 @@ def test_g8_an_engine_that_is_full_is_asked_again_when_it_said() -> None:
         for seconds in (3, 2):
             engine.fail_next("generate", Overloaded("full", retry_after_seconds=seconds))
         generator = gateway(engine)
-        chunks = await collect(generator.generate(request(max_tokens=4, ignore_eos=True), affinity="s"))
+        chunks = await generated(generator, request(max_tokens=4, ignore_eos=True), affinity="s")
         assert asyncio.get_running_loop().time() == pytest.approx(3 + 2 + 4 * engine.step_seconds)
         assert len([c for chunk in chunks for c in chunk.token_ids]) == 4
         assert [state.error for state in generator.fleet.states()] == [None]
@@ -488,9 +485,9 @@ def test_g8_a_wait_for_a_full_engine_ends_with_the_requests_deadline_or_its_canc
             engine.fail_next("generate", Overloaded("full", retry_after_seconds=50))
         generator = gateway(engine, request_seconds=10)
         with pytest.raises(NoEngine, match="in 10 s"):
-            await collect(generator.generate(request(), affinity="s"))
+            await generated(generator, request(), affinity="s")
         assert asyncio.get_running_loop().time() == pytest.approx(10)
-        waiting = asyncio.create_task(collect(generator.generate(request(), affinity="s", may_abort=True)))
+        waiting = asyncio.create_task(generated(generator, request(), affinity="s", may_abort=True))
         await asyncio.sleep(1)
         generator.cancel(None)
         assert (await waiting)[-1].finish == Finish(FinishReason.ABORT)

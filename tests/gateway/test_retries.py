@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.offered import DEFAULTS, KEY, Offered, RecordingControl, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import NoEngine
-from midflight.gateway.answers.retries import MAX_KEPT, MAX_KEY_CHARS
+from midflight.gateway.answers.readers import MAX_KEPT, MAX_KEY_CHARS
 from midflight.gateway.http.http import build_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Reason, RolloutKey
@@ -63,7 +63,7 @@ async def assert_nothing_is_left(it: Offered) -> None:
     await asyncio.sleep(0.01)
     requests = it.gateway.requests
     requests.find(None, now=asyncio.get_running_loop().time())
-    assert (it.gateway.answering.num_running, it.generator.running, requests.num_running, requests.num_known) == (0, 0, 0, 0)
+    assert (it.gateway.num_running, it.generator.running, requests.num_running, len(requests._tickets)) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("after", [2.5, 20.0], ids=["running", "finished"])
@@ -333,7 +333,7 @@ def test_answers_kept_for_retries_are_bounded() -> None:
             for k in range(MAX_KEPT + 20):
                 await ask(it, "/v1/chat/completions", chat(max_tokens=1), {"Idempotency-Key": f"k{k}"})
             await asyncio.sleep(0.01)
-            assert it.gateway.requests.num_known == MAX_KEPT
+            assert len(it.gateway.requests._tickets) == MAX_KEPT
             await asyncio.sleep(31)
             await assert_nothing_is_left(it)
 

@@ -9,10 +9,11 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
+from tests.gateway.generating import generated
 
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
-from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GenerateRequest, SamplingParams
@@ -28,7 +29,7 @@ class Site:
         self.fleet = Fleet()
         for engine in self.engines:
             self.fleet.attach(engine)
-        self.generator = Generator(self.fleet, tokenizer=scripted_tokenizer(), request_seconds=600)
+        self.generator = Generator(self.fleet, request_seconds=600)
         self.skews: list[float] = []
         """Heaviest load over the mean, once a second."""
 
@@ -39,8 +40,7 @@ class Site:
         for turn in range(self.random.randint(3, 8)):
             tokens = min(400, int(20 * self.random.paretovariate(1.2)))
             request = GenerateRequest(f"{number}.{turn}", tuple(ids), len(ids), SamplingParams(max_tokens=tokens, ignore_eos=True))
-            async for _ in self.generator.generate(request, affinity=str(number)):
-                pass
+            await generated(self.generator, request, affinity=str(number))
             ids += [97] * (tokens + 20)
             await asyncio.sleep(self.random.expovariate(1.0))
 

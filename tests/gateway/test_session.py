@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 
 from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
@@ -47,11 +48,12 @@ def test_the_same_prompt_asked_again_gets_another_seed_and_an_explicit_seed_is_k
 def test_segments_follow_the_versions_the_engine_attests() -> None:
     """I6."""
     session = new_session()
-    turn = session.begin(session.plan(Messages(({"role": "user", "content": "x"},))), policy_sampled=True, request=1)
+    answer = begun(session, session.plan(Messages(({"role": "user", "content": "x"},))))
     for ids, version, kv in [((1, 2), 3, 3), ((3,), 3, 3), ((4,), 4, 3), ((), 4, 4)]:
-        session.received(turn, Chunk(ids, (-1.0,) * len(ids), version, kv), num_overshoot=0)
-    session.received(turn, Chunk((5,), (-1.0,), 4, 4, Finish(FinishReason.LENGTH)), num_overshoot=2)
-    closed = turn.closed(num_resumes=1)
+        receive(answer, Chunk(ids, (-1.0,) * len(ids), version, kv))
+    receive(answer, Chunk((5,), (-1.0,), 4, 4, Finish(FinishReason.LENGTH)), num_overshoot=2)
+    answer.num_attempts = 2
+    closed = answer.close()
     assert [(s.version, s.kv_version, s.start, s.end) for s in closed.segments] == [(3, 3, 0, 3), (4, 3, 3, 4), (4, 4, 4, 5)]
     assert (closed.num_overshoot, closed.num_resumes) == (2, 1)
     assert session.oldest_version == 3
@@ -60,10 +62,10 @@ def test_segments_follow_the_versions_the_engine_attests() -> None:
 def test_a_closing_session_gives_what_is_under_way_its_fate() -> None:
     """I3: tokens of an answer that never ended are dropped(abandoned), and counted once."""
     session = new_session()
-    turn = session.begin(session.plan(Messages(({"role": "user", "content": "x"},))), policy_sampled=True, request=1)
-    session.received(turn, Chunk((1, 2), (-1.0, -1.0), 0, 0), num_overshoot=0)
+    answer = begun(session, session.plan(Messages(({"role": "user", "content": "x"},))))
+    receive(answer, Chunk((1, 2), (-1.0, -1.0), 0, 0))
     record = session.close()
-    session.abandoned(turn)
+    session.abandoned(answer)
     assert record.dropped == {Reason.ABANDONED: 2}
     assert record.rows == () and record.num_turns == 0
 
@@ -101,9 +103,9 @@ def test_an_ended_session_says_so_and_hands_its_tokens_over_once() -> None:
     sessions = registry()
     handle = sessions.open(KEY, sampling=DEFAULTS, tracked=True, address="")
     session = sessions.get(handle.session_id)
-    turn = session.begin(session.plan(Messages(({"role": "user", "content": "x"},))), policy_sampled=True, request=1)
-    session.received(turn, Chunk((1,), (-1.0,), 0, 0, Finish(FinishReason.LENGTH)), num_overshoot=0)
-    session.finished(turn, turn.closed(num_resumes=0), reply="x", message=AssistantMessage("x"))
+    answer = begun(session, session.plan(Messages(({"role": "user", "content": "x"},))))
+    receive(answer, Chunk((1,), (-1.0,), 0, 0, Finish(FinishReason.LENGTH)))
+    session.finished(answer, answer.close(), reply="x", message=AssistantMessage("x"))
     assert len(sessions.close(handle.session_id).rows) == 1
     again = sessions.close(handle.session_id)
     assert (again.rows, again.num_turns, again.truncated) == ((), 1, True)
@@ -148,15 +150,15 @@ def test_every_generated_token_is_trained_in_one_row_or_has_one_reason(
             serial += 1
             ids = TOKENIZER.encode(text + ("<|end|>" if ends else ""))
             # The version of each turn is its serial number, so that rows show whose tokens they hold.
-            turn = session.begin(prompt, policy_sampled=sampled, request=number)
+            answer = begun(session, prompt, policy_sampled=sampled, number=number)
             finish = Finish(FinishReason.STOP, 256) if ends else Finish(FinishReason.LENGTH)
-            session.received(turn, Chunk(ids, (-1.0,) * len(ids), serial, serial, finish), num_overshoot=overshoot)
+            receive(answer, Chunk(ids, (-1.0,) * len(ids), serial, serial, finish), num_overshoot=overshoot)
             num_tokens += len(ids)
             num_overshoot += overshoot
             if text == "aaa":
-                session.abandoned(turn)
+                session.abandoned(answer)
             else:
-                session.finished(turn, turn.closed(num_resumes=0), reply=text, message=AssistantMessage(text))
+                session.finished(answer, answer.close(), reply=text, message=AssistantMessage(text))
                 histories.append((*messages, {"role": "assistant", "content": text}))
     record = session.close()
     for row in record.rows:
@@ -178,9 +180,9 @@ def answer(session: Session, source: Messages, *texts: str) -> None:
     prompt, number = session.plan(source), session.next_request()
     for text in texts:
         ids = TOKENIZER.encode(text + "<|end|>")
-        turn = session.begin(prompt, policy_sampled=True, request=number)
-        session.received(turn, Chunk(ids, (-1.0,) * len(ids), 0, 0, Finish(FinishReason.STOP, 256)), num_overshoot=0)
-        session.finished(turn, turn.closed(num_resumes=0), reply=text, message=AssistantMessage(text))
+        answer = begun(session, prompt, policy_sampled=True, number=number)
+        receive(answer, Chunk(ids, (-1.0,) * len(ids), 0, 0, Finish(FinishReason.STOP, 256)))
+        session.finished(answer, answer.close(), reply=text, message=AssistantMessage(text))
 
 
 @pytest.mark.parametrize(("count_all", "trained", "dropped"), [(False, ["AC"], {Reason.UNCHOSEN: 3}), (True, ["BB", "AC"], {})])

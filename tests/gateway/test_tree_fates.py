@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.gateway.conversing import hermes, worded
+from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
@@ -109,18 +110,18 @@ class Conversation:
             ids = self._spelled(SAID[said], other_tokens) + (self._end() if ends else ())
             self.sent[serial], self.received[serial] = prompt.ids, ids
             self.num_overshoot += overshoot
-            turn = self.session.begin(prompt, policy_sampled=asked.sampled, request=number)
+            answer = begun(self.session, prompt, policy_sampled=asked.sampled, number=number)
             finish = Finish(FinishReason.STOP) if ends else Finish(FinishReason.LENGTH)
-            self.session.received(turn, Chunk(ids, (-float(serial),) * len(ids), serial, serial, finish), num_overshoot=overshoot)
+            receive(answer, Chunk(ids, (-float(serial),) * len(ids), serial, serial, finish), num_overshoot=overshoot)
             if is_abandoned:
-                self.session.abandoned(turn)
+                self.session.abandoned(answer)
                 self.abandoned.add(serial)
                 continue
             if not asked.sampled:
                 self.not_policy.add(serial)
             reply = self.tokenizer.decode(ids, skip_special=True)
             message = self.format.parse(reply, prompt.text, calls=True)
-            self.session.finished(turn, turn.closed(num_resumes=0), reply=reply, message=message)
+            self.session.finished(answer, answer.close(), reply=reply, message=message)
             self.ways.append((*messages, as_sent_back(message)))
 
     def _source(self, asked: Asked, messages: tuple[Message, ...]) -> Source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 
+from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 
 from midflight.gateway.sessions.call import Messages
@@ -32,12 +33,12 @@ def talked(number: int) -> tuple[Session, int]:
         session.seed("run", 0, prompt.ids, asked=None, choice=0)
         reply = f"{k} {number:06d} " + "a" * 188
         ids = TOKENIZER.encode(reply + "<|end|>")
-        turn = session.begin(prompt, policy_sampled=True, request=session.next_request())
+        answer = begun(session, prompt, policy_sampled=True, number=session.next_request())
         for start, version in ((0, 1000), (100, 1001)):
             part = ids[start : start + 100 if version == 1000 else None]
             finish = Finish(FinishReason.STOP, ids[-1]) if version == 1001 else None
-            session.received(turn, Chunk(part, (-0.25,) * len(part), version, version, finish), num_overshoot=0)
-        session.finished(turn, turn.closed(num_resumes=0), reply=reply, message=AssistantMessage(reply))
+            receive(answer, Chunk(part, (-0.25,) * len(part), version, version, finish))
+        session.finished(answer, answer.close(), reply=reply, message=AssistantMessage(reply))
         messages += ({"role": "assistant", "content": reply},)
         length = len(prompt.ids) + len(ids)
     return session, length

@@ -12,7 +12,7 @@ import openai
 from tests.gateway.offered import KEY
 
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.http.control import Control
@@ -33,7 +33,7 @@ async def served(*engines: ScriptedEngine) -> AsyncIterator[tuple[Gateway, httpx
     fleet = Fleet()
     for engine in engines:
         fleet.attach(engine)
-    generator = Generator(fleet, tokenizer=scripted_tokenizer(), request_seconds=60)
+    generator = Generator(fleet, request_seconds=60)
     gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=Limits(4096, 262))
     gateway.address = "http://memory"
     app = build_app(gateway, Control(fleet, generator))

@@ -6,11 +6,12 @@ import asyncio
 import random
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -20,16 +21,17 @@ from midflight.config.sections import Config, EnvironmentSection, GatewaySection
 from midflight.environments.registry import Environment
 from midflight.environments.tasks import Source
 from midflight.errors import MidflightError
+from midflight.gateway.answers.answer import Answer
 from midflight.gateway.http.control import Control
 from midflight.gateway.sessions.call import CompletionCall, Messages
-from midflight.gateway.sessions.session import OpenTurn, Session, request_seed
+from midflight.gateway.sessions.session import Session, UnderWay, request_seed
 from midflight.ports import SessionHandle
 from midflight.run.rollout.serving import Serving
 from midflight.testing.ring import Ring, open_ring
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
-from midflight.types import Batch, Chunk, GenerateRequest, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
+from midflight.types import Batch, GenerateRequest, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
 from midflight.types.facts import Fact, Record, RequestFailed, RolloutEnded, unheard
 
 if TYPE_CHECKING:
@@ -150,17 +152,26 @@ class Site:
         self.on_fact(fact)
 
     def _listen(self, patch: pytest.MonkeyPatch) -> None:
-        received = Session.received
+        begin, accept, replay = Session.begin, Answer.accept, Answer.replay
+        keys: WeakKeyDictionary[UnderWay, RolloutKey] = WeakKeyDictionary()
 
-        def listening(session: Session, turn: OpenTurn, chunk: Chunk, *, num_overshoot: int) -> None:
+        def beginning(session: Session, answer: UnderWay) -> None:
             if session.tracked and session.key is not None:
-                self.received[session.key] += len(chunk.token_ids) + num_overshoot - turn.num_overshoot
-            received(session, turn, chunk, num_overshoot=num_overshoot)
+                keys[answer] = session.key
+            begin(session, answer)
 
-        patch.setattr(Session, "received", listening)
+        def counted(answer: Answer, grow: Callable[[], None]) -> None:
+            before = len(answer.output_ids) + answer.num_overshoot
+            grow()
+            if answer in keys:
+                self.received[keys[answer]] += len(answer.output_ids) + answer.num_overshoot - before
+
+        patch.setattr(Session, "begin", beginning)
+        patch.setattr(Answer, "accept", lambda answer, chunk, **more: counted(answer, lambda: accept(answer, chunk, **more)))
+        patch.setattr(Answer, "replay", lambda answer, turn: counted(answer, lambda: replay(answer, turn)))
 
     def _follow(self, ring: Ring) -> None:
-        take, told = ring.system.queue.take, ring.serving.gateway.answering.on_turn
+        take, told = ring.system.queue.take, ring.serving.gateway.on_turn
         assert told is not None
 
         async def taking(train_version: Version) -> Batch:
@@ -173,7 +184,7 @@ class Site:
             self.turns[key] = [*self.turns[key][:number], turn]
 
         ring.system.queue.take = taking  # type: ignore[method-assign]
-        ring.serving.gateway.answering.on_turn = hearing
+        ring.serving.gateway.on_turn = hearing
 
     # --- What must hold ----------------------------------------------------------------------------------------------
 

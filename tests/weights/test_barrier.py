@@ -9,12 +9,13 @@ from contextlib import suppress
 from typing import Literal, TypeAlias
 
 import pytest
+from tests.gateway.generating import generated
 
 from midflight.errors import EngineError, EngineUnavailable, MidflightError
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.run.rollout.serving import Rejoin
-from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.script import Script
 from midflight.testing.scripted import Call, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Attestation, Chunk, GenerateRequest, PauseMode, SamplingParams
@@ -47,7 +48,7 @@ class Sampled:
         fleet = Fleet()
         for engine in engines:
             fleet.attach(engine)
-        generator = Generator(fleet, tokenizer=scripted_tokenizer(), request_seconds=1000.0)
+        generator = Generator(fleet, request_seconds=1000.0)
         h = handover(fleet, self._way, mode=self._random.choice(["auto", *PauseMode]))
         async with asyncio.TaskGroup() as group:
             rest = [group.create_task(_ask(generator, number)) for number in range(6)]
@@ -96,8 +97,7 @@ async def _ask(generator: Generator, number: int) -> None:
     request = GenerateRequest(f"r{number}", (number, 2), 2, SamplingParams(max_tokens=60, seed=number))
     while True:
         with suppress(MidflightError):
-            async for _ in generator.generate(request, affinity=str(number)):
-                pass
+            await generated(generator, request, affinity=str(number))
 
 
 def _sampled(way: Way, seed: int) -> Sampled:

@@ -9,12 +9,11 @@ import pytest
 
 from midflight.engines.remote import RemoteEngine
 from midflight.errors import EngineUnavailable
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
 from midflight.run.rollout.serving import HEALTH_SECONDS, Rejoin
-from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode
@@ -42,7 +41,7 @@ class Site:
             commit_seconds=COMMIT,
             record=unheard,
         )
-        self.control = Control(self.fleet, Generator(self.fleet, tokenizer=scripted_tokenizer(), request_seconds=100), pause_seconds=3.0)
+        self.control = Control(self.fleet, Generator(self.fleet, request_seconds=100), pause_seconds=3.0)
 
     def lose(self, *engines: ScriptedEngine) -> None:
         for engine in engines:

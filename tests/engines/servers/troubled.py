@@ -14,6 +14,7 @@ from starlette.responses import Response
 from tests.engines.models import TOKENIZER, MemoryReceiver
 from tests.engines.servers.fakes import STEP_SECONDS, Fake, FakeSglang, FakeVllm
 from tests.engines.test_contract import listening
+from tests.gateway.generating import Heard
 from tests.models.tiny import tiny_model
 from tests.real.processes import free_port
 
@@ -21,7 +22,7 @@ from midflight.engines.app import build_app
 from midflight.engines.relay import relay
 from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.engine import ServerEngine
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.models.load import save_model
@@ -174,7 +175,7 @@ class Theatre:
         self._ports: list[int] = []
         self._services: list[asyncio.Task[None]] = []
         self.fleet = Fleet()
-        self.generator = Generator(self.fleet, tokenizer=TOKENIZER, request_seconds=15)
+        self.generator = Generator(self.fleet, request_seconds=15)
         self.handover = Handover(
             self.fleet,
             pause_mode="auto" if pause_mode == "auto" else PauseMode(pause_mode),
@@ -255,10 +256,10 @@ class Theatre:
         for i in range(1_000_000):
             ids = tuple(letter(p) for p in range(7))
             asked = GenerateRequest(f"{name}-{i}", ids, len(ids), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
-            chunks: list[Chunk] = []
-            self.answers.append(chunks)
-            async for chunk in self.generator.generate(asked, affinity=name):
-                chunks.append(chunk)
+            answer = Heard(asked, tokenizer=TOKENIZER)
+            self.answers.append(answer.chunks)
+            await self.generator.generate(answer, affinity=name)
+            answer.whole()
 
     async def more_answers(self, num: int) -> None:
         """Waits until as many more were begun."""

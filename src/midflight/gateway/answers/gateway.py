@@ -1,28 +1,28 @@
-"""The gateway without a wire: sessions, and calls that become generations. `http` puts it on the network.
+"""The gateway without a wire: sessions, and calls that become answers. `http` puts it on the network.
 
-A call is `prepare`d synchronously (every fault of the client shows there) and then `run`; its events go to a sink.
+A call is `prepare`d synchronously (every fault of the client shows there) and then `run`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from midflight.errors import MidflightError, SessionClosed, Unauthorized
-from midflight.gateway.answers.answering import Answering, Generator
+from midflight.errors import MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
+from midflight.gateway.answers.answer import Answer
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.lengths import check_lengths
 from midflight.gateway.answers.plan import Job, Planner
-from midflight.gateway.answers.retries import Requests
+from midflight.gateway.answers.readers import Ongoing, Requests
 from midflight.gateway.answers.sampling import Limits
-from midflight.gateway.sessions.call import Answer, CompletionCall, Delta, Sink, Source
+from midflight.gateway.sessions.call import CompletionCall, Source
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
-from midflight.gateway.sessions.replay import RecordedTurns
-from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.session import RecordedTurns, Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, Version
-from midflight.types.facts import Record, RequestFailed, SessionEnded
+from midflight.types.facts import Record, RequestFailed, SessionEnded, TurnFinished
 
 
 class Gateway:
@@ -54,11 +54,14 @@ class Gateway:
         """Where agents reach it, without a path; set once the port is known."""
         self.requests = Requests(max_requests=max_requests, orphan_seconds=orphan_seconds)
         """Under way over any wire, and what their retries may ask for."""
-        self.answering = Answering(generator, tokenizer, self.message_format, record)
+        self.on_turn: Callable[[RolloutKey, int, Turn], None] | None = None
+        """Told each completed turn of a tracked session and its number there, from 0, before the agent sees it."""
+        self.num_running = 0
+        """Answers under way."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
         self._generator = generator
         self._record = record
-        self._planner = Planner(model=model, limits=limits, message_format=self.message_format, run_name=run_name, run_seed=run_seed)
+        self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run_name=run_name, run_seed=run_seed)
         self._anonymous = anonymous
         self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format)
         self._count_all_choices = count_all_choices
@@ -99,10 +102,6 @@ class Gateway:
         return self._sessions.get(session_id).oldest_version
 
     @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
-    @property
     def registry(self) -> SessionRegistry:
         """Who may use which session."""
         return self._sessions
@@ -131,37 +130,38 @@ class Gateway:
         """Tokens of a prompt, as `prepare` would send it."""
         return len(session.plan(source).ids)
 
-    async def run(self, job: Job, sink: Sink, *, begun: Callable[[asyncio.Timeout], None] | None = None) -> None:
-        """Waits for the answers; each event goes to `sink`. Ended by the answers, by the request's deadline (inside the
-        generator), by the close of the session (`SessionClosed`), by the cancellation of the caller, or by whoever reschedules
-        the scope that `begun` is told of (`TimeoutError`)."""
-        session = job.session
-        if session.closed:
-            raise SessionClosed(f"session {session.session_id} has ended: open a new one.")
+    async def run(self, ongoing: Ongoing) -> None:
+        """Waits for the answers of a call that `requests` has begun; ended by them, by the deadline of one, by the close of the
+        session, when nobody has read them for too long, or by the cancellation of the caller. Its failure is kept in `ongoing`.
+        """
+        session = ongoing.job.session
+        error: Exception | None = Stopping("the gateway is stopping: try again when it is back.")
         try:
+            if session.closed:
+                raise SessionClosed(f"session {session.session_id} has ended: open a new one.")
             async with asyncio.timeout(None) as scope:
                 self._scopes[session.session_id].add(scope)
-                if begun is not None:
-                    begun(scope)
+                ongoing.runs_in(scope)
                 try:
-                    await self.answering.run(job, sink)
+                    await self._answer_all(ongoing)
                 finally:
                     self._forget_scope(session, scope)
-        except TimeoutError:
-            if not session.closed:
-                raise
-            raise SessionClosed(f"session {session.session_id} ended while the request ran: open a new one.") from None
+            error = None
+        except Exception as failure:
+            error = failure
+            if isinstance(failure, TimeoutError) and session.closed:
+                error = SessionClosed(f"session {session.session_id} ended while the request ran: open a new one.")
+        finally:
+            self.requests.end(ongoing, error, now=asyncio.get_running_loop().time())
 
-    async def answers(self, job: Job) -> list[Answer]:
-        """Runs a job and waits for all its answers, in order of their choices."""
-        found: list[Answer] = []
-
-        def keep(event: Delta | Answer) -> None:
-            if isinstance(event, Answer):
-                found.append(event)
-
-        await self.run(job, keep)
-        return sorted(found, key=lambda answer: answer.choice)
+    async def answers(self, job: Job) -> Sequence[Answer]:
+        """Runs a job and waits for all its answers."""
+        ongoing = Ongoing(job)
+        self.requests.begin(ongoing, None)
+        await self.run(ongoing)
+        if ongoing.error is not None:
+            raise ongoing.error
+        return job.answers
 
     def failed(self, session: Session | None, error: BaseException) -> None:
         """A request ended in an error at the agent's edge: counted and shown."""
@@ -173,9 +173,59 @@ class Gateway:
 
     # --- Inside ------------------------------------------------------------------------------------------------------
 
+    async def _answer_all(self, ongoing: Ongoing) -> None:
+        """Waits for all answers; the first failure ends the others and is raised as it is."""
+        answers = ongoing.job.answers
+        if len(answers) == 1:
+            await self._answer(ongoing, answers[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for answer in answers:
+                    tasks.create_task(self._answer(ongoing, answer), name=f"answer {answer.request_id}")
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+    async def _answer(self, ongoing: Ongoing, answer: Answer) -> None:
+        """Waits for one answer. Whatever ends it early, its tokens get a fate (I3)."""
+        job, session = ongoing.job, ongoing.job.session
+        started = asyncio.get_running_loop().time()
+        affinity = session.session_id if session.key is not None else ""
+        recorded = session.recorded.take(answer.request)
+        session.begin(answer)
+        self.num_running += 1
+        try:
+            if recorded is not None:
+                answer.replay(recorded)
+            else:
+                told = ongoing.hear if job.call.stream else _nobody
+                await self._generator.generate(answer, affinity=affinity, may_abort=job.call.may_abort, told=told)
+            turn = answer.close()
+            session.finished(answer, turn, reply=answer.text, message=answer.message)
+            self._tell(session, turn)
+        except RequestRejected as refused:  # by an engine, which names fields as `SamplingParams` does
+            refused.param = refused.param and job.call.name_of(refused.param)
+            raise
+        finally:
+            self.num_running -= 1
+            session.abandoned(answer)
+        seconds = asyncio.get_running_loop().time() - started
+        num_versions = len({segment.version for segment in turn.segments})
+        self._record(TurnFinished(session.session_id, len(turn.prompt_ids), len(turn.output_ids), num_versions, turn.num_resumes, seconds))
+        ongoing.hear()
+
+    def _tell(self, session: Session, turn: Turn) -> None:
+        """Nothing of a session that has ended meanwhile: its rows are handed over already."""
+        if self.on_turn is not None and session.tracked and session.key is not None and not session.closed:
+            self.on_turn(session.key, len(session.tree.nodes) - 1, turn)
+
     def _forget_scope(self, session: Session, scope: asyncio.Timeout) -> None:
         scopes = self._scopes.get(session.session_id)
         if scopes is not None:
             scopes.discard(scope)
             if not scopes:
                 del self._scopes[session.session_id]
+
+
+def _nobody() -> None:
+    """Who waits for the whole answer need not be told of its parts."""

@@ -6,27 +6,17 @@ import secrets
 from dataclasses import dataclass, replace
 
 from midflight.errors import RequestRejected, UnknownModel, nearest
+from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.sampling import Limits, check_prompt, params_for, samples_the_policy
 from midflight.gateway.sessions.call import CompletionCall, Messages, ToolChoice
 from midflight.gateway.sessions.node import Prompt
 from midflight.gateway.sessions.session import Session
-from midflight.text.formats import MessageFormat
+from midflight.text import Tokenizer
+from midflight.text.formats import MessageFormat, MessageParser
 from midflight.types import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 1024
 """Choices of one call, over all its prompts: each is a generation of its own, and a batch is not a way round admission."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """One generation of a job."""
-
-    index: int
-    prompt: Prompt
-    request: GenerateRequest
-    policy_sampled: bool
-    number: int
-    """Of its request in the session; the choices of n > 1 share it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,18 +25,22 @@ class Job:
 
     session: Session
     call: CompletionCall
-    choices: tuple[Choice, ...]
+    answers: tuple[Answer, ...]
+    """One for each choice, to be generated."""
 
     @property
     def request_id(self) -> str:
-        return self.choices[0].request.request_id
+        return self.answers[0].request_id
 
 
 class Planner:
     """Numbers the requests of a run, and gives each its tokens, its sampling and its seed."""
 
-    def __init__(self, *, model: str, limits: Limits, message_format: MessageFormat, run_name: str, run_seed: int) -> None:
-        self._model, self._limits, self._format = model, limits, message_format
+    def __init__(
+        self, tokenizer: Tokenizer, message_format: MessageFormat, *, model: str, limits: Limits, run_name: str, run_seed: int
+    ) -> None:
+        self._tokenizer, self._format = tokenizer, message_format
+        self._model, self._limits = model, limits
         self._run_name, self._run_seed = run_name, run_seed
         self._prefix = secrets.token_hex(4)
         self._serial = 0
@@ -65,13 +59,13 @@ class Planner:
             params_for(each, len(prompt.ids), defaults=session.sampling, limits=self._limits)
             for each, prompt in zip(calls, prompts, strict=True)
         ]
-        choices = [
-            self._choice(session, call, place * call.n + k, prompt, sampling, number)
+        answers = [
+            self._answer(session, call, place * call.n + k, prompt, sampling, number)
             for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
             for number in [session.next_request()]
             for k in range(call.n)
         ]
-        return Job(session, call, tuple(choices))
+        return Job(session, call, tuple(answers))
 
     def _constrained(self, call: CompletionCall, prompt: Prompt) -> CompletionCall:
         """A tool call that must come is sampled under a grammar; so is a response format after thinking, or a call instead of it."""
@@ -88,21 +82,34 @@ class Planner:
             grammar = self._format.after_thinking(grammar, prompt_text=prompt.text)
         return replace(call, asked=call.asked.constrained(grammar))
 
-    def _choice(self, session: Session, call: CompletionCall, index: int, prompt: Prompt, sampling: SamplingParams, number: int) -> Choice:
+    def _answer(self, session: Session, call: CompletionCall, index: int, prompt: Prompt, sampling: SamplingParams, number: int) -> Answer:
         self._serial += 1
         seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=call.asked.number("seed"), choice=index % call.n)
         single = len(call.sources) * call.n == 1
         own = call.request_id if call.request_id is None or single else f"{call.request_id}-{index}"
-        return Choice(
-            index=index,
-            prompt=prompt,
-            request=GenerateRequest(
-                request_id=own or f"{session.session_id}.{self._prefix}{self._serial:08d}",
-                input_ids=prompt.ids,
-                num_prompt_tokens=len(prompt.ids),
-                sampling=replace(sampling, seed=seed),
-                eager=call.stream,
-            ),
-            policy_sampled=samples_the_policy(sampling, session.sampling, limits=self._limits),
-            number=number,
+        request = GenerateRequest(
+            request_id=own or f"{session.session_id}.{self._prefix}{self._serial:08d}",
+            input_ids=prompt.ids,
+            num_prompt_tokens=len(prompt.ids),
+            sampling=replace(sampling, seed=seed),
+            eager=call.stream,
         )
+        return Answer(
+            request,
+            prompt,
+            self._tokenizer,
+            index=index,
+            number=number,
+            policy_sampled=samples_the_policy(sampling, session.sampling, limits=self._limits),
+            parser=self._parser(call, prompt),
+            keep=self._format.kept_token_ids,
+            one_call=not call.parallel_tool_calls,
+        )
+
+    def _parser(self, call: CompletionCall, prompt: Prompt) -> MessageParser | None:
+        """What reads the answer to a chat."""
+        source, chosen = call.sources[0], call.tool_choice
+        if not isinstance(source, Messages):
+            return None
+        calls, forced = chosen is not ToolChoice.NONE, chosen is ToolChoice.REQUIRED
+        return self._format.parser(prompt.text, calls=calls, forced=forced, tools=source.tools)

@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
+from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
 from midflight.gateway.dialects.exchange import Alternatives, Reply, call_id, logprob_entries, usage, usage_so_far, weight_versions
 from midflight.gateway.dialects.fields import SamplingBody, Tokens, TopLogprobs, parse
 from midflight.gateway.dialects.tools import MAX_TOOLS, ToolBody, ToolChoiceBody, choice_of, tools_of
-from midflight.gateway.sessions.call import Answer, CompletionCall, Delta, Event, Messages
+from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
 from midflight.types import FinishReason, Json
@@ -213,25 +214,25 @@ class ChatExchange:
         return body
 
     def opening(self, reply: Reply) -> Iterable[Json]:
-        for choice in reply.job.choices:
-            chunk = self._chunk(reply, choice.index, {"role": "assistant", "content": ""})
-            if choice is reply.job.choices[0] and self._token_ids:
-                chunk["prompt_token_ids"] = list(choice.prompt.ids)
+        for answer in reply.job.answers:
+            chunk = self._chunk(reply, answer.index, {"role": "assistant", "content": ""})
+            if answer is reply.job.answers[0] and self._token_ids:
+                chunk["prompt_token_ids"] = list(answer.prompt.ids)
             yield chunk
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
-        if isinstance(event, Delta):
+        if isinstance(event, News):
             self._num_streamed += len(event.token_ids)
-            deltas = self._deltas(reply, event.choice, event.pieces)
+            deltas = self._deltas(reply, event.index, event.pieces)
             of_tokens = self._of_tokens(reply.tokenizer, event)
             if of_tokens and not deltas:
                 deltas = [{}]
             for place, delta in enumerate(deltas):
-                yield self._chunk(reply, event.choice, delta, **(of_tokens if place == 0 else {}))
+                yield self._chunk(reply, event.index, delta, **(of_tokens if place == 0 else {}))
         else:
-            for delta in self._deltas(reply, event.choice, event.tail_pieces):
-                yield self._chunk(reply, event.choice, delta)
-            yield self._chunk(reply, event.choice, {}, **self._finish(event))
+            for delta in self._deltas(reply, event.index, event.tail_pieces):
+                yield self._chunk(reply, event.index, delta)
+            yield self._chunk(reply, event.index, {}, **self._finish(event))
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         if self._include_usage:
@@ -242,7 +243,7 @@ class ChatExchange:
     def _choice(self, reply: Reply, answer: Answer) -> Json:
         turn = answer.turn
         choice: _Object = {
-            "index": answer.choice,
+            "index": answer.index,
             "message": _message(answer.message, answer.request_id),
             "logprobs": self._content(reply.tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs),
             **self._finish(answer),
@@ -262,10 +263,10 @@ class ChatExchange:
         return ended
 
     def _deltas(self, reply: Reply, choice: int, pieces: Sequence[Piece]) -> list[_Object]:
-        request_id = reply.job.choices[choice].request.request_id
+        request_id = reply.job.answers[choice].request_id
         return [delta for piece in pieces for delta in _piece(piece, request_id)]
 
-    def _of_tokens(self, tokenizer: Tokenizer, event: Delta) -> _Object:
+    def _of_tokens(self, tokenizer: Tokenizer, event: News) -> _Object:
         """What is told of tokens themselves: it comes with them, even while their text is held back."""
         told: _Object = {}
         if self._logprobs:
@@ -283,7 +284,7 @@ class ChatExchange:
         choice: _Object = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         chunk = _envelope(reply, "chat.completion.chunk", [choice])
         if self._usage_so_far:
-            chunk["usage"] = usage_so_far(reply.job.choices, self._num_streamed)
+            chunk["usage"] = usage_so_far(reply.job.answers, self._num_streamed)
         elif self._include_usage:
             chunk["usage"] = None
         return chunk

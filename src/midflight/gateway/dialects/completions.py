@@ -9,9 +9,10 @@ from typing import Annotated, cast
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
+from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.exchange import Reply, alternatives, token_name, token_text, usage, usage_so_far, weight_versions
 from midflight.gateway.dialects.fields import SamplingBody, TopLogprobs, parse
-from midflight.gateway.sessions.call import Answer, CompletionCall, Delta, Event, Source, Text, TokenIds
+from midflight.gateway.sessions.call import CompletionCall, Source, Text, TokenIds
 from midflight.text import Tokenizer
 from midflight.types import Json
 
@@ -72,29 +73,29 @@ class CompletionExchange:
 
     def opening(self, reply: Reply) -> Iterable[Json]:
         if self._token_ids:
-            for choice in reply.job.choices:
-                ids: _Object = {"prompt_token_ids": list(choice.prompt.ids), "token_ids": []}
-                yield self._chunk(reply, choice.index, "", **ids)
+            for answer in reply.job.answers:
+                ids: _Object = {"prompt_token_ids": list(answer.prompt.ids), "token_ids": []}
+                yield self._chunk(reply, answer.index, "", **ids)
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Answer):
             none: _Object = {"token_ids": []} if self._token_ids else {}
-            yield self._chunk(reply, event.choice, event.tail, **self._finish(event), **none)
+            yield self._chunk(reply, event.index, event.tail, **self._finish(event), **none)
             return
         self._num_streamed += len(event.token_ids)
         if event.text or self._logprobs or self._token_ids:
-            yield self._chunk(reply, event.choice, event.text, **self._of_tokens(reply.tokenizer, event))
+            yield self._chunk(reply, event.index, event.text, **self._of_tokens(reply.tokenizer, event))
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         if self._include_usage:
             yield {**_envelope(reply, []), "usage": usage(answers)}
 
-    def _of_tokens(self, tokenizer: Tokenizer, event: Delta) -> _Object:
+    def _of_tokens(self, tokenizer: Tokenizer, event: News) -> _Object:
         told: _Object = {}
         if self._logprobs:
-            start = self._offsets.get(event.choice, 0)
+            start = self._offsets.get(event.index, 0)
             told["logprobs"] = self._spread(tokenizer, event, event.token_ids, start=start)
-            self._offsets[event.choice] = start + sum(len(token_text(tokenizer, i)) for i in event.token_ids)
+            self._offsets[event.index] = start + sum(len(token_text(tokenizer, i)) for i in event.token_ids)
         if self._token_ids:
             told["token_ids"] = list(event.token_ids)
         return told
@@ -102,7 +103,7 @@ class CompletionExchange:
     def _choice(self, reply: Reply, answer: Answer) -> Json:
         ids = answer.turn.output_ids
         choice: _Object = {
-            "index": answer.choice,
+            "index": answer.index,
             "text": answer.text,
             "logprobs": self._spread(reply.tokenizer, answer, ids, start=0) if self._logprobs else None,
             **self._finish(answer),
@@ -122,7 +123,7 @@ class CompletionExchange:
 
     def _spread(self, tokenizer: Tokenizer, event: Event, token_ids: Sequence[int], *, start: int) -> Json:
         """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts; alternatives hold the sampled token too."""
-        logprobs = event.logprobs if isinstance(event, Delta) else event.turn.logprobs
+        logprobs = event.logprobs if isinstance(event, News) else event.turn.logprobs
         lengths = [len(token_text(tokenizer, i)) for i in token_ids]
         pairs = list(zip(token_ids, logprobs, strict=True))
         rows = zip(pairs, alternatives(event.top_logprobs, len(pairs)), strict=True)
@@ -141,7 +142,7 @@ class CompletionExchange:
     def _chunk(self, reply: Reply, index: int, text: str, **more: Json) -> Json:
         chunk = _envelope(reply, [{"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}])
         if self._usage_so_far:
-            chunk["usage"] = usage_so_far(reply.job.choices, self._num_streamed)
+            chunk["usage"] = usage_so_far(reply.job.answers, self._num_streamed)
         elif self._include_usage:
             chunk["usage"] = None
         return chunk

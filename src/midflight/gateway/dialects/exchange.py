@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from midflight.gateway.answers.plan import Choice, Job
-from midflight.gateway.sessions.call import Answer, CompletionCall, Event
+from midflight.gateway.answers.answer import Answer, Event
+from midflight.gateway.answers.plan import Job
+from midflight.gateway.sessions.call import CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Json, Turn
 from midflight.wire.edge import Fault, fault_of
@@ -83,9 +84,9 @@ def usage(answers: Sequence[Answer]) -> Json:
     return _usage(sum(prompts.values()), sum(len(answer.turn.output_ids) for answer in answers))
 
 
-def usage_so_far(choices: Sequence[Choice], completion_tokens: int) -> Json:
+def usage_so_far(answers: Sequence[Answer], completion_tokens: int) -> Json:
     """The same counts in mid-stream."""
-    prompts = {id(choice.prompt): len(choice.prompt.ids) for choice in choices}
+    prompts = {id(answer.prompt): len(answer.prompt.ids) for answer in answers}
     return _usage(sum(prompts.values()), completion_tokens)
 
 

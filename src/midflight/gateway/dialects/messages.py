@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import cast
 
 from midflight.errors import MidflightError
+from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.exchange import Reply, call_id, weight_versions
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_input import MessagesBody, messages_call
-from midflight.gateway.sessions.call import Answer, Delta, Event
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
 from midflight.wire.edge import Fault, retry_headers
@@ -38,7 +38,7 @@ class MessagesExchange:
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         stream = self._stream = self._stream or BlockStream(reply.job.request_id)
-        if isinstance(event, Delta):
+        if isinstance(event, News):
             yield from stream.feed(event.pieces)
         else:
             yield from stream.feed(event.tail_pieces)
@@ -53,7 +53,7 @@ class MessagesExchange:
 
     def _message(self, reply: Reply, blocks: list[Json]) -> dict[str, Json]:
         """The message as it begins: nothing has ended it yet."""
-        prompt_ids = reply.job.choices[0].prompt.ids
+        prompt_ids = reply.job.answers[0].prompt.ids
         message: dict[str, Json] = {
             "id": f"msg_{reply.job.request_id}",
             "type": "message",

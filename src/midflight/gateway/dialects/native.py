@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
+from midflight.gateway.answers.answer import START, Answer, Event, News
 from midflight.gateway.dialects.completions import PROMPT_SCHEMA, sources
 from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, token_text, weight_versions
 from midflight.gateway.dialects.fields import Body, SamplingFields, TopLogprobs, parse
 from midflight.gateway.dialects.grammars import grammar_of
-from midflight.gateway.sessions.call import Answer, Asked, CompletionCall, Delta, Event
+from midflight.gateway.sessions.call import Asked, CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import FinishReason, Json
 from midflight.types.sampling import Api
@@ -64,22 +64,6 @@ class NativeBody(Body):
     stream: bool | None = None
 
 
-@dataclass(slots=True)
-class _SoFar:
-    """What a stream has told of a choice."""
-
-    text: str = ""
-    ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
-
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.top += delta.top_logprobs
-
-
 class NativeExchange:
     """One request. A single answer is an object, several are a list. Stream frames are cumulative."""
 
@@ -92,7 +76,6 @@ class NativeExchange:
         self._logprobs, self._texts = bool(parsed.return_logprob), bool(parsed.return_text_in_logprobs)
         self._top_logprobs = bool(parsed.top_logprobs_num)
         self._listed = (sampling.n or 1) > 1 or _is_batch(prompt)
-        self._so_far: dict[int, _SoFar] = {}
         asked, names = sampling.call_parts(top_logprobs=parsed.top_logprobs_num)
         self.call = CompletionCall(
             sources=sources(prompt, param=param),
@@ -114,21 +97,20 @@ class NativeExchange:
         return ()
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
-        if isinstance(event, Delta):
-            self._so_far.setdefault(event.choice, _SoFar()).add(event)
-            yield self._partial(reply, event.choice)
+        if isinstance(event, News):
+            yield self._partial(reply.tokenizer, reply.job.answers[event.index])
         else:
             yield self._answer(reply.tokenizer, event)
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         return ()
 
-    def _partial(self, reply: Reply, index: int) -> Json:
-        told = self._so_far[index]
-        choice = reply.job.choices[index]
-        meta = _meta(choice.request.request_id, len(choice.prompt.ids), len(told.ids))
-        meta |= self._of_tokens(reply.tokenizer, told.ids, told.logprobs, told.top)
-        return {"index": index, "text": told.text, "output_ids": list(told.ids), "meta_info": meta | {"finish_reason": None}}
+    def _partial(self, tokenizer: Tokenizer, answer: Answer) -> Json:
+        """All of an answer that was told so far."""
+        told = answer.since(START)
+        meta = _meta(answer.request_id, len(answer.prompt.ids), len(told.token_ids))
+        meta |= self._of_tokens(tokenizer, told.token_ids, told.logprobs, told.top_logprobs)
+        return {"index": answer.index, "text": told.text, "output_ids": list(told.token_ids), "meta_info": meta | {"finish_reason": None}}
 
     def _answer(self, tokenizer: Tokenizer, answer: Answer) -> Json:
         turn = answer.turn
@@ -140,7 +122,7 @@ class NativeExchange:
             "weight_version": str(turn.segments[-1].version) if turn.segments else None,
             "num_retractions": turn.num_resumes,
         }
-        return {"index": answer.choice, "text": answer.text, "output_ids": list(turn.output_ids), "meta_info": meta}
+        return {"index": answer.index, "text": answer.text, "output_ids": list(turn.output_ids), "meta_info": meta}
 
     def _of_tokens(self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> dict[str, Json]:
         """Triples of log-probability, id and, where wanted, text."""

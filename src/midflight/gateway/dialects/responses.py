@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.exchange import Alternatives, Exchange, Reply, call_id, logprob_entries, weight_versions
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
 from midflight.gateway.dialects.tools import FunctionTool
-from midflight.gateway.sessions.call import Answer, Delta, Event, ToolChoice
+from midflight.gateway.sessions.call import ToolChoice
 from midflight.text import Tokenizer
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
@@ -39,7 +40,7 @@ class ResponsesExchange:
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         items = self._growing(reply)
-        if isinstance(event, Delta):
+        if isinstance(event, News):
             self._untold += self._logprobs(reply.tokenizer, event.token_ids, event.logprobs, event.top_logprobs)
             yield from items.add(event.pieces, self._told_with(event.pieces))
         else:
@@ -93,7 +94,7 @@ class ResponsesExchange:
 
     def _response(self, reply: Reply, status: str, output: list[Json]) -> dict[str, Json]:
         """The response, with what it was asked and is sampled with."""
-        body, sampling = self._body, reply.job.choices[0].request.sampling
+        body, sampling = self._body, reply.job.answers[0].request.sampling
         reasoning = body.reasoning
         return {
             "id": f"resp_{reply.job.request_id}",

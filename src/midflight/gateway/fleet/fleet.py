@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from midflight.allowance import Allowance
 from midflight.errors import ConfigError, EngineUnavailable
-from midflight.gateway.fleet.deadline import Deadline
 from midflight.gateway.fleet.gate import Holds, Line
 from midflight.gateway.fleet.pauses import OwnedEngine, SharedPause
 from midflight.gateway.fleet.reserve import Reservation
@@ -20,14 +20,14 @@ from midflight.types.facts import Quarantined, Record, Rejoined, unheard
 class Lease:
     """A request's place on an engine, until `Fleet.leave`. When the engine is lost its wait is cut and `lost` says why."""
 
-    def __init__(self, member: _Member, *, tokens: int, deadline: Deadline, evaluates: bool) -> None:
+    def __init__(self, member: _Member, *, tokens: int, allowance: Allowance, evaluates: bool) -> None:
         self.engine = member.shared.engine
         self.evaluates = evaluates
         """Whether it is of a session that the engine is reserved for."""
         self.version = member.version
         """What the engine had attested when the request was placed: none of its tokens can be older."""
         self.tokens = tokens
-        self.deadline = deadline
+        self.allowance = allowance
         self.lost: BaseException | None = None
         self._member = member
         member.leases[self] = None
@@ -37,7 +37,7 @@ class Lease:
         """Idempotent: a second cut would end a wait that is none of this lease's."""
         if self.lost is None:
             self.lost = error
-            self.deadline.cut()
+            self.allowance.cut()
 
     def end(self) -> None:
         """Idempotent."""
@@ -235,25 +235,25 @@ class Fleet:
         """A place in the order of arrival; older tickets are dispatched first."""
         return next(self._tickets)
 
-    async def place(self, ticket: int, *, tokens: int, affinity: str, deadline: Deadline) -> Lease:
-        """Waits for a routable engine, in order of tickets; woken by attach, release and rejoin, ended by the deadline.
+    async def place(self, ticket: int, *, tokens: int, affinity: str, allowance: Allowance) -> Lease:
+        """Waits for a routable engine, in order of tickets; woken by attach, release and rejoin, ended when the seconds are spent.
 
-        `tokens` is the load the request brings: prompt plus output budget. The deadline stands while engines are held.
+        `tokens` is the load the request brings: prompt plus output budget. The allowance stands while engines are held.
         """
         evaluates = self._reserved is not None and affinity in self._reserved.sessions
         if self._only_held(evaluates):
-            deadline.stop()
+            allowance.stop()
         return await self._lines[evaluates].wait(
             ticket,
-            lambda: self._lease(tokens=tokens, affinity=affinity, deadline=deadline, evaluates=evaluates),
+            lambda: self._lease(tokens=tokens, affinity=affinity, allowance=allowance, evaluates=evaluates),
             give_back=self.leave,
-            deadline=deadline,
+            allowance=allowance,
         )
 
     def leave(self, lease: Lease) -> None:
         """The request has ended on its engine. Idempotent."""
         lease.end()
-        lease.deadline.start()
+        lease.allowance.start()
 
     def forget(self, affinity: str) -> None:
         """The session is over."""
@@ -287,7 +287,7 @@ class Fleet:
             for name, m in self._members.items()
         ]
 
-    def _lease(self, *, tokens: int, affinity: str, deadline: Deadline, evaluates: bool) -> Lease | None:
+    def _lease(self, *, tokens: int, affinity: str, allowance: Allowance, evaluates: bool) -> Lease | None:
         """A place on the chosen engine, where the session stays. One whose engine is only held goes elsewhere once and keeps its pin."""
         pinned = self._pins.get(affinity)
         name = choose(self._candidates(self._takers(evaluates)), pinned=pinned, tokens=tokens)
@@ -295,8 +295,8 @@ class Fleet:
             return None
         if pinned is None or self._is_routable(pinned):
             self._pins.pin(affinity, name)
-        deadline.start()
-        return Lease(self._members[name], tokens=tokens, deadline=deadline, evaluates=evaluates)
+        allowance.start()
+        return Lease(self._members[name], tokens=tokens, allowance=allowance, evaluates=evaluates)
 
     def _lose(self, member: _Member, error: BaseException) -> None:
         self._pins.forget_engine(member.shared.engine.name)
@@ -309,7 +309,7 @@ class Fleet:
         return self._holds.shut or (bool(takers) and all(self._holds.owners(name) for name in takers))
 
     def _changed(self) -> None:
-        """Serves the lines, lets every deadline run or stand as the holds now say, and tells a new `served_version`."""
+        """Serves the lines, lets every allowance run or stand as the holds now say, and tells a new `served_version`."""
         self._settle_reservation()
         before = self._last_served
         if self.served_version() != before and self.on_served is not None:
@@ -318,11 +318,11 @@ class Fleet:
         for evaluates, line in self._lines.items():
             line.serve()
             held = self._only_held(evaluates)
-            for deadline in line.deadlines():
-                _run_or_stand(deadline, stands=held)
+            for allowance in line.allowances():
+                _run_or_stand(allowance, stands=held)
         for name, member in self._members.items():
             for lease in member.leases:
-                _run_or_stand(lease.deadline, stands=bool(self._holds.owners(name)))
+                _run_or_stand(lease.allowance, stands=bool(self._holds.owners(name)))
 
     def _settle_reservation(self) -> None:
         """It ends when it is over and its engine is one of the others again, or fell out."""
@@ -343,11 +343,11 @@ class Fleet:
                         lease.lose(EngineUnavailable(f"{name} keeps version {member.version} for an evaluation"))
 
 
-def _run_or_stand(deadline: Deadline, *, stands: bool) -> None:
+def _run_or_stand(allowance: Allowance, *, stands: bool) -> None:
     if stands:
-        deadline.stop()
+        allowance.stop()
     else:
-        deadline.start()
+        allowance.start()
 
 
 def _describe(state: EngineState) -> str:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from midflight.gateway.fleet.deadline import Deadline
+from midflight.allowance import Allowance
 
 T = TypeVar("T")
 
@@ -51,9 +51,9 @@ class Holds:
 
 
 class _Waiter(Generic[T]):
-    def __init__(self, choose: Callable[[], T | None], deadline: Deadline) -> None:
+    def __init__(self, choose: Callable[[], T | None], allowance: Allowance) -> None:
         self.choose = choose
-        self.deadline = deadline
+        self.allowance = allowance
         self.chosen: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
 
@@ -71,21 +71,22 @@ class Line(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiters)
 
-    async def wait(self, ticket: int, choose: Callable[[], T | None], *, give_back: Callable[[T], None], deadline: Deadline) -> T:
-        """Waits until `choose` finds a place and every older ticket has one; woken by `serve`, ended by the deadline too.
+    async def wait(self, ticket: int, choose: Callable[[], T | None], *, give_back: Callable[[T], None], allowance: Allowance) -> T:
+        """Waits until `choose` finds a place and every older ticket has one; woken by `serve`, ended by the allowance too.
 
         A place found for a request that has just ended is given back.
         """
-        deadline.raise_if_cut()
+        allowance.raise_if_cut()
         if not self._waiters and (place := choose()) is not None:
             return place
-        waiter = _Waiter(choose, deadline)
+        waiter = _Waiter(choose, allowance)
         self._arrivals += 1
         entry = (ticket, self._arrivals, waiter)
         bisect.insort(self._waiters, entry)
         self.serve()
         try:
-            return await deadline.bound(lambda: waiter.chosen)
+            async with allowance:
+                return await waiter.chosen
         except BaseException:
             if waiter.chosen.done() and not waiter.chosen.cancelled():
                 give_back(waiter.chosen.result())
@@ -103,8 +104,8 @@ class Line(Generic[T]):
                 waiter.chosen.set_result(place)
             self._waiters.pop(0)
 
-    def deadlines(self) -> Iterable[Deadline]:
-        return (waiter.deadline for _, _, waiter in self._waiters)
+    def allowances(self) -> Iterable[Allowance]:
+        return (waiter.allowance for _, _, waiter in self._waiters)
 
     def _leave(self, entry: tuple[int, int, _Waiter[T]]) -> None:
         if entry in self._waiters:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected, first_error, nearest
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.pausing import pause_mode, verified_pause
 from midflight.ports import Engine

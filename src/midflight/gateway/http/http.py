@@ -16,10 +16,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from midflight.errors import Stopping, first_error
+from midflight.errors import first_error
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.ongoing import Ongoing, Reader
-from midflight.gateway.answers.retries import Requests, Ticket, ticket
+from midflight.gateway.answers.readers import Ongoing, Reader, Requests, RetryTicket, retry_ticket
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
@@ -34,7 +33,7 @@ from midflight.wire.edge import ClientGone, headers_of, key_in, log_unexpected, 
 from midflight.wire.routes import fault_answer, json_answer, metrics_route, route
 
 WATCH_AFTER_SECONDS = 0.02
-"""An answer that is told within this time is told to a client who has gone, too: it costs less than to look."""
+"""An answer within this time is sent without a look whether the client is still there: the look costs more."""
 
 DIALECTS = (
     Dialect("/v1/chat/completions", ChatExchange),
@@ -102,8 +101,8 @@ class CompletionEndpoint:
         self._now = now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Waits for the body, then for the answer; ended by them, or by the client who goes. Whoever asks first stays until
-        the generation ends, read or not (see `Ongoing`)."""
+        """Waits for the body, then for the answer; ended by them, or by the client's disconnection. The visit of the client that
+        asks first lasts until the generation ends, read or not (see `Ongoing`)."""
         session: Session | None = None
         try:
             headers = headers_of(scope)
@@ -113,7 +112,7 @@ class CompletionEndpoint:
             exchange = self._dialect.exchange(body)
             await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
             session_id = session.session_id if session.key is not None else None
-            asked = ticket(headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body)
+            asked = retry_ticket(headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body)
             original = self._requests.find(asked, now=_loop_time())
             ongoing = original or self._begin(session, exchange, asked)
             await self._visit(ongoing, exchange, generates=original is None, receive=receive, send=send)
@@ -127,7 +126,7 @@ class CompletionEndpoint:
         log_unexpected(error)
         self._gateway.failed(session, error)
 
-    def _begin(self, session: Session, exchange: Exchange, asked: Ticket | None) -> Ongoing:
+    def _begin(self, session: Session, exchange: Exchange, asked: RetryTicket | None) -> Ongoing:
         self._requests.check_room()
         job = self._gateway.prepare(session, exchange.call)
         ongoing = Ongoing(job, created=int(self._now()), orphan_seconds=self._requests.orphan_seconds if asked is not None else 0.0)
@@ -135,8 +134,8 @@ class CompletionEndpoint:
         return ongoing
 
     async def _visit(self, ongoing: Ongoing, exchange: Exchange, *, generates: bool, receive: Receive, send: Send) -> None:
-        """Waits until the client was told, or went; and for the generation, if this visit `generates`. An error that came
-        before anything was told is raised; a later one is the stream's last event."""
+        """Waits until the client has received the answer or disconnected; and for the generation, if this visit `generates`. An
+        error before the first byte is raised; a later one is the stream's last event."""
         reader = ongoing.join()
         reply = Reply(ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer)
         streams = exchange.call.stream
@@ -145,8 +144,10 @@ class CompletionEndpoint:
             async with asyncio.TaskGroup() as tasks:
                 watch = Watch(tasks, receive, reader)
                 told = tasks.create_task(telling.tell(send), name="tell") if generates and streams else None
-                if generates:
-                    await self._generate(ongoing)
+                if generates and streams:
+                    await tasks.create_task(self._gateway.run(ongoing), name="generate")
+                elif generates:
+                    await self._gateway.run(ongoing)
                 if ongoing.error is not None:
                     await watch.look()
                 await (told or telling.tell(send))
@@ -162,20 +163,9 @@ class CompletionEndpoint:
     def _stream(self, reader: Reader, exchange: Exchange, reply: Reply) -> AnswerStream:
         return AnswerStream(reader, exchange, reply, dialect=self._dialect, failed=partial(self._failed, reply.job.session))
 
-    async def _generate(self, ongoing: Ongoing) -> None:
-        """Waits for the answers; ended by them, or when nobody has read them for too long. Its failure is the answer's."""
-        error: Exception | None = Stopping("the gateway is stopping: try again when it is back.")
-        try:
-            await self._gateway.run(ongoing.job, ongoing.put, begun=ongoing.runs_in)
-            error = None
-        except Exception as failure:
-            error = failure
-        finally:
-            self._requests.end(ongoing, error, now=_loop_time())
-
 
 class Watch:
-    """Tells a reader when his client goes. Most answers come before it begins, and are spared a task."""
+    """Tells a reader when its client disconnects. Most answers come before it begins, and are spared a task."""
 
     def __init__(self, tasks: asyncio.TaskGroup, receive: Receive, reader: Reader) -> None:
         self._tasks, self._receive, self._reader = tasks, receive, reader
@@ -183,14 +173,15 @@ class Watch:
         self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_SECONDS, self._begin)
 
     async def look(self) -> None:
-        """Notices a client who has gone already: an error after that is none of his. Waits for one turn of the event loop."""
+        """Notices a client that has disconnected already. After that, errors are not reported to the client. Waits for one turn of
+        the event loop."""
         self.end()  # two may not read the client's messages at once
         with suppress(TimeoutError):
             async with asyncio.timeout(0):
                 await self._run()
 
     def end(self) -> None:
-        """The client was told."""
+        """The client has received the answer."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -199,7 +190,7 @@ class Watch:
         self._task = self._tasks.create_task(self._run(), name="watch for the client's disconnect")
 
     async def _run(self) -> None:
-        """Waits for the client to go; cancelled when he was told."""
+        """Waits for the client's disconnection; cancelled when it has received the answer."""
         await until_gone(self._receive)
         self._reader.go()
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from starlette.types import Send
 
-from midflight.gateway.answers.ongoing import Reader
+from midflight.gateway.answers.answer import Event
+from midflight.gateway.answers.readers import Reader
 from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
-from midflight.gateway.sessions.call import Event
 from midflight.types import Json
 from midflight.wire.edge import send_json, send_more, sse, start_stream
 
@@ -29,11 +29,11 @@ class WholeAnswer:
         """Whether something was sent: an error can no longer have a status of its own."""
 
     async def tell(self, send: Send) -> None:
-        """Waits for the end of the answer and sends it; ended by that, or by the client's going. An error is left to the caller."""
+        """Waits for the end of the answer and sends it; ended by that, or by the client's disconnection. An error is left to the caller."""
         await self._reader.wait_for_end()
         ongoing = self._reader.ongoing
         if ongoing.error is None and not self._reader.gone:
-            body = self._exchange.whole(self._reply, ongoing.answers)
+            body = self._exchange.whole(self._reply, ongoing.job.answers)
             self.started = True
             await send_json(send, body)
             self._reader.told_all()
@@ -43,14 +43,14 @@ class AnswerStream:
     """The answer as it comes. Nothing is sent before the first event, so that an early error still gets its own status."""
 
     def __init__(self, reader: Reader, exchange: Exchange, reply: Reply, *, dialect: Dialect, failed: Callable[[Exception], None]) -> None:
-        """`failed` hears of an error before the client does."""
+        """`failed` is called with an error before the client is told."""
         self._reader, self._exchange, self._reply = reader, exchange, reply
         self._dialect, self._failed = dialect, failed
         self.started = False
         """As in `WholeAnswer`."""
 
     async def tell(self, send: Send) -> None:
-        """Waits for news and sends them; ended by the end of the answer, or by the client's going. An error before the start is
+        """Waits for news and sends them; ended by the end of the answer, or by the client's disconnection. An error before the start is
         left to the caller; a later one is the last event."""
         reader, ongoing = self._reader, self._reader.ongoing
         silence = Silence(reader)
@@ -93,7 +93,7 @@ class AnswerStream:
         return b"".join([sse(frame, named=named) for event in events for frame in exchange.frames(reply, event)])
 
     def _closing(self) -> bytes:
-        closing = b"".join(self._sse(frame) for frame in self._exchange.closing(self._reply, self._reader.ongoing.answers))
+        closing = b"".join(self._sse(frame) for frame in self._exchange.closing(self._reply, self._reader.ongoing.job.answers))
         return closing if self._dialect.named_events else closing + _DONE
 
     def _broken(self, error: Exception) -> bytes:

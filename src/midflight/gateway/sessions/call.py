@@ -1,16 +1,15 @@
-"""A request of an agent, free of any wire format, and the events that answer it."""
+"""A request of an agent, free of any wire format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from midflight.gateway.sessions.node import Prompt
 from midflight.text import Message
-from midflight.text.formats import AssistantMessage, Piece, Tool
-from midflight.types import Grammar, Json, Turn
+from midflight.text.formats import Tool
+from midflight.types import Grammar, Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class CompletionCall:
     asked: Asked = Asked()
     n: int = 1
     stream: bool = False
-    """Whether `Delta`s are wanted before the answers."""
+    """Whether news are wanted before the answers are whole."""
     default_max_tokens: int | None = None
     """Of the dialect, where neither client nor session names one; `None` is all the room there is."""
     model: str | None = None
@@ -100,43 +99,3 @@ class CompletionCall:
         if asked == "grammar" and self.tool_choice is ToolChoice.REQUIRED:
             return "tool_choice"
         return self.names.get(asked, asked)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of a choice, and the text that became certain with them (it may lag behind the tokens)."""
-
-    choice: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    pieces: tuple[Piece, ...] = ()
-    """Of a chat: the text, parsed."""
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Alternatives of each token, where they were asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A finished choice. `text` is what the agent sees, without the stop string; `tail` and `tail_pieces` what no `Delta` has carried yet."""
-
-    choice: int
-    request_id: str
-    prompt: Prompt
-    turn: Turn
-    text: str
-    tail: str
-    message: AssistantMessage
-    """Of a chat: `text`, parsed."""
-    tail_pieces: tuple[Piece, ...] = ()
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Alternatives of each token of the turn, where they were asked for."""
-
-
-Event: TypeAlias = Delta | Answer
-
-
-class Sink(Protocol):
-    """Where a running call puts its events. Never waits."""
-
-    def __call__(self, event: Event) -> None: ...

@@ -5,84 +5,53 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence, Set
+from typing import Protocol
 
 from midflight.gateway.sessions.call import Messages, Source, Text
 from midflight.gateway.sessions.match import Matcher
 from midflight.gateway.sessions.node import Prompt, packed
-from midflight.gateway.sessions.replay import RecordedTurns
 from midflight.gateway.sessions.rows import harvest
 from midflight.gateway.sessions.tree import TokenTree
 from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage
-from midflight.types import Chunk, Finish, FinishReason, Kind, Reason, RolloutKey, SamplingParams, Segment, SessionRecord, Turn, Version
+from midflight.types import FinishReason, GenerateRequest, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, Version
 
 SEED_SPACE = 2**64
 
 
-@dataclass(slots=True, eq=False)
-class OpenTurn:
-    """A choice while it is generated: what the gateway has received of it."""
-
-    prompt: Prompt
-    policy_sampled: bool
-    request: int
-    """Number of the request in its session; its choices share it."""
-    output_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    segments: list[Segment] = field(default_factory=list[Segment])
-    num_overshoot: int = 0
-    """Tokens received and cut so far."""
-    finish: Finish | None = None
-    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
-
-    def add(self, chunk: Chunk) -> None:
-        """I6: every token comes with a log-probability and the version that the engine attests, with it or at the end."""
-        assert len(chunk.token_ids) == len(chunk.logprobs), "I6: a chunk's arrays agree in length"
-        self.output_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.finish = chunk.finish
-        self.top_logprobs += chunk.top_logprobs
-        self._label(chunk.version, chunk.kv_version, end=len(self.output_ids))
-        if chunk.attested:
-            self._relabel(chunk.attested)
+class UnderWay(Protocol):
+    """An answer that is being generated, as far as its session looks at it."""
 
     @property
-    def oldest_version(self) -> Version | None:
-        return min((segment.version for segment in self.segments), default=None)
+    def prompt(self) -> Prompt: ...
+    @property
+    def number(self) -> int:
+        """Of its request in the session; the choices of n > 1 share it."""
+        ...
 
-    def _label(self, version: Version, kv_version: Version, *, end: int) -> None:
-        """Tokens before `end` that have no label get this one."""
-        last = self.segments[-1] if self.segments else None
-        start = 0 if last is None else last.end
-        if start == end:
-            return
-        if last is not None and (last.version, last.kv_version) == (version, kv_version):
-            start = self.segments.pop().start
-        self.segments.append(Segment(version, kv_version, start, end))
+    @property
+    def output_ids(self) -> Sequence[int]: ...
+    @property
+    def num_overshoot(self) -> int: ...
+    @property
+    def versions(self) -> Set[Version]:
+        """Of its tokens so far."""
+        ...
 
-    def _relabel(self, attested: tuple[Segment, ...]) -> None:
-        """The last tokens, those of one attempt, get the labels that its engine gave at the end."""
-        start = len(self.output_ids) - attested[-1].end
-        before, self.segments = self.segments, []
-        for segment in before:
-            if segment.start < start:
-                self._label(segment.version, segment.kv_version, end=min(segment.end, start))
-        for segment in attested:
-            self._label(segment.version, segment.kv_version, end=start + segment.end)
 
-    def closed(self, *, num_resumes: int) -> Turn:
-        assert self.finish is not None, "I5: a generation ends with a finish"
-        return Turn(
-            prompt_ids=self.prompt.ids,
-            output_ids=tuple(self.output_ids),
-            logprobs=tuple(self.logprobs),
-            segments=tuple(self.segments),
-            finish=self.finish,
-            policy_sampled=self.policy_sampled,
-            num_overshoot=self.num_overshoot,
-            num_resumes=num_resumes,
-        )
+class RecordedTurns:
+    """The turns of one rollout that were complete before a crash (I8). Each is given once, to the first request with its prompt that
+    has room for it."""
+
+    def __init__(self, turns: Iterable[Turn] = ()) -> None:
+        self._turns = list(turns)
+
+    def take(self, request: GenerateRequest) -> Turn | None:
+        for place, turn in enumerate(self._turns):
+            if turn.prompt_ids == request.input_ids and len(turn.output_ids) <= request.sampling.max_tokens:
+                return self._turns.pop(place)
+        return None
 
 
 class Session:
@@ -110,7 +79,7 @@ class Session:
         self.recorded = RecordedTurns()
         self.closed = False
         self.failed_requests = 0
-        self._open: set[OpenTurn] = set()
+        self._open: set[UnderWay] = set()
         self._versions: set[Version] = set()
         """Of the tokens of turns that are over, those of abandoned turns too."""
         self._asked: Counter[bytes] = Counter()
@@ -130,7 +99,7 @@ class Session:
     @property
     def oldest_version(self) -> Version | None:
         """Among all its tokens. It changes both ways where an engine says at the end what it was unsure of before."""
-        return _oldest(*self._versions, *(turn.oldest_version for turn in self._open))
+        return min(self._versions.union(*(answer.versions for answer in self._open)), default=None)
 
     @property
     def num_requests(self) -> int:
@@ -157,31 +126,26 @@ class Session:
             return secrets.randbits(64)
         return request_seed(run_name, run_seed, self.key, occurrence=occurrence, prompt_ids=prompt_ids)
 
-    def begin(self, prompt: Prompt, *, policy_sampled: bool, request: int) -> OpenTurn:
-        turn = OpenTurn(prompt, policy_sampled, request)
-        self._open.add(turn)
-        return turn
+    def begin(self, answer: UnderWay) -> None:
+        """Its tokens count from now on; `finished` or `abandoned` must follow."""
+        self._open.add(answer)
 
-    def received(self, turn: OpenTurn, chunk: Chunk, *, num_overshoot: int) -> None:
-        turn.add(chunk)
-        turn.num_overshoot = num_overshoot
-
-    def finished(self, open_turn: OpenTurn, turn: Turn, *, reply: str, message: AssistantMessage) -> None:
-        self._end(open_turn)
+    def finished(self, answer: UnderWay, turn: Turn, *, reply: str, message: AssistantMessage) -> None:
+        self._end(answer)
         if self.key is not None:
-            self.tree.record(open_turn.prompt, turn, reply=reply, request=open_turn.request, message=message)
+            self.tree.record(answer.prompt, turn, reply=reply, request=answer.number, message=message)
 
-    def abandoned(self, turn: OpenTurn) -> None:
+    def abandoned(self, answer: UnderWay) -> None:
         """The request was cancelled or failed: its tokens are dropped(abandoned), once (I3). After `finished` it does nothing."""
-        if turn in self._open:
-            self._end(turn)
-            self._dropped[Reason.ABANDONED] += len(turn.output_ids)
-            self._dropped[Reason.OVERSHOOT] += turn.num_overshoot
+        if answer in self._open:
+            self._end(answer)
+            self._dropped[Reason.ABANDONED] += len(answer.output_ids)
+            self._dropped[Reason.OVERSHOOT] += answer.num_overshoot
 
     def close(self) -> SessionRecord:
         """Ends the session and hands its tokens over (I3): what is still running is abandoned."""
-        for turn in list(self._open):
-            self.abandoned(turn)
+        for answer in list(self._open):
+            self.abandoned(answer)
         self.closed = True
         nodes = self.tree.nodes
         result = harvest(nodes, count_all_choices=self.count_all_choices)
@@ -199,20 +163,16 @@ class Session:
             versions=frozenset(self._versions),
         )
 
-    def _end(self, turn: OpenTurn) -> None:
-        self._open.discard(turn)
-        self._versions.update(segment.version for segment in turn.segments)
+    def _end(self, answer: UnderWay) -> None:
+        self._open.discard(answer)
+        self._versions |= answer.versions
 
     def __repr__(self) -> str:
         return f"<Session {self.session_id}>"
 
 
-def _oldest(*versions: Version | None) -> Version | None:
-    return min((version for version in versions if version is not None), default=None)
-
-
 def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: int, prompt_ids: tuple[int, ...]) -> int:
-    """Seed of a rollout's request: who asks for what and how often before, never the order of arrival (DECISIONS 7)."""
+    """Seed of a rollout's request: who asks for what and how often before, never the order of arrival."""
     group = key.group
     kind = "" if key.kind is Kind.TRAINING else f"{key.kind}|"
     label = f"{run_name}|{run_seed}|{kind}{group.epoch}|{group.index}|{group.attempt}|{key.sample}|{occurrence}|"

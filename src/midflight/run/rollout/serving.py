@@ -15,7 +15,7 @@ from contextlib import suppress
 from midflight.config.sections import Config
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.resume import Generator
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.sampling import Limits as GatewayLimits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
@@ -63,7 +63,7 @@ class Serving:
         self.fleet = Fleet(record=record)
         for engine in engines:
             self.fleet.attach(engine, version=version)
-        self.generator = Generator(self.fleet, tokenizer=tokenizer, request_seconds=config.gateway.request_seconds)
+        self.generator = Generator(self.fleet, request_seconds=config.gateway.request_seconds)
         self.control = Control(self.fleet, self.generator)
         self.handover = Handover(
             self.fleet,

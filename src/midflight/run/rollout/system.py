@@ -74,7 +74,7 @@ class RolloutSystem:
         self._writer = StoreWriter(store)
         self._records = Records(self._writer)
         self._gateway, self._handover = serving.gateway, serving.handover
-        self._gateway.answering.on_turn = self._records.turn_completed
+        self._gateway.on_turn = self._records.turn_completed
         self._ages = GroupAges(serving.gateway)
         self._fates = Fates()
         self._stream = SeededStream(sources, seed=config.run.seed)

@@ -1,11 +1,13 @@
-"""Which requests are under way, how many may be, and which of them a retry means. Synchronous; times are the loop's.
+"""Who reads an answer: the client that asked, and those that ask the same again. Synchronous, but for a reader's waits.
 
-A retry (DECISIONS 14) has the idempotency key of the original; or its body and a header that says so, and nobody reads the
-original any more. It is told the original's answer: one generation, one turn. Identical calls without either are distinct.
+Usually an answer has one reader. A retry is another one, and begins at the first token. It has the idempotency key of the
+original; or its body and a header that says so, and nobody reads the original any more. It is told the original's answer: one
+generation, one turn. Identical calls without either are distinct. Times are the loop's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections import OrderedDict, defaultdict
@@ -13,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from midflight.errors import IdempotencyConflict, Overloaded, RequestRejected
-from midflight.gateway.answers.ongoing import Ongoing
+from midflight.gateway.answers.answer import START, Event, Mark
+from midflight.gateway.answers.plan import Job
 
 MAX_KEPT = 1024
 """Finished answers kept for retries; each holds its tokens, some kilobytes. A retry comes within seconds of the loss."""
@@ -26,8 +29,148 @@ _SMOOTHING = 0.1
 """Weight of the newest interval in the mean time between two ends: about the last ten count."""
 
 
+class Ongoing:
+    """A call that is being answered or has been. It ends once, with its answers or with an error.
+
+    Without readers it goes on for `orphan_seconds`; 0 cancels it at once. A new reader keeps it alive again.
+    """
+
+    __slots__ = ("_readers", "_scope", "created", "delivered", "ended", "error", "job", "orphan_seconds")
+
+    def __init__(self, job: Job, *, created: int = 0, orphan_seconds: float = 0.0) -> None:
+        """`created`: Unix seconds, as every reader is told."""
+        self.job = job
+        self.created = created
+        self.orphan_seconds = orphan_seconds
+        self.ended = False
+        self.error: Exception | None = None
+        self.delivered = False
+        """Whether some reader was told all of it."""
+        self._readers: list[Reader] = []
+        self._scope: asyncio.Timeout | None = None
+
+    def runs_in(self, scope: asyncio.Timeout) -> None:
+        """Its generation is cancelled by the deadline of this scope, which the close of its session uses too."""
+        self._scope = scope
+
+    def hear(self) -> None:
+        """Wakes the readers: an answer has grown, or was closed."""
+        for reader in self._readers:
+            reader.hear()
+
+    def end(self, error: Exception | None = None) -> None:
+        self.ended, self.error, self._scope = True, error, None
+        self.hear()
+
+    @property
+    def is_lost(self) -> bool:
+        """Nobody reads it, and nobody was told all of it."""
+        return not self._readers and not self.delivered
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self._readers)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Nobody read it for too long: what is left of it is its clearing up."""
+        return self._scope is not None and self._scope.expired()
+
+    def join(self) -> Reader:
+        """A reader from the first token on."""
+        reader = Reader(self)
+        self._readers.append(reader)
+        self._hold_until(None)
+        return reader
+
+    def leave(self, reader: Reader) -> None:
+        """Leaving again does nothing."""
+        if reader in self._readers:
+            self._readers.remove(reader)
+            if not self._readers:
+                self._hold_until(asyncio.get_running_loop().time() + self.orphan_seconds)
+
+    def _hold_until(self, when: float | None) -> None:
+        """A session that has closed ends it by the same scope, and nothing holds that up."""
+        if self._scope is not None and not self._scope.expired() and not self.job.session.closed:
+            self._scope.reschedule(when)
+
+
+class Reader:
+    """One client's place in the answers of a call. What it has not taken yet is merged, so a slow reader costs no memory of its own."""
+
+    __slots__ = ("_marks", "_waiter", "done", "gone", "has_news", "ongoing")
+
+    def __init__(self, ongoing: Ongoing) -> None:
+        self.ongoing = ongoing
+        self.gone = False
+        """Whether the client has left before it was told all."""
+        self.done = False
+        """Whether the last byte was sent."""
+        self.has_news = True
+        self._marks: list[Mark] = [START] * len(ongoing.job.answers)
+        """What the client was told of each answer; emptied when that is all."""
+        self._waiter: asyncio.Future[None] | None = None
+
+    def hear(self) -> None:
+        self.has_news = True
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self) -> list[Event]:
+        """What is new: one event for each answer, and the answer itself once it is closed."""
+        self.has_news = False
+        events: list[Event] = []
+        for place, answer in enumerate(self.ongoing.job.answers):
+            mark = self._marks[place]
+            if mark is _TOLD:
+                continue
+            if (now := answer.mark) != mark:
+                events.append(answer.since(mark))
+            self._marks[place] = now
+            if answer.is_closed:
+                events.append(answer)
+                self._marks[place] = _TOLD
+        return events
+
+    async def wait(self) -> None:
+        """Waits for news, for the end, for the client's going or for a `wake`."""
+        if self.has_news or self.ongoing.ended or self.gone:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def wait_for_end(self) -> None:
+        """Waits for the end, or for the client's going."""
+        while not (self.ongoing.ended or self.gone):
+            self.has_news = False
+            await self.wait()
+
+    def go(self) -> None:
+        """The client has left and is told no more. After the last byte it means nothing."""
+        if not self.done:
+            self.gone = True
+            self.ongoing.leave(self)
+            self.wake()
+
+    def told_all(self) -> None:
+        """The last byte was sent."""
+        self.done = not self.gone
+        self.ongoing.delivered |= self.done and self.ongoing.error is None
+
+
+_TOLD: Mark = (-1, -1, -1)
+"""Mark of an answer of which the client was told all."""
+
+
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class RetryTicket:
     """Who asks for what: by this a retry finds its original."""
 
     owner: str = field(repr=False)
@@ -37,10 +180,12 @@ class Ticket:
     digest: bytes
     """Of the route and the body."""
     is_retry: bool
-    """Whether the client says that he has asked before."""
+    """Whether the client says that it has asked before."""
 
 
-def ticket(headers: Mapping[bytes, bytes], *, session_id: str | None, api_key: str | None, path: str, body: bytes) -> Ticket | None:
+def retry_ticket(
+    headers: Mapping[bytes, bytes], *, session_id: str | None, api_key: str | None, path: str, body: bytes
+) -> RetryTicket | None:
     """`None` where nothing tells a retry from a second request: without session and without idempotency key."""
     key = headers.get(b"idempotency-key", b"").decode("latin-1") or None
     if key is not None and len(key) > MAX_KEY_CHARS:
@@ -49,7 +194,7 @@ def ticket(headers: Mapping[bytes, bytes], *, session_id: str | None, api_key: s
         return None
     owner = f"session {session_id}" if session_id is not None else f"key {api_key or ''}"
     digest = hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()
-    return Ticket(owner, key, digest, _says_retry(headers.get(b"x-stainless-retry-count")))
+    return RetryTicket(owner, key, digest, _says_retry(headers.get(b"x-stainless-retry-count")))
 
 
 class Requests:
@@ -59,7 +204,7 @@ class Requests:
         self._max_requests, self._orphan_seconds, self._max_kept = max_requests, orphan_seconds, max_kept
         self._by_key: dict[tuple[str, str], Ongoing] = {}
         self._by_digest: defaultdict[tuple[str, bytes], list[Ongoing]] = defaultdict(list)
-        self._tickets: dict[Ongoing, Ticket] = {}
+        self._tickets: dict[Ongoing, RetryTicket] = {}
         self._kept: OrderedDict[Ongoing, float] = OrderedDict()
         """Finished ones and when they are forgotten, soonest first."""
         self.num_running = 0
@@ -67,15 +212,10 @@ class Requests:
         self._mean_interval = 0.0
 
     @property
-    def num_known(self) -> int:
-        """Answers that a retry could find, running and finished."""
-        return len(self._tickets)
-
-    @property
     def orphan_seconds(self) -> float:
         return self._orphan_seconds
 
-    def find(self, asked: Ticket | None, *, now: float) -> Ongoing | None:
+    def find(self, asked: RetryTicket | None, *, now: float) -> Ongoing | None:
         """The original of a retry. Another body under a known key is an `IdempotencyConflict`."""
         self._expire(now)
         if asked is None:
@@ -96,7 +236,7 @@ class Requests:
                 retry_after_seconds=seconds,
             )
 
-    def begin(self, ongoing: Ongoing, asked: Ticket | None) -> None:
+    def begin(self, ongoing: Ongoing, asked: RetryTicket | None) -> None:
         """Its generation starts; `end` must follow."""
         self.num_running += 1
         if asked is None:
@@ -134,7 +274,7 @@ class Requests:
         for ongoing in [kept for kept in self._kept if self._tickets[kept].owner == f"session {session_id}"]:
             self._forget(ongoing)
 
-    def _original(self, asked: Ticket, key: str) -> Ongoing | None:
+    def _original(self, asked: RetryTicket, key: str) -> Ongoing | None:
         found = self._by_key.get((asked.owner, key))
         if found is None or found.is_cancelled:
             return None

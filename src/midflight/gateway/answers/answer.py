@@ -1,0 +1,315 @@
+"""One answer: all that is known of one choice, from its first chunk to the recorded turn. Synchronous."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from midflight.errors import EngineUnavailable
+from midflight.gateway.sessions.node import Prompt
+from midflight.text import StopMatcher, Tokenizer
+from midflight.text.formats import AssistantMessage, CallPiece, MessageParser, Piece
+from midflight.text.formats.assistant import joined
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Segment, Turn, Version
+
+_MAX_LOGPROB = 1e-3
+"""Rounding may lift the log-probability of a certain token a little above 0."""
+
+TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one position, with their log-probabilities."""
+
+Mark: TypeAlias = tuple[int, int, int]
+"""How much of an answer a reader has been told: tokens, texts, pieces."""
+
+START: Mark = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """New tokens of an answer, and the text that became certain with them (it may lag behind the tokens)."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    pieces: tuple[Piece, ...] = ()
+    """Of a chat: the text, parsed."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """One for each token where they were asked for, else empty."""
+
+
+class Answer:
+    """Grows by `accept`, over one attempt or several, until `finish` is set; `close` makes the turn of it.
+
+    Tokens never exceed the request's budget, and a seam between two attempts leaves no gap and no duplicate (I5). Every token
+    has a log-probability and the version that its engine attests, with it or at the end of the attempt (I6). Text and stop
+    strings come from one detokenisation. Told in pieces or told whole, the agent gets the same message.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        *,
+        index: int = 0,
+        number: int = 0,
+        policy_sampled: bool = True,
+        parser: MessageParser | None = None,
+        keep: frozenset[int] = frozenset(),
+        one_call: bool = False,
+    ) -> None:
+        """`number`: of its request in the session, which the choices of n > 1 share. `parser`: of a chat, else `None`; `keep`: special
+        tokens that it needs to see. `one_call` shows the first tool call only. The text is told as it comes if the request is `eager`.
+        """
+        self.index, self.number, self.prompt, self.request = index, number, prompt, request
+        self.output_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[TopLogprobs] = []
+        self.finish: Finish | None = None
+        self.num_overshoot = 0
+        """Tokens received past a stop string or past the budget: cut, dropped(overshoot)."""
+        self.num_attempts = 0
+        self.num_gained = 0
+        """Output tokens of the current attempt."""
+        self.ended = False
+        """Whether the engine has said that the current attempt is over."""
+        self.text = ""
+        """What the agent sees, without the stop string. This and the next three are set by `close`."""
+        self.message = AssistantMessage("")
+        """Of a chat: `text`, parsed."""
+        self.tail = ""
+        """The text that no news has carried."""
+        self.tail_pieces: tuple[Piece, ...] = ()
+        self._policy_sampled, self._tokenizer = policy_sampled, tokenizer
+        self._parser, self._keep, self._one_call = parser, keep if parser is not None else frozenset[int](), one_call
+        self._floor: Version | None = None
+        """The version of this attempt's last chunk."""
+        self._labels: list[tuple[Version, Version, int]] = []
+        """(version, version of the oldest key, end) of each run of tokens."""
+        self._texts: list[str] = []
+        self._pieces: list[Piece] = []
+        self._turn: Turn | None = None
+        sampling = request.sampling
+        needs_text = request.eager or bool(sampling.stop)
+        self._matcher = StopMatcher(tokenizer, sampling.stop, min_tokens=sampling.min_tokens, keep=self._keep) if needs_text else None
+
+    # --- For the engine's side -----------------------------------------------------------------------------------------
+
+    @property
+    def remaining(self) -> int:
+        return self.request.sampling.max_tokens - len(self.output_ids)
+
+    @property
+    def load(self) -> int:
+        """Tokens that the answer will hold on an engine at most."""
+        return len(self.request.input_ids) + max(len(self.output_ids), self.request.sampling.max_tokens)
+
+    @property
+    def num_resumes(self) -> int:
+        return max(0, self.num_attempts - 1)
+
+    def next_request(self, request_id: str) -> GenerateRequest:
+        """What a new attempt sends: the prompt and all tokens so far; seed, limits and `num_prompt_tokens` do not change."""
+        self._floor, self.ended, self.num_gained = None, False, 0
+        self.num_attempts += 1
+        asked = self.request
+        ids = (*asked.input_ids, *self.output_ids) if self.output_ids else asked.input_ids
+        return GenerateRequest(request_id, ids, asked.num_prompt_tokens, asked.sampling, eager=asked.eager)
+
+    def accept(self, chunk: Chunk, *, vocab_size: int) -> None:
+        """Adds what of an engine's chunk belongs to the answer. An abort ends the attempt and not the answer.
+
+        Nonsense raises `EngineUnavailable` and changes nothing.
+        """
+        wrong = nonsense(chunk, vocab_size=vocab_size, floor=self._floor, num_before=self.num_gained)
+        if wrong is not None:
+            raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and its adapter.")
+        self.ended, self._floor = chunk.finish is not None, chunk.version
+        num_kept, finish = self._cut(chunk.token_ids)
+        num_cut = len(chunk.token_ids) - num_kept
+        self.num_overshoot += num_cut
+        self.num_gained += num_kept
+        if num_cut:
+            self._add(chunk.token_ids[:num_kept], chunk.logprobs[:num_kept], chunk.top_logprobs[:num_kept])
+        elif num_kept:
+            self._add(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+        self._label(chunk.version, chunk.kv_version, end=len(self.output_ids))
+        if chunk.attested and self.num_gained:
+            self._relabel(chunk.attested)
+        if finish is None and chunk.finish is not None and chunk.finish.reason is not FinishReason.ABORT:
+            finish = chunk.finish
+        self.finish = finish
+
+    def end_at_seam(self) -> None:
+        """Finishes the answer between two attempts if no token may follow: after a stop id, or without budget."""
+        sampling, num_output = self.request.sampling, len(self.output_ids)
+        last = self.output_ids[-1] if num_output > sampling.min_tokens else None
+        if last is not None and (last in sampling.stop_token_ids or (not sampling.ignore_eos and last in self._tokenizer.eos_token_ids)):
+            self.finish = Finish(FinishReason.STOP, last)
+        elif self.remaining <= 0:
+            self.finish = Finish(FinishReason.LENGTH)
+
+    def replay(self, turn: Turn) -> None:
+        """Takes over a turn that was recorded before: the same tokens, log-probabilities and versions, without an engine."""
+        if self._matcher is not None:
+            self._matcher.feed(turn.output_ids)
+        self._add(turn.output_ids, turn.logprobs, ())
+        for segment in turn.segments:
+            self._label(segment.version, segment.kv_version, end=segment.end)
+        self.num_overshoot, self.num_attempts, self.finish = turn.num_overshoot, turn.num_resumes + 1, turn.finish
+
+    # --- For the agent's side ------------------------------------------------------------------------------------------
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def mark(self) -> Mark:
+        return len(self.output_ids), len(self._texts), len(self._pieces)
+
+    def since(self, mark: Mark) -> News:
+        """All that came after `mark`, but for the tail."""
+        tokens, texts, pieces = mark
+        return News(
+            self.index,
+            "".join(self._texts[texts:]),
+            tuple(self.output_ids[tokens:]),
+            tuple(self.logprobs[tokens:]),
+            tuple(self._pieces[pieces:]),
+            tuple(self.top_logprobs[tokens:]),
+        )
+
+    def close(self) -> Turn:
+        """The turn, after `finish` was set."""
+        assert self.finish is not None, "I5: a generation ends with a finish"
+        if self._matcher is not None:
+            self.tail = self._matcher.take() + self._matcher.finish()
+        else:
+            self.tail = self._tokenizer.decode(self.output_ids, skip_special=True, keep=self._keep)
+        self.text = "".join((*self._texts, self.tail)) if self._texts else self.tail
+        if self._parser is None:
+            self.message = AssistantMessage(self.text)
+        else:
+            self.tail_pieces = self._parsed(self.tail) + self._shown(self._parser.finish())
+            self.message = joined((*self._pieces, *self.tail_pieces))
+        self._turn = Turn(
+            prompt_ids=self.prompt.ids,
+            output_ids=tuple(self.output_ids),
+            logprobs=tuple(self.logprobs),
+            segments=self.segments,
+            finish=self.finish,
+            policy_sampled=self._policy_sampled,
+            num_overshoot=self.num_overshoot,
+            num_resumes=self.num_resumes,
+        )
+        return self._turn
+
+    @property
+    def is_closed(self) -> bool:
+        return self._turn is not None
+
+    @property
+    def turn(self) -> Turn:
+        assert self._turn is not None, "only a closed answer has a turn"
+        return self._turn
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        starts = (0, *(end for _, _, end in self._labels))
+        return tuple(Segment(version, kv, start, end) for start, (version, kv, end) in zip(starts, self._labels, strict=False))
+
+    @property
+    def versions(self) -> set[Version]:
+        """Of its tokens so far. They may change where an engine says at the end what it was unsure of before."""
+        return {version for version, _, _ in self._labels}
+
+    # --- Inside --------------------------------------------------------------------------------------------------------
+
+    def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, Finish | None]:
+        """How many new tokens stand, and the finish that cuts them there, if any does. The matcher has read them then."""
+        room = self.remaining
+        if self._matcher is not None:
+            match = self._matcher.feed(token_ids if len(token_ids) <= room else token_ids[:room])
+            if match is not None:
+                return match.token_index + 1 - len(self.output_ids), Finish(FinishReason.STOP, match.stop)
+        return (len(token_ids), None) if len(token_ids) <= room else (room, Finish(FinishReason.LENGTH))
+
+    def _add(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], top_logprobs: tuple[TopLogprobs, ...]) -> None:
+        self.output_ids += token_ids
+        self.logprobs += logprobs
+        self.top_logprobs += top_logprobs
+        if self.request.eager and self._matcher is not None and (text := self._matcher.take()):
+            self._texts.append(text)
+            self._pieces += self._parsed(text)
+
+    def _parsed(self, text: str) -> tuple[Piece, ...]:
+        return self._shown(self._parser.feed(text)) if text and self._parser is not None else ()
+
+    def _shown(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if not self._one_call:
+            return pieces
+        return tuple(piece for piece in pieces if not isinstance(piece, CallPiece) or piece.index == 0)
+
+    def _label(self, version: Version, kv_version: Version, *, end: int) -> None:
+        """Tokens before `end` that have no label get this one."""
+        if self._labels:
+            last = self._labels[-1]
+            if last[2] == end:
+                return
+            if last[0] == version and last[1] == kv_version:
+                self._labels.pop()
+        if end:
+            self._labels.append((version, kv_version, end))
+
+    def _relabel(self, attested: Sequence[Segment]) -> None:
+        """The tokens of the current attempt get the labels that its engine gave at the end."""
+        start = len(self.output_ids) - self.num_gained
+        before, self._labels = self._labels, []
+        for version, kv_version, end in before:
+            if not self._labels or self._labels[-1][2] < start:
+                self._label(version, kv_version, end=min(end, start))
+        for segment in attested:
+            if segment.start < self.num_gained:
+                self._label(segment.version, segment.kv_version, end=start + min(segment.end, self.num_gained))
+
+
+Event: TypeAlias = News | Answer
+"""What a reader is told: news of an answer, or the closed answer."""
+
+
+def nonsense(chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before: int) -> str | None:
+    """Why no engine in its senses sends such a chunk (I6); `None` if it makes sense.
+
+    `floor`: the version of the chunk before it in its attempt. `num_before`: the attempt's output tokens before it.
+    """
+    ids, logprobs = chunk.token_ids, chunk.logprobs
+    if len(ids) != len(logprobs):
+        return f"it has {len(logprobs)} log-probabilities"
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        strange = next(i for i in ids if not 0 <= i < vocab_size)
+        return f"token id {strange} is outside the vocabulary of {vocab_size}"
+    if not all(map(math.isfinite, logprobs)) or (logprobs and max(logprobs) > _MAX_LOGPROB):
+        return f"a log-probability is {next(p for p in logprobs if not (math.isfinite(p) and p <= _MAX_LOGPROB))}"
+    if floor is not None and chunk.version < floor:
+        return f"its version went back from {floor} to {chunk.version}"
+    if chunk.kv_version > chunk.version:
+        return f"its keys are of version {chunk.kv_version}, its tokens of version {chunk.version}"
+    return _false_account(chunk, num_tokens=num_before + len(ids)) if chunk.attested else None
+
+
+def _false_account(chunk: Chunk, *, num_tokens: int) -> str | None:
+    """Why its segments cannot be an account of its attempt's `num_tokens` tokens."""
+    if chunk.finish is None:
+        return "it attests versions before the end"
+    end, version = 0, 0
+    for segment in chunk.attested:
+        if segment.start != end or segment.end <= end:
+            return f"its account goes on from token {end} with tokens {segment.start} to {segment.end}"
+        if segment.version < version or segment.kv_version > segment.version:
+            return f"its account has version {segment.version} with keys of {segment.kv_version} after version {version}"
+        end, version = segment.end, segment.version
+    return None if end == num_tokens else f"its account is of {end} tokens and it sent {num_tokens}"

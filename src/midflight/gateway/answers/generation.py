@@ -1,0 +1,218 @@
+"""Generation that no interruption shows: aborts, pauses, dead engines and nonsense are resumed from the tokens so far (I5)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
+
+from midflight.allowance import Allowance, Cut, Expired
+from midflight.errors import EngineError, EngineUnavailable, NoEngine, Overloaded, RequestTimeout
+from midflight.gateway.answers.answer import Answer
+from midflight.gateway.fleet.fleet import Fleet, Lease
+from midflight.types import Chunk, Finish, FinishReason
+
+_MAX_FRUITLESS = 16
+"""Attempts in a row without one new token. More than a fleet's usual deaths and aborts at once; each is on another engine or
+after a pause, so reaching it means that the request itself kills engines or that all of them are sick."""
+
+_CLOSE_SECONDS = 5.0
+"""For telling an engine that nobody reads its answer any more; a dead one must not delay the resume for longer."""
+
+
+class Generator:
+    """Generates answers and finds those under way. Synchronous; bounded by the requests that the gateway admits."""
+
+    def __init__(self, fleet: Fleet, *, request_seconds: float) -> None:
+        """`request_seconds`: what one answer may take, holds excluded."""
+        self.fleet = fleet
+        self.request_seconds = request_seconds
+        self._active: dict[_Attempts, None] = {}
+        self._prefix = secrets.token_hex(8)
+        self._numbers = itertools.count()
+
+    def generate(
+        self, answer: Answer, *, affinity: str, may_abort: bool = False, told: Callable[[], None] = lambda: None
+    ) -> Coroutine[object, object, None]:
+        """Waits until the answer is finished; ended by that, by the deadline of the request or by cancellation, which aborts it
+        at its engine. Its place in the order of arrival is taken by the call, before the wait.
+
+        `affinity` names the session whose prefix the engines may hold (empty: none). `told` is called after every chunk but the
+        last. `may_abort`: `cancel` ends it with `FinishReason.ABORT`, as clients of native `/generate` expect; nobody else ever
+        sees an abort. Raises `RequestRejected`, `NoEngine` and `RequestTimeout`.
+        """
+        return _Attempts(self, answer, affinity=affinity, may_abort=may_abort, told=told).run()
+
+    def cancel(self, request_id: str | None) -> int:
+        """Aborts one request (all: `None`) at its engine; says how many it found. See `generate` for what its caller sees."""
+        found = [attempts for attempts in self._active if request_id in (None, attempts.answer.request_id)]
+        for attempts in found:
+            attempts.cancel()
+        return len(found)
+
+    def forget(self, affinity: str) -> None:
+        """The session is over: its engine is remembered no longer."""
+        self.fleet.forget(affinity)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def attempt_id(self) -> str:
+        """32 hex digits, never the same again: engines match ids by prefix, and an old attempt may still be dying."""
+        return f"{self._prefix}{next(self._numbers):016x}"
+
+    def began(self, attempts: _Attempts) -> None:
+        self._active[attempts] = None
+
+    def ended(self, attempts: _Attempts) -> None:
+        del self._active[attempts]
+
+
+class _Attempts:
+    """The loop that brings one answer to its end. Each wait is for an engine's next chunk or for an engine."""
+
+    def __init__(self, generator: Generator, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]) -> None:
+        self.answer = answer
+        self._generator, self._fleet = generator, generator.fleet
+        self._affinity, self._may_abort, self._told = affinity, may_abort, told
+        self._ticket = self._fleet.ticket()
+        self._allowance = Allowance(generator.request_seconds)
+        self._is_cancelled = False
+        self._num_fruitless = 0
+        self._rest_seconds = 0
+        self._trouble: BaseException | None = None
+        """What ended the last attempt."""
+
+    def cancel(self) -> None:
+        """Aborts it at the engine. It ends with `FinishReason.ABORT` if it may, else it is resumed."""
+        self._is_cancelled = self._may_abort
+        self._allowance.cut()
+
+    async def run(self) -> None:
+        """Attempts until the answer is finished. When it returns or raises, engine and registry have been left."""
+        self._generator.began(self)
+        try:
+            while not self._is_over():
+                lease = await self._place()
+                if lease is not None:
+                    await self._attempt(lease)
+                    self._num_fruitless = 0 if self.answer.num_gained else self._num_fruitless + 1
+                    await self._rest()
+        finally:
+            self._generator.ended(self)
+
+    def _is_over(self) -> bool:
+        """Whether no attempt follows: the answer is finished, or cannot go on. Raises `NoEngine` after too many in vain."""
+        answer = self.answer
+        if answer.finish is None and self._is_cancelled:
+            answer.finish = Finish(FinishReason.ABORT)
+        elif answer.finish is None:
+            answer.end_at_seam()
+        if answer.finish is None and self._num_fruitless >= _MAX_FRUITLESS:
+            raise NoEngine(
+                f"generating: {self._num_fruitless} attempts in a row made no token, the last ended by {self._trouble or 'an abort'}: "
+                f"{self._fleet.describe()}. Look at the engines' logs; if this request kills them, do not send it again."
+            ) from self._trouble
+        return answer.finish is not None
+
+    async def _place(self) -> Lease | None:
+        """Waits at the gate for a routable engine; `None` when the wait was cut. `NoEngine` when the seconds are spent."""
+        try:
+            return await self._fleet.place(self._ticket, tokens=self.answer.load, affinity=self._affinity, allowance=self._allowance)
+        except Cut:
+            return None
+        except Expired:
+            raise self._not_taken() from self._trouble
+
+    async def _attempt(self, lease: Lease) -> None:
+        """One request to one engine, until the answer is finished or the attempt is over. Whatever ends it, the engine is told
+        to stop and the place there is left."""
+        stream: AsyncIterator[Chunk] | None = None
+        try:
+            async with self._allowance:
+                stream = lease.engine.generate(self.answer.next_request(self._generator.attempt_id()))
+                await self._read(stream, lease)
+        except Cut:
+            self._trouble = lease.lost
+        except Expired:
+            raise self._too_slow(lease) from None
+        except Overloaded as error:
+            self._trouble, self._rest_seconds = error, error.retry_after_seconds
+        except (EngineUnavailable, OSError) as error:
+            self._trouble = error
+            self._fleet.quarantine(lease.engine.name, error, probation=True)
+        finally:
+            try:
+                if stream is not None:
+                    await _close(stream, ended=self.answer.ended)
+            finally:
+                self._fleet.leave(lease)
+
+    async def _read(self, stream: AsyncIterator[Chunk], lease: Lease) -> None:
+        """Waits for the engine's chunks; ended by the last one, or by what ends the attempt."""
+        answer, vocab_size = self.answer, lease.engine.capabilities.vocab_size
+        async for chunk in stream:
+            if lease.lost is not None:  # it came with the cut, and admission counts already on no token from there (I2)
+                self._trouble = lease.lost
+                return
+            if chunk.version < lease.version or chunk.attested:
+                _check_version(chunk, lease)
+            answer.accept(chunk, vocab_size=vocab_size)
+            if answer.finish is not None:
+                return
+            self._told()
+            if answer.ended:
+                return
+        raise EngineUnavailable("its stream ended without a finish. Check the engine and its adapter.")
+
+    async def _rest(self) -> None:
+        """Waits for as long as a full engine asked; ended by a cut too, and when the seconds are spent, which raises `NoEngine`."""
+        seconds, self._rest_seconds = self._rest_seconds, 0
+        if seconds and self.answer.finish is None:
+            try:
+                async with self._allowance:
+                    await asyncio.sleep(seconds)
+            except Cut:
+                return
+            except Expired:
+                raise self._not_taken() from self._trouble
+
+    def _not_taken(self) -> NoEngine:
+        allowance = self._allowance
+        return NoEngine(
+            f"generating: no engine took the request in {allowance.seconds:g} s (holds excluded, {allowance.age:g} s with them): "
+            f"{self._fleet.describe()}. Restart an engine or raise gateway.request_seconds."
+        )
+
+    def _too_slow(self, lease: Lease) -> RequestTimeout:
+        answer = self.answer
+        return RequestTimeout(
+            f"generating on {lease.engine.name}: {len(answer.output_ids)} of {answer.request.sampling.max_tokens} tokens after "
+            f"{self._allowance.seconds:g} s (holds excluded). Raise gateway.request_seconds or ask for fewer tokens."
+        )
+
+
+def _check_version(chunk: Chunk, lease: Lease) -> None:
+    """An engine that came back from a restart unnoticed samples from its old weights: to take its tokens would break admission's count (I2)."""
+    oldest = min((chunk.version, *(segment.version for segment in chunk.attested)))
+    if oldest < lease.version:
+        raise EngineUnavailable(f"it answers with version {oldest} after attesting {lease.version}; it rejoins at the current version.")
+
+
+async def _close(stream: AsyncIterator[Chunk], *, ended: bool) -> None:
+    """Tells the engine to stop. Waits for that, `_CLOSE_SECONDS` at most; an engine that cannot be told is no concern here.
+
+    There is nothing to tell it where it has `ended` the attempt itself.
+    """
+    aclose: Callable[[], Awaitable[None]] | None = getattr(stream, "aclose", None)
+    if aclose is None:
+        return
+    with suppress(EngineError, OSError):  # a timeout is an OSError
+        if ended:
+            await aclose()
+        else:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await aclose()
