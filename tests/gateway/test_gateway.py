@@ -135,7 +135,7 @@ def test_deltas_and_tail_join_to_the_text() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(gateway.run(ongoing))
             while not ongoing.ended:
-                await reader.wait()
+                await reader.news()
                 events += reader.take()
         deltas = [e for e in events if isinstance(e, News)]
         (answer,) = [e for e in events if isinstance(e, Answer)]

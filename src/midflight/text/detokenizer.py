@@ -115,6 +115,9 @@ class StopMatcher:
 
     def feed(self, token_ids: Iterable[int]) -> StopMatch | None:
         """Takes tokens up to the one that completes a stop string; later ones are ignored."""
+        if not self._stop:
+            self._text += "".join(map(self._detokenizer.push, token_ids))
+            return None
         for token_id in token_ids:
             if self.match is not None:
                 break
@@ -124,6 +127,9 @@ class StopMatcher:
 
     def take(self) -> str:
         """The text that has become safe to show: no later token can make it part of a stop string."""
+        if not self._stop:
+            text, self._text = self._text, ""
+            return text
         return self._give(len(self._text) if self.match else len(self._text) - self._held())
 
     def finish(self) -> str:

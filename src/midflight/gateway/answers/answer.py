@@ -65,6 +65,7 @@ class Answer:
         tokens that it needs to see. `one_call` shows the first tool call only. The text is told as it comes if the request is `eager`.
         """
         self.index, self.number, self.prompt, self.request = index, number, prompt, request
+        self.request_id = request.request_id
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
@@ -87,20 +88,17 @@ class Answer:
         self._parser, self._keep, self._one_call = parser, keep if parser is not None else frozenset[int](), one_call
         self._floor: Version | None = None
         """The version of this attempt's last chunk."""
-        self._labels: list[tuple[Version, Version, int]] = []
-        """(version, version of the oldest key, end) of each run of tokens."""
+        self._labels: list[list[int]] = []
+        """Version, version of the oldest key, and end of each run of tokens."""
         self._texts: list[str] = []
         self._pieces: list[Piece] = []
         self._turn: Turn | None = None
+        self.is_closed = False
         sampling = request.sampling
         needs_text = request.eager or bool(sampling.stop)
         self._matcher = StopMatcher(tokenizer, sampling.stop, min_tokens=sampling.min_tokens, keep=self._keep) if needs_text else None
 
     # --- For the engine's side -----------------------------------------------------------------------------------------
-
-    @property
-    def remaining(self) -> int:
-        return self.request.sampling.max_tokens - len(self.output_ids)
 
     @property
     def load(self) -> int:
@@ -129,14 +127,17 @@ class Answer:
             raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and its adapter.")
         self.ended, self._floor = chunk.finish is not None, chunk.version
         num_kept, finish = self._cut(chunk.token_ids)
-        num_cut = len(chunk.token_ids) - num_kept
-        self.num_overshoot += num_cut
-        self.num_gained += num_kept
-        if num_cut:
+        if num_kept < len(chunk.token_ids):
+            self.num_overshoot += len(chunk.token_ids) - num_kept
             self._add(chunk.token_ids[:num_kept], chunk.logprobs[:num_kept], chunk.top_logprobs[:num_kept])
         elif num_kept:
             self._add(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-        self._label(chunk.version, chunk.kv_version, end=len(self.output_ids))
+        self.num_gained += num_kept
+        last = self._labels[-1] if self._labels else None
+        if last is not None and last[0] == chunk.version and last[1] == chunk.kv_version:
+            last[2] = len(self.output_ids)
+        else:
+            self._label(chunk.version, chunk.kv_version, end=len(self.output_ids))
         if chunk.attested and self.num_gained:
             self._relabel(chunk.attested)
         if finish is None and chunk.finish is not None and chunk.finish.reason is not FinishReason.ABORT:
@@ -149,7 +150,7 @@ class Answer:
         last = self.output_ids[-1] if num_output > sampling.min_tokens else None
         if last is not None and (last in sampling.stop_token_ids or (not sampling.ignore_eos and last in self._tokenizer.eos_token_ids)):
             self.finish = Finish(FinishReason.STOP, last)
-        elif self.remaining <= 0:
+        elif num_output >= sampling.max_tokens:
             self.finish = Finish(FinishReason.LENGTH)
 
     def replay(self, turn: Turn) -> None:
@@ -162,10 +163,6 @@ class Answer:
         self.num_overshoot, self.num_attempts, self.finish = turn.num_overshoot, turn.num_resumes + 1, turn.finish
 
     # --- For the agent's side ------------------------------------------------------------------------------------------
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def mark(self) -> Mark:
@@ -194,7 +191,8 @@ class Answer:
         if self._parser is None:
             self.message = AssistantMessage(self.text)
         else:
-            self.tail_pieces = self._parsed(self.tail) + self._shown(self._parser.finish())
+            pieces = (self._parser.feed(self.tail) if self.tail else ()) + self._parser.finish()
+            self.tail_pieces = _first_call(pieces) if self._one_call else pieces
             self.message = joined((*self._pieces, *self.tail_pieces))
         self._turn = Turn(
             prompt_ids=self.prompt.ids,
@@ -206,11 +204,8 @@ class Answer:
             num_overshoot=self.num_overshoot,
             num_resumes=self.num_resumes,
         )
+        self.is_closed = True
         return self._turn
-
-    @property
-    def is_closed(self) -> bool:
-        return self._turn is not None
 
     @property
     def turn(self) -> Turn:
@@ -231,7 +226,7 @@ class Answer:
 
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, Finish | None]:
         """How many new tokens stand, and the finish that cuts them there, if any does. The matcher has read them then."""
-        room = self.remaining
+        room = self.request.sampling.max_tokens - len(self.output_ids)
         if self._matcher is not None:
             match = self._matcher.feed(token_ids if len(token_ids) <= room else token_ids[:room])
             if match is not None:
@@ -244,15 +239,9 @@ class Answer:
         self.top_logprobs += top_logprobs
         if self.request.eager and self._matcher is not None and (text := self._matcher.take()):
             self._texts.append(text)
-            self._pieces += self._parsed(text)
-
-    def _parsed(self, text: str) -> tuple[Piece, ...]:
-        return self._shown(self._parser.feed(text)) if text and self._parser is not None else ()
-
-    def _shown(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        if not self._one_call:
-            return pieces
-        return tuple(piece for piece in pieces if not isinstance(piece, CallPiece) or piece.index == 0)
+            if self._parser is not None:
+                pieces = self._parser.feed(text)
+                self._pieces += _first_call(pieces) if self._one_call else pieces
 
     def _label(self, version: Version, kv_version: Version, *, end: int) -> None:
         """Tokens before `end` that have no label get this one."""
@@ -263,7 +252,7 @@ class Answer:
             if last[0] == version and last[1] == kv_version:
                 self._labels.pop()
         if end:
-            self._labels.append((version, kv_version, end))
+            self._labels.append([version, kv_version, end])
 
     def _relabel(self, attested: Sequence[Segment]) -> None:
         """The tokens of the current attempt get the labels that its engine gave at the end."""
@@ -275,6 +264,11 @@ class Answer:
         for segment in attested:
             if segment.start < self.num_gained:
                 self._label(segment.version, segment.kv_version, end=start + min(segment.end, self.num_gained))
+
+
+def _first_call(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Without the tool calls after the first."""
+    return tuple(piece for piece in pieces if not isinstance(piece, CallPiece) or piece.index == 0)
 
 
 Event: TypeAlias = News | Answer

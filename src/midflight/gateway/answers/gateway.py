@@ -9,20 +9,28 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from midflight.errors import MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
+from midflight.errors import ContextExceeded, MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.lengths import check_lengths
 from midflight.gateway.answers.plan import Job, Planner
 from midflight.gateway.answers.readers import Ongoing, Requests
 from midflight.gateway.answers.sampling import Limits
-from midflight.gateway.sessions.call import CompletionCall, Source
+from midflight.gateway.sessions.call import CompletionCall, Messages, Source, Text
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
 from midflight.gateway.sessions.session import RecordedTurns, Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, Version
 from midflight.types.facts import Record, RequestFailed, SessionEnded, TurnFinished
+
+LONG_BODY = 2**17
+"""Bytes of a request from which its prompts are looked at first; shorter ones tokenise in some milliseconds."""
+
+_PIECE = 2**14
+"""Letters tokenised at a time, a few milliseconds each: between two, the event loop has its turn."""
+
+_MARGIN = 2
+"""How many times the context a prompt may have here. A session's own tokens may be other ones than those of its text."""
 
 
 class Gateway:
@@ -123,8 +131,12 @@ class Gateway:
         return self._planner.plan(session, call)
 
     async def check_lengths(self, call: CompletionCall, *, num_bytes: int) -> None:
-        """Waits, if the call is long, for a look at its prompts. To be called before `prepare`, which holds up the event loop."""
-        await check_lengths(self.tokenizer, call.sources, self.limits, num_bytes=num_bytes, param=call.prompt_param)
+        """Waits, if the request is long, until a thread has counted its prompts' tokens piece by piece; `ContextExceeded` where one
+        cannot fit. To be called before `prepare`: a tokenizer keeps the interpreter to itself while it works, and what passes here
+        is some contexts long at most."""
+        if num_bytes >= LONG_BODY:
+            for source in call.sources:
+                await asyncio.to_thread(_check_length, self.tokenizer, source, self.limits, call.prompt_param)
 
     def count(self, session: Session, source: Source) -> int:
         """Tokens of a prompt, as `prepare` would send it."""
@@ -134,7 +146,7 @@ class Gateway:
         """Waits for the answers of a call that `requests` has begun; ended by them, by the deadline of one, by the close of the
         session, when nobody has read them for too long, or by the cancellation of the caller. Its failure is kept in `ongoing`.
         """
-        session = ongoing.job.session
+        session, answers = ongoing.job.session, ongoing.job.answers
         error: Exception | None = Stopping("the gateway is stopping: try again when it is back.")
         try:
             if session.closed:
@@ -143,7 +155,10 @@ class Gateway:
                 self._scopes[session.session_id].add(scope)
                 ongoing.runs_in(scope)
                 try:
-                    await self._answer_all(ongoing)
+                    if len(answers) == 1:
+                        await self._answer(ongoing, answers[0])
+                    else:
+                        await self._answer_all(ongoing)
                 finally:
                     self._forget_scope(session, scope)
             error = None
@@ -175,13 +190,9 @@ class Gateway:
 
     async def _answer_all(self, ongoing: Ongoing) -> None:
         """Waits for all answers; the first failure ends the others and is raised as it is."""
-        answers = ongoing.job.answers
-        if len(answers) == 1:
-            await self._answer(ongoing, answers[0])
-            return
         try:
             async with asyncio.TaskGroup() as tasks:
-                for answer in answers:
+                for answer in ongoing.job.answers:
                     tasks.create_task(self._answer(ongoing, answer), name=f"answer {answer.request_id}")
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
@@ -229,3 +240,29 @@ class Gateway:
 
 def _nobody() -> None:
     """Who waits for the whole answer need not be told of its parts."""
+
+
+def _check_length(tokenizer: Tokenizer, source: Source, limits: Limits, param: str) -> None:
+    match source:
+        case Messages():
+            _check_count(len(source.messages), limits, param)
+            tools = [tool.as_json() for tool in source.tools] or None
+            text = tokenizer.render(source.messages, tools=tools, add_generation_prompt=True, options=source.options)
+        case Text(text):
+            pass
+        case _:
+            return
+    count = 0
+    for start in range(0, len(text), _PIECE):
+        count += len(tokenizer.encode(text[start : start + _PIECE]))
+        _check_count(count, limits, param)
+
+
+def _check_count(count: int, limits: Limits, param: str) -> None:
+    """`count`: tokens at least. A message is one token or more."""
+    if count > _MARGIN * limits.max_context:
+        raise ContextExceeded(
+            f"This model's maximum context length is {limits.max_context} tokens, but the {param} has more than "
+            f"{_MARGIN * limits.max_context} tokens. Shorten the {param}.",
+            param=param,
+        )

@@ -130,11 +130,25 @@ class _Attempts:
     async def _attempt(self, lease: Lease) -> None:
         """One request to one engine, until the answer is finished or the attempt is over. Whatever ends it, the engine is told
         to stop and the place there is left."""
+        answer, vocab_size = self.answer, lease.engine.capabilities.vocab_size
         stream: AsyncIterator[Chunk] | None = None
         try:
             async with self._allowance:
-                stream = lease.engine.generate(self.answer.next_request(self._generator.attempt_id()))
-                await self._read(stream, lease)
+                stream = lease.engine.generate(answer.next_request(self._generator.attempt_id()))
+                async for chunk in stream:
+                    if lease.lost is not None:  # it came with the cut, and admission counts already on no token from there (I2)
+                        break
+                    if chunk.version < lease.version or chunk.attested:
+                        _check_version(chunk, lease)
+                    answer.accept(chunk, vocab_size=vocab_size)
+                    if answer.finish is not None:
+                        return
+                    self._told()
+                    if answer.ended:
+                        break
+                else:
+                    raise EngineUnavailable("its stream ended without a finish. Check the engine and its adapter.")
+            self._trouble = lease.lost
         except Cut:
             self._trouble = lease.lost
         except Expired:
@@ -147,26 +161,9 @@ class _Attempts:
         finally:
             try:
                 if stream is not None:
-                    await _close(stream, ended=self.answer.ended)
+                    await _close(stream, ended=answer.ended)
             finally:
                 self._fleet.leave(lease)
-
-    async def _read(self, stream: AsyncIterator[Chunk], lease: Lease) -> None:
-        """Waits for the engine's chunks; ended by the last one, or by what ends the attempt."""
-        answer, vocab_size = self.answer, lease.engine.capabilities.vocab_size
-        async for chunk in stream:
-            if lease.lost is not None:  # it came with the cut, and admission counts already on no token from there (I2)
-                self._trouble = lease.lost
-                return
-            if chunk.version < lease.version or chunk.attested:
-                _check_version(chunk, lease)
-            answer.accept(chunk, vocab_size=vocab_size)
-            if answer.finish is not None:
-                return
-            self._told()
-            if answer.ended:
-                return
-        raise EngineUnavailable("its stream ended without a finish. Check the engine and its adapter.")
 
     async def _rest(self) -> None:
         """Waits for as long as a full engine asked; ended by a cut too, and when the seconds are spent, which raises `NoEngine`."""

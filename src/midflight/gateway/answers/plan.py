@@ -28,9 +28,8 @@ class Job:
     answers: tuple[Answer, ...]
     """One for each choice, to be generated."""
 
-    @property
-    def request_id(self) -> str:
-        return self.answers[0].request_id
+    request_id: str
+    """Of the first answer; the client knows the whole by it."""
 
 
 class Planner:
@@ -65,7 +64,7 @@ class Planner:
             for number in [session.next_request()]
             for k in range(call.n)
         ]
-        return Job(session, call, tuple(answers))
+        return Job(session, call, tuple(answers), answers[0].request_id)
 
     def _constrained(self, call: CompletionCall, prompt: Prompt) -> CompletionCall:
         """A tool call that must come is sampled under a grammar; so is a response format after thinking, or a call instead of it."""

@@ -56,7 +56,7 @@ class Ongoing:
     def hear(self) -> None:
         """Wakes the readers: an answer has grown, or was closed."""
         for reader in self._readers:
-            reader.hear()
+            reader.wake(news=True)
 
     def end(self, error: Exception | None = None) -> None:
         self.ended, self.error, self._scope = True, error, None
@@ -112,11 +112,8 @@ class Reader:
         """What the client was told of each answer; emptied when that is all."""
         self._waiter: asyncio.Future[None] | None = None
 
-    def hear(self) -> None:
-        self.has_news = True
-        self.wake()
-
-    def wake(self) -> None:
+    def wake(self, *, news: bool = False) -> None:
+        self.has_news |= news
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -136,21 +133,18 @@ class Reader:
                 self._marks[place] = _TOLD
         return events
 
-    async def wait(self) -> None:
-        """Waits for news, for the end, for the client's going or for a `wake`."""
-        if self.has_news or self.ongoing.ended or self.gone:
-            return
+    def news(self) -> asyncio.Future[None]:
+        """Done when there is news, at the end, when the client has left, or after a `wake`. One waits for it at a time."""
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        if self.has_news or self.ongoing.ended or self.gone:
+            self._waiter.set_result(None)
+        return self._waiter
 
     async def wait_for_end(self) -> None:
-        """Waits for the end, or for the client's going."""
+        """Waits for the end, or until the client has left."""
         while not (self.ongoing.ended or self.gone):
             self.has_news = False
-            await self.wait()
+            await self.news()
 
     def go(self) -> None:
         """The client has left and is told no more. After the last byte it means nothing."""

@@ -221,18 +221,20 @@ class ChatExchange:
             yield chunk
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
-        if isinstance(event, News):
-            self._num_streamed += len(event.token_ids)
-            deltas = self._deltas(reply, event.index, event.pieces)
-            of_tokens = self._of_tokens(reply.tokenizer, event)
-            if of_tokens and not deltas:
-                deltas = [{}]
-            for place, delta in enumerate(deltas):
-                yield self._chunk(reply, event.index, delta, **(of_tokens if place == 0 else {}))
-        else:
-            for delta in self._deltas(reply, event.index, event.tail_pieces):
-                yield self._chunk(reply, event.index, delta)
-            yield self._chunk(reply, event.index, {}, **self._finish(event))
+        if isinstance(event, Answer):
+            deltas = _deltas(event.tail_pieces, event.request_id)
+            return [
+                *(self._chunk(reply, event.index, delta) for delta in deltas),
+                self._chunk(reply, event.index, {}, **self._finish(event)),
+            ]
+        self._num_streamed += len(event.token_ids)
+        deltas = _deltas(event.pieces, reply.job.answers[event.index].request_id)
+        told = self._of_tokens(reply.tokenizer, event) if self._logprobs or self._token_ids else {}
+        frames: list[Json] = []
+        for delta in deltas or ([{}] if told else ()):
+            frames.append(self._chunk(reply, event.index, delta, **told))
+            told = {}
+        return frames
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         if self._include_usage:
@@ -261,10 +263,6 @@ class ChatExchange:
         if self._token_ids:
             ended["weight_versions"] = weight_versions(answer.turn)
         return ended
-
-    def _deltas(self, reply: Reply, choice: int, pieces: Sequence[Piece]) -> list[_Object]:
-        request_id = reply.job.answers[choice].request_id
-        return [delta for piece in pieces for delta in _piece(piece, request_id)]
 
     def _of_tokens(self, tokenizer: Tokenizer, event: News) -> _Object:
         """What is told of tokens themselves: it comes with them, even while their text is held back."""
@@ -300,15 +298,20 @@ def _message(message: AssistantMessage, request_id: str) -> Json:
     return written
 
 
-def _piece(piece: Piece, request_id: str) -> list[_Object]:
+def _deltas(pieces: Sequence[Piece], request_id: str) -> list[_Object]:
     """A call is announced without arguments first, which is how clients that gather streams know it."""
-    if isinstance(piece, ContentPiece):
-        return [{"content": piece.text}]
-    if isinstance(piece, ReasoningPiece):
-        return [_reasoning(piece.text)]
-    announced = _call(ToolCall(piece.call.name, ""), request_id, piece.index)
-    arguments: _Object = {"index": piece.index, "function": {"arguments": piece.call.arguments}}
-    return [{"tool_calls": [{"index": piece.index, **announced}]}, {"tool_calls": [arguments]}]
+    deltas: list[_Object] = []
+    for piece in pieces:
+        if isinstance(piece, ContentPiece):
+            deltas.append({"content": piece.text})
+        elif isinstance(piece, ReasoningPiece):
+            deltas.append(_reasoning(piece.text))
+        else:
+            announced = _call(ToolCall(piece.call.name, ""), request_id, piece.index)
+            arguments: _Object = {"index": piece.index, "function": {"arguments": piece.call.arguments}}
+            deltas.append({"tool_calls": [{"index": piece.index, **announced}]})
+            deltas.append({"tool_calls": [arguments]})
+    return deltas
 
 
 def _call(call: ToolCall, request_id: str, index: int) -> _Object:

@@ -53,20 +53,20 @@ class AnswerStream:
         """Waits for news and sends them; ended by the end of the answer, or by the client's disconnection. An error before the start is
         left to the caller; a later one is the last event."""
         reader, ongoing = self._reader, self._reader.ongoing
-        silence = Silence(reader)
+        loop, silence = asyncio.get_running_loop(), Silence(reader)
         try:
             while not reader.gone:
-                await reader.wait()
+                await reader.news()
                 events, ended = reader.take(), ongoing.ended
                 if ended:
                     break
                 frames = self._frames(events)
                 if frames or (events and not self.started):
                     await self._send(send, frames)
-                    silence.broken()
+                    silence.since = loop.time()
                 elif silence.is_long:
                     await self._send(send, _COMMENT)
-                    silence.broken()
+                    silence.since = loop.time()
             else:
                 return
         finally:
@@ -90,7 +90,11 @@ class AnswerStream:
 
     def _frames(self, events: list[Event]) -> bytes:
         named, exchange, reply = self._dialect.named_events, self._exchange, self._reply
-        return b"".join([sse(frame, named=named) for event in events for frame in exchange.frames(reply, event)])
+        frames: list[bytes] = []
+        for event in events:
+            for frame in exchange.frames(reply, event):
+                frames.append(sse(frame, named=named))
+        return b"".join(frames)
 
     def _closing(self) -> bytes:
         closing = b"".join(self._sse(frame) for frame in self._exchange.closing(self._reply, self._reader.ongoing.job.answers))
@@ -109,16 +113,13 @@ class Silence:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._loop = asyncio.get_running_loop()
-        self._since = self._loop.time()
-        self._timer = self._loop.call_at(self._since + KEEP_ALIVE_SECONDS, self._ring)
+        self.since = self._loop.time()
+        """When something was sent last."""
+        self._timer = self._loop.call_at(self.since + KEEP_ALIVE_SECONDS, self._ring)
 
     @property
     def is_long(self) -> bool:
-        return self._loop.time() >= self._since + KEEP_ALIVE_SECONDS
-
-    def broken(self) -> None:
-        """Something was sent."""
-        self._since = self._loop.time()
+        return self._loop.time() >= self.since + KEEP_ALIVE_SECONDS
 
     def stop(self) -> None:
         self._timer.cancel()
@@ -127,5 +128,5 @@ class Silence:
         is_long = self.is_long
         if is_long:
             self._reader.wake()
-        due = (self._loop.time() if is_long else self._since) + KEEP_ALIVE_SECONDS
+        due = (self._loop.time() if is_long else self.since) + KEEP_ALIVE_SECONDS
         self._timer = self._loop.call_at(due, self._ring)
