@@ -28,7 +28,7 @@ from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.http import ServerClient
 from midflight.models.load import make_model
 from midflight.models.names import named_tensors
-from midflight.run.engine.server_process import started
+from midflight.run.engine.companion import started
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from midflight.types import Version, WeightManifest
 from midflight.types.facts import unheard

@@ -167,7 +167,10 @@ def test_an_engine_that_is_lost_while_it_scores_is_an_error_at_once_and_its_next
             raise AssertionError
 
         async def until_asked() -> None:
-            routes = [Route("/score", never, methods=["POST"]), WebSocketRoute("/engine/v1/stream", partial(serve_stream, engine))]
+            routes = [
+                Route("/engine/v1/score", never, methods=["POST"]),
+                WebSocketRoute("/engine/v1/stream", partial(serve_stream, engine)),
+            ]
             async with listening(Starlette(routes=routes), port=port):
                 await asked.wait()
 

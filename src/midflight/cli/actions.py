@@ -103,7 +103,7 @@ def _own_loss(config: Config) -> str | None:
 def _check_engine(config: Config) -> None:
     """A server whose interpreter is missing is said now, not by a process that started."""
     if config.engine.kind != "embedded":
-        from midflight.run.engine.server_process import check_interpreter
+        from midflight.run.engine.companion import check_interpreter
 
         check_interpreter(config.engine)
 

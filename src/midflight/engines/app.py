@@ -1,35 +1,33 @@
-"""An engine over HTTP: SGLang's control plane in JSON, and the multiplexed wire for gateways."""
+"""An engine over HTTP: the routes by which a rollout process uses it, and those by which an operator gives it weights."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute
+from starlette.responses import Response
+from starlette.routing import BaseRoute, WebSocketRoute
+from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
-from midflight.engines.generate_body import Answer, GenerateBody, read_request
 from midflight.engines.metrics import EngineCollector
 from midflight.engines.relay import ServedEngine
-from midflight.engines.wire import SCORE_PATH, STREAM_PATH, decode_rows, encode_scores
-from midflight.errors import MidflightError, NotSupported, RequestRejected
+from midflight.engines.wire import PREFIX, STREAM_PATH, decode_rows, encode_scores
+from midflight.errors import NotSupported, RequestRejected
 from midflight.ports import Scorer
-from midflight.types import Capabilities, Chunk, PauseMode, WeightManifest
-from midflight.wire.edge import ClientGone, fault_of, read_body, with_client
-from midflight.wire.routes import PACKED, body_of, guarded_socket, json_answer, metrics_route, route
+from midflight.types import Capabilities, PauseMode, Version, WeightManifest
+from midflight.wire.edge import RequireToken, read_body, with_client
+from midflight.wire.routes import PACKED, body_of, json_answer, metrics_route, route
 
 E = TypeVar("E", bound=ServedEngine)
-_PAUSE_NAMES = {**{mode.value: mode for mode in PauseMode}, "in_place": PauseMode.KEEP, "retract": PauseMode.RECOMPUTE}
 
 
 class EnginePause(msgspec.Struct, frozen=True):
-    mode: str = PauseMode.ABORT.value
+    mode: PauseMode
 
 
 class EngineAbort(msgspec.Struct, frozen=True):
@@ -38,7 +36,7 @@ class EngineAbort(msgspec.Struct, frozen=True):
 
 
 class EngineCommit(msgspec.Struct, frozen=True):
-    version: int
+    version: Version
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -47,118 +45,97 @@ class ModelInfo(msgspec.Struct, frozen=True):
     capabilities: Capabilities
 
 
-def build_app(engine: E, serve: Callable[[E, WebSocket], Awaitable[None]], *, token: str | None, scorer: Scorer | None = None) -> Starlette:
-    """The ASGI application. `serve` is the engine's end of the wire to one client, until that leaves: `relay` does for any engine.
+def build_app(engine: E, serve: Callable[[E, WebSocket], Awaitable[None]], *, token: str | None, scorer: Scorer | None = None) -> ASGIApp:
+    """The application of an engine process. With a token, everything but `/health` needs it as bearer. See `EngineRoutes`.
 
-    With a token, everything but `/health` needs it as bearer. The engine's `run`, if it has one, is the caller's to start.
-    `scorer` is the engine again, where it can score.
+    The engine's `run`, if it has one, is the caller's to start.
     """
+    routes = EngineRoutes(engine, serve, scorer=scorer)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine.reading))
+    app = Starlette(routes=[*routes.wire(), routes.health("/health"), metrics_route(registry)])
+    return app if token is None else RequireToken(app, token)
 
-    async def stream(socket: WebSocket) -> None:
-        await serve(engine, socket)
 
-    return Starlette(routes=[*_Endpoints(engine, scorer, token).routes(), guarded_socket(STREAM_PATH, stream, token=token)])
+class EngineRoutes(Generic[E]):
+    """Routes that speak to one engine."""
 
+    def __init__(
+        self,
+        engine: E,
+        serve: Callable[[E, WebSocket], Awaitable[None]],
+        *,
+        scorer: Scorer | None = None,
+        committed: Callable[[Version], None] = lambda version: None,
+    ) -> None:
+        """`serve` is the engine's end of the wire to one client, until that leaves: `relay` does for any engine.
+        `scorer` is the engine again, where it can score. `committed` is told each version that the engine has attested."""
+        self._engine, self._serve, self._scorer, self._committed = engine, serve, scorer, committed
 
-class _Endpoints:
-    def __init__(self, engine: ServedEngine, scorer: Scorer | None, token: str | None) -> None:
-        self._engine, self._scorer, self._token = engine, scorer, token
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine.reading))
-
-    def routes(self) -> list[BaseRoute]:
-        posts = {
-            "/generate": self.generate,
-            "/pause_generation": self.pause,
-            "/continue_generation": self.resume,
-            "/abort_request": self.abort,
-            "/stage_weights": self.stage,
-            "/commit_weights": self.commit,
-            SCORE_PATH: self.score,
+    def wire(self) -> Sequence[BaseRoute]:
+        """What `RemoteEngine` asks."""
+        verbs = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "abort": self._abort,
+            "stage": self._stage,
+            "commit": self._commit,
+            "score": self._score,
         }
+
+        async def stream(socket: WebSocket) -> None:
+            await self._serve(self._engine, socket)
+
+        routes = [route(f"{PREFIX}/{name}", verb) for name, verb in verbs.items()]
+        return [*routes, self.health(f"{PREFIX}/health"), WebSocketRoute(STREAM_PATH, stream)]
+
+    def operator(self) -> Sequence[BaseRoute]:
+        """Weight updates and what is served, for whoever runs one engine without a trainer."""
         return [
-            *(route(path, verb, token=self._token) for path, verb in posts.items()),
-            route("/model_info", self.model_info, token=self._token, method="GET"),
-            metrics_route(self._registry, token=self._token),
-            route("/health", self.health, method="GET"),
+            route("/stage_weights", self._stage),
+            route("/commit_weights", self._commit),
+            route("/model_info", self._model_info, method="GET"),
         ]
 
-    async def generate(self, request: Request) -> Response:
-        body = await body_of(request, GenerateBody)
-        asked = read_request(body, self._engine.tokenizer)
-        answer = Answer(asked, self._engine.tokenizer, logprobs=body.return_logprob)
-        chunks = self._engine.generate(asked)
-        # The first chunk is awaited here, so that a refusal has its own status also where the answer streams.
-        try:
-            first = await with_client(request.receive, anext(chunks))
-        except ClientGone:
-            await chunks.aclose()
-            raise
-        answer.add(first)
-        if body.stream:
-            return StreamingResponse(_events(chunks, answer), media_type="text/event-stream")
-        finished = await with_client(request.receive, _collect(chunks, answer))
-        return json_answer(finished.body())
+    def health(self, path: str) -> BaseRoute:
+        """200 while the engine lives, 503 after; the numbers show progress."""
 
-    async def pause(self, request: Request) -> Response:
-        mode = (await body_of(request, EnginePause)).mode
-        if mode not in _PAUSE_NAMES:
-            raise RequestRejected(f"pausing: mode is {mode!r}. Send one of {', '.join(sorted(_PAUSE_NAMES))}.", param="mode")
-        await self._engine.pause(_PAUSE_NAMES[mode])
-        return json_answer({"status": "ok", "mode": _PAUSE_NAMES[mode]})
+        async def health(request: Request) -> Response:
+            return json_answer(await self._engine.health())
 
-    async def resume(self, request: Request) -> Response:
+        return route(path, health, method="GET")
+
+    async def _pause(self, request: Request) -> Response:
+        await self._engine.pause((await body_of(request, EnginePause)).mode)
+        return json_answer({"status": "ok"})
+
+    async def _resume(self, request: Request) -> Response:
         await self._engine.resume()
         return json_answer({"status": "ok"})
 
-    async def abort(self, request: Request) -> Response:
+    async def _abort(self, request: Request) -> Response:
         body = await body_of(request, EngineAbort)
         if body.rid is None and not body.abort_all:
             raise RequestRejected('aborting: the body names no request. Send {"rid": ...} or {"abort_all": true}.', param="rid")
         await self._engine.abort(None if body.abort_all else body.rid)
         return json_answer({"status": "ok"})
 
-    async def stage(self, request: Request) -> Response:
+    async def _stage(self, request: Request) -> Response:
         await self._engine.stage(await body_of(request, WeightManifest))
         return json_answer({"status": "ok"})
 
-    async def commit(self, request: Request) -> Response:
-        return json_answer(await self._engine.commit((await body_of(request, EngineCommit)).version))
+    async def _commit(self, request: Request) -> Response:
+        attestation = await self._engine.commit((await body_of(request, EngineCommit)).version)
+        self._committed(attestation.version)
+        return json_answer(attestation)
 
-    async def score(self, request: Request) -> Response:
+    async def _score(self, request: Request) -> Response:
         if self._scorer is None:
             raise NotSupported(f"scoring: engine {self._engine.name!r} only generates. Ask an embedded engine.")
         token_ids, row_offsets, temperature = decode_rows(await read_body(request.receive))
         scores = await with_client(request.receive, self._scorer.score(token_ids, row_offsets, temperature=temperature))
         return Response(encode_scores(scores), media_type=PACKED)
 
-    async def health(self, request: Request) -> Response:
-        """200 while the engine lives, 503 after; the numbers show progress."""
-        return json_answer(await self._engine.health())
-
-    async def model_info(self, request: Request) -> Response:
+    async def _model_info(self, request: Request) -> Response:
         version = (await self._engine.health()).version
         return json_answer(ModelInfo(self._engine.name, str(version), self._engine.capabilities))
-
-
-async def _collect(chunks: AsyncIterator[Chunk], answer: Answer) -> Answer:
-    async for chunk in chunks:
-        answer.add(chunk)
-    return answer
-
-
-async def _events(chunks: AsyncGenerator[Chunk], answer: Answer) -> AsyncIterator[bytes]:
-    """Server-sent events; closing it (the client left) aborts the request. An engine's end is an event too: the status is sent."""
-    async with aclosing(chunks):
-        try:
-            yield _event(answer.body())
-            async for chunk in chunks:
-                answer.add(chunk)
-                yield _event(answer.body())
-        except MidflightError as error:
-            yield _event(fault_of(error).body)
-    yield b"data: [DONE]\n\n"
-
-
-def _event(value: object) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"

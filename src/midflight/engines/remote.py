@@ -15,7 +15,7 @@ import msgspec
 
 from midflight.engines.streams import ChunkStream, ChunkStreams
 from midflight.engines.wire import (
-    SCORE_PATH,
+    PREFIX,
     STREAM_PATH,
     Abort,
     ClientFrame,
@@ -107,28 +107,28 @@ class RemoteEngine:
         return _Answer(request, next(self._counter), self._streams, self._send)
 
     async def abort(self, request_id: str | None) -> None:
-        await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
+        await self._post("/abort", {"abort_all": True} if request_id is None else {"rid": request_id})
 
     async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
         """As the port's `Scorer`. Waits until the engine is attached, which may be its next life, and then for its answer; ended by
         the caller's deadline."""
         await self._attached.wait()
-        content = await self._request("POST", SCORE_PATH, encode_rows(token_ids, row_offsets, temperature=temperature))
+        content = await self._request("POST", "/score", encode_rows(token_ids, row_offsets, temperature=temperature))
         return decode_scores(content, num_tokens=len(token_ids))
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._post("/pause_generation", {"mode": mode.value})
+        await self._post("/pause", {"mode": mode.value})
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._post("/resume", {})
 
     async def stage(self, manifest: WeightManifest) -> None:
-        await self._post("/stage_weights", manifest)
+        await self._post("/stage", manifest)
 
     async def commit(self, version: Version) -> Attestation:
-        return _decoded(await self._post("/commit_weights", {"version": version}), Attestation)
+        return _decoded(await self._post("/commit", {"version": version}), Attestation)
 
     async def health(self) -> EngineHealth:
         return _decoded(await self._request("GET", "/health"), EngineHealth)
@@ -145,7 +145,7 @@ class RemoteEngine:
         if self._session is None or not self._attached.is_set():
             raise self._unavailable("is not attached")
         try:
-            async with self._session.request(method, path, data=body) as answer:
+            async with self._session.request(method, PREFIX + path, data=body) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
             raise self._unavailable(f"did not answer {path}: {error!r}") from error

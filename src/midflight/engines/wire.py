@@ -15,7 +15,9 @@ from midflight.engines.streams import StepOutput, TokenRow
 from midflight.errors import EngineError, EngineUnavailable, MidflightError, Overloaded, RequestRejected
 from midflight.types import Capabilities, Chunk, Finish, Float32, GenerateRequest, Int32, Segment, Version
 
-STREAM_PATH: Final = "/engine/v1/stream"
+PREFIX: Final = "/engine/v1"
+"""Of the routes between rollout process and engine."""
+STREAM_PATH: Final = PREFIX + "/stream"
 _END_OF_INTS: Final = 2**31
 
 
@@ -183,9 +185,6 @@ def _kinds(kind: type[MidflightError]) -> Iterator[type[MidflightError]]:
     while level:
         yield from level
         level = [below for above in level for below in above.__subclasses__()]
-
-
-SCORE_PATH: Final = "/score"
 
 
 class Rows(msgspec.Struct, frozen=True):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from midflight.errors import Blame, MidflightError, Overloaded, RequestRejected, first_error
+from midflight.errors import Blame, MidflightError, Overloaded, RequestRejected, Unauthorized, first_error
 from midflight.types import Json
 
 T = TypeVar("T")
@@ -131,6 +131,26 @@ def key_in(headers: Mapping[bytes, bytes]) -> str | None:
 def same_token(given: str | None, expected: str) -> bool:
     """Compares in constant time, so that the time tells nothing about the secret."""
     return hmac.compare_digest((given or "").encode("utf-8", "replace"), expected.encode())
+
+
+class RequireToken:
+    """An application behind a bearer token, WebSockets too. Only `/health` is open.
+
+    The application does not see the header: it may take keys of its own there.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") == "/health":
+            await self._app(scope, receive, send)
+        elif same_token(bearer_in(headers_of(scope)), self._token):
+            await self._app({**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"authorization"]}, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send_fault(send, fault_of(Unauthorized("a token is needed here: send it as `Authorization: Bearer <token>`.")))
 
 
 # --- Bodies ----------------------------------------------------------------------------------------------------------

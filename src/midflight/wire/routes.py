@@ -9,8 +9,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.routing import BaseRoute, Route
 
 from midflight.errors import Unauthorized
 from midflight.wire.edge import (
@@ -54,18 +53,6 @@ def route(
             return fault_answer(fault(error))
 
     return Route(path, answered, methods=[method])
-
-
-def guarded_socket(path: str, serve: Callable[[WebSocket], Awaitable[None]], *, token: str | None) -> BaseRoute:
-    """A WebSocket; with `token`, only for whoever sends that."""
-
-    async def guarded(socket: WebSocket) -> None:
-        if token is None or same_token(bearer_in(headers_of(socket.scope)), token):
-            await serve(socket)
-        else:
-            await socket.close(code=1008)
-
-    return WebSocketRoute(path, guarded)
 
 
 def holds(request: Request, token: str) -> bool:

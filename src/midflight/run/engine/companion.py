@@ -1,4 +1,9 @@
-"""The process beside a server of other people: it starts or attaches the server and speaks for it, in our engines' wire.
+"""The process beside a server of other people: it starts or attaches the server, and speaks for it in our engines' wire.
+
+| wait | waits for | ended by |
+|---|---|---|
+| `started`, `attached` | the server's first answer | the end of one that was started here, or a deadline |
+| `StartedServer.died` | the server's end | it, or cancellation |
 
 Torch-free, but where adapters are merged or weights come by broadcast.
 """
@@ -6,70 +11,87 @@ Torch-free, but where adapters are merged or weights come by broadcast.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-import tempfile
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
-from starlette.types import ASGIApp
+import aiohttp
 
-from midflight.config.sections import Config
+from midflight.config.derived import engine_python, served_dtype
+from midflight.config.sections import Config, EngineSection
 from midflight.engines.app import build_app
 from midflight.engines.relay import relay
+from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
-from midflight.errors import EngineError, EngineUnavailable, RunFailed
+from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
 from midflight.models.sizes import sizes_of
-from midflight.run.engine.server_process import Attached, StartedServer, attached, started
+from midflight.run.engine import leash
 from midflight.run.messages import EngineSpec, Launcher, Ready
-from midflight.run.parts import serve_while
+from midflight.run.parts import ServerLost, serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.select import receiver
-from midflight.weights.transports.stale import SHARED
-from midflight.wire.server import listen, serve_app
+from midflight.wire.server import serve_app
+
+POLL_SECONDS = 0.25
+"""Between two looks at whether a server answers: it tells nobody else, and takes half a minute or more."""
+ANSWER_SECONDS = 2.0
+"""For the answer to one look."""
+STOP_SECONDS = 1.5
+"""Between asking a server to end and killing it: less than the companion has for its own end. A server keeps nothing worth a wait."""
+LAST_LINES = 25
+"""Of the log, in an error: a server's traceback is long, and its cause is not at the end."""
+
+
+# --- The companion ---------------------------------------------------------------------------------------------------
 
 
 async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
     """Until the launcher ends it, or the server it started dies."""
-    config, model = Config.model_validate_json(spec.config), Path(spec.model)
-    first = await asyncio.to_thread(write_first, model, Path(spec.staging))
-    if spec.url is None:
-        server = started(config, first, name=spec.name, version=spec.version)
-    else:
-        server = attached(config.engine, spec.url, name=spec.name)
-    engine_of = _engine_maker(config, model, name=spec.name, version=spec.version, staging=Path(spec.staging))
     with socket.socket(fileno=spec.socket_fd) as listener:
-        await _speak_for(server, engine_of, listener, token=spec.token, ready=lambda: launcher.tell(Ready()))
+
+        async def serve(engine: ServerEngine) -> None:
+            app = build_app(engine, relay, token=spec.token)
+            await serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
+
+        config, staging = Config.model_validate_json(spec.config), Path(spec.staging)
+        await speak_for_server(config, Path(spec.model), serve, name=spec.name, url=spec.url, version=spec.version, staging=staging)
 
 
-async def serve_server(config: Config, model: Path, *, host: str, port: int, token: str | None, ready: Callable[[str], None]) -> None:
-    """One server and its companion on their own, for `midflight engine`; `ready` gets our URL. Ended by cancellation, or its death."""
-    name, urls = "engine", config.engine.urls
-    memory = SHARED if SHARED.is_dir() else None
-    with listen(host, port) as listener, tempfile.TemporaryDirectory(prefix="midflight-", dir=memory) as staging:
-        first = await asyncio.to_thread(write_first, model, Path(staging))
-        server = attached(config.engine, urls[0], name=name) if urls else started(config, first, name=name, version=0)
-        url = f"http://{host}:{listener.getsockname()[1]}"
-        engine_of = _engine_maker(config, model, name=name, version=0, staging=Path(staging))
-        await _speak_for(server, engine_of, listener, token=token, ready=lambda: ready(url))
-
-
-async def _speak_for(
-    server: AbstractAsyncContextManager[Attached | StartedServer],
-    engine_of: Callable[[str], ServerEngine],
-    listener: socket.socket,
+async def speak_for_server(
+    config: Config,
+    model: Path,
+    serve: Callable[[ServerEngine], Awaitable[None]],
     *,
-    token: str | None,
-    ready: Callable[[], None],
+    name: str,
+    url: str | None,
+    version: int,
+    staging: Path,
 ) -> None:
+    """Starts a server, or attaches to the one at `url`; then `serve` answers for it. Ended by cancellation, or by the server's death.
+
+    What is needed of the model is read before anything is started. Until the server is attached, clients wait in the socket.
+    """
+    first = await asyncio.to_thread(write_first, model, staging)
+    tokenizer, wire = Tokenizer.load(model), _wire(config, vocab_size=sizes_of(model).vocab_size)
+    server = started(config, first, name=name, version=version) if url is None else attached(config.engine, url, name=name)
     async with server as running:
-        engine = engine_of(running.url)
-        app = build_app(engine, relay, token=token)
-        await serve_while(running.died(), _run(engine), _serve_attached(engine, app, listener, ready))
+        engine = ServerEngine(
+            name, running.url, wire, tokenizer=tokenizer, model=model, receiver=receiver(), staging=staging, version=version
+        )
+
+        async def serve_attached() -> None:
+            await engine.attached()
+            await serve(engine)
+
+        await serve_while(running.died(), _run(engine), serve_attached())
 
 
 async def _run(engine: ServerEngine) -> None:
@@ -82,24 +104,163 @@ async def _run(engine: ServerEngine) -> None:
         raise RunFailed(str(error)) from error
 
 
-async def _serve_attached(engine: ServerEngine, app: ASGIApp, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Until then, whoever connects waits in the socket."""
-    await engine.attached()
-    await serve_app(app, listener, ready=ready)
-
-
-def _engine_maker(config: Config, model: Path, *, name: str, version: int, staging: Path) -> Callable[[str], ServerEngine]:
-    """Makes the adapter once the server's address is known; what it needs of the model is read before anything is started."""
-    tokenizer = Tokenizer.load(model)
-    server = _wire(config, vocab_size=sizes_of(model).vocab_size)
-
-    def make(url: str) -> ServerEngine:
-        return ServerEngine(name, url, server, tokenizer=tokenizer, model=model, receiver=receiver(), staging=staging, version=version)
-
-    return make
-
-
 def _wire(config: Config, *, vocab_size: int) -> Server:
     if config.engine.kind == "vllm":
         return VllmServer(vocab_size=vocab_size, max_running=config.engine.max_running)
     return SglangServer(vocab_size=vocab_size, max_running=config.engine.max_running, max_context=config.model.max_context)
+
+
+# --- The server ------------------------------------------------------------------------------------------------------
+
+
+def interpreter(engine: EngineSection) -> Path:
+    """Of the server's environment; `ConfigError` when it is not there. Not resolved: a virtual environment's is a link."""
+    path = engine_python(engine).absolute()
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"starting {engine.kind}: there is no interpreter {path}; run `make engines`, which installs vLLM and SGLang, "
+            "or set engine.python to that of an environment that has it."
+        )
+    return path
+
+
+def check_interpreter(engine: EngineSection) -> None:
+    """Before anything is started. Embedded engines and servers that run already need none."""
+    if engine.kind != "embedded" and not engine.urls:
+        interpreter(engine)
+
+
+def command_for(config: Config, model: Path, *, version: int, port: int, inherited: Mapping[str, str]) -> Command:
+    dtype = served_dtype(config)
+    served = Served(
+        folder=model.absolute(),
+        name=config.model.name,
+        dtype=dtype,
+        max_context=config.model.max_context,
+        kv_bytes_per_token=sizes_of(model).kv_bytes_per_token(dtype),
+        version=version,
+    )
+    return server_command(config.engine, served, python=interpreter(config.engine), port=port, inherited=inherited)
+
+
+def reserve_port() -> socket.socket:
+    """A bound socket that does not listen: while it is open nobody is given its port by chance, and a server that asks for it gets it."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind((HOST, 0))
+    return made
+
+
+class Attached:
+    """A server that others started and will end: whether it lives is found out by asking it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def died(self) -> NoReturn:
+        """Waits for ever; ended by cancellation."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+@asynccontextmanager
+async def attached(engine: EngineSection, url: str, *, name: str) -> AsyncGenerator[Attached]:
+    """A server at `url` that answers: waited for up to `engine.start_seconds`, because it may just have been started."""
+    at = url.rstrip("/")
+    try:
+        async with asyncio.timeout(engine.start_seconds):
+            await answering(at + READY[engine.kind])
+    except TimeoutError as error:
+        raise RunFailed(
+            f"attaching {name}: no {engine.kind} server answered at {at}{READY[engine.kind]} within {engine.start_seconds:g} s; "
+            "start it, or mend engine.urls."
+        ) from error
+    yield Attached(at)
+
+
+@asynccontextmanager
+async def started(config: Config, model: Path, *, name: str, version: int) -> AsyncGenerator[StartedServer]:
+    """A server that answers; it ends with the context, or with this process. `RunFailed` with the end of its log when it does not come up."""
+    log = Path(config.run.folder) / "logs" / f"{name}.server.log"
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        server = StartedServer(name, f"http://{HOST}:{port}", log)
+        await server.start(command_for(config, model, version=version, port=port, inherited=os.environ))
+        try:
+            await server.come_up(READY[config.engine.kind], seconds=config.engine.start_seconds)
+            yield server
+        finally:
+            await server.stop()
+
+
+class StartedServer:
+    """The process at the end of the leash, its address and its log."""
+
+    def __init__(self, name: str, url: str, log: Path) -> None:
+        self.name, self.url, self.log = name, url, log
+        self._log_began = 0
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, command: Command) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_began = log.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", leash.__file__, str(STOP_SECONDS), *command.argv),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env=command.environ,
+                start_new_session=True,
+            )
+
+    async def come_up(self, path: str, *, seconds: float) -> None:
+        """Waits until it answers 200 at `path`. Its death is `RunFailed`: it would die again; more than `seconds` is `ServerLost`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await serve_while(answering(self.url + path), self.died())
+        except TimeoutError as error:
+            raise ServerLost(
+                f"starting {self.name}'s server: no answer from {self.url}{path} within {seconds:g} s; raise engine.start_seconds, "
+                f"or look at {self._last_lines()}"
+            ) from error
+        except BaseExceptionGroup as errors:
+            raise RunFailed(f"starting {self.name}'s server: {first_error(errors)}") from errors
+
+    async def died(self) -> NoReturn:
+        """Waits for its end, which nobody asked for: `ServerLost`."""
+        assert self._process is not None
+        status = await self._process.wait()
+        how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
+        raise ServerLost(f"{self.name}'s server ended with {how}; {self._last_lines()}")
+
+    async def stop(self) -> None:
+        """Waits for the end of its processes, which the leash sees to; ended by that, at the latest by a kill."""
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * STOP_SECONDS):
+                    await process.wait()
+
+    def _last_lines(self) -> str:
+        text = self.log.read_bytes()[self._log_began :].decode(errors="replace")
+        return f"the end of {self.log}:\n" + "\n".join(text.splitlines()[-LAST_LINES:])
+
+
+async def answering(url: str) -> None:
+    """Waits until a GET of `url` is answered 200; the caller has the deadline. `RunFailed` where something else listens there."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS)) as session:
+        while not await _answers(session, url):  # noqa: ASYNC110 (the event is another program's)
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    with suppress(aiohttp.ClientError, OSError, TimeoutError):
+        async with session.get(url, allow_redirects=False) as answer:
+            if 300 <= answer.status < 500:
+                raise RunFailed(
+                    f"{url} is answered with status {answer.status}: another program listens there; mend engine.urls or engine.kind."
+                )
+            return answer.status == 200
+    return False

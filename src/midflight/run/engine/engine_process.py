@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 from midflight.config.derived import served_dtype
@@ -18,7 +17,7 @@ from midflight.run.parts import serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver
-from midflight.wire.server import listen, serve_app
+from midflight.wire.server import serve_app
 
 
 def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:
@@ -44,12 +43,3 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     app = build_app(engine, serve_stream, token=spec.token, scorer=engine)
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))
-
-
-async def serve_engine(config: Config, model: Path, *, host: str, port: int, token: str | None, ready: Callable[[str], None]) -> None:
-    """One engine on its own, for `midflight engine`; `ready` gets its URL. With a token it asks for that. Ended by cancellation."""
-    with listen(host, port) as listener:
-        engine = await asyncio.to_thread(make_engine, config, model, name="engine", version=0)
-        url = f"http://{host}:{listener.getsockname()[1]}"
-        app = build_app(engine, serve_stream, token=token, scorer=engine)
-        await serve_while(engine.run(), serve_app(app, listener, ready=lambda: ready(url)))

@@ -243,10 +243,7 @@ def _model(folder: Path | None, remedy: str = "pass --model DIR, a Hugging Face 
 
 def engine(config: Config, *, host: str, port: int, token: str | None) -> int:
     """One engine, in this process, until Ctrl-C. Reachable from other machines it has a token, on loopback only if one is given."""
-    if config.engine.kind == "embedded":
-        from midflight.run.engine.engine_process import serve_engine as serve_one
-    else:
-        from midflight.run.engine.companion import serve_server as serve_one
+    from midflight.run.launcher.one_engine import serve_engine
 
     assert config.model.path is not None
     chosen = control_token(token)
@@ -259,7 +256,7 @@ def engine(config: Config, *, host: str, port: int, token: str | None) -> int:
                 terminal.say(f"control token: {guard.value}")
 
         given = None if guard is None else guard.value
-        return main_task(serve_one(config, config.model.path, host=host, port=port, token=given, ready=ready))
+        return main_task(serve_engine(config, config.model.path, host=host, port=port, token=given, ready=ready))
 
 
 def new_model(config: Config, folder: Path) -> int:

@@ -1,0 +1,85 @@
+"""`midflight engine`: the gateway over one engine in one process, and the routes that give this engine weights. Imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from starlette.websockets import WebSocket
+
+from midflight.config.sections import Config
+from midflight.engines.app import EngineRoutes
+from midflight.engines.embedded.stream import serve_stream
+from midflight.engines.metrics import EngineCollector
+from midflight.engines.relay import ServedEngine, relay
+from midflight.engines.servers.engine import ServerEngine
+from midflight.gateway.http.http import build_app
+from midflight.observe.prometheus import Metrics
+from midflight.ports import Scorer
+from midflight.run.engine.companion import speak_for_server
+from midflight.run.engine.engine_process import make_engine
+from midflight.run.parts import serve_while
+from midflight.run.rollout.serving import Serving
+from midflight.text.tokenizer import Tokenizer
+from midflight.weights.transports.stale import SHARED
+from midflight.wire.edge import RequireToken
+from midflight.wire.server import listen, serve_app
+
+NAME = "engine"
+E = TypeVar("E", bound=ServedEngine)
+
+
+async def serve_engine(config: Config, model: Path, *, host: str, port: int, token: str | None, ready: Callable[[str], None]) -> None:
+    """Until cancelled, or until the engine dies: nothing is started again here. `ready` gets the URL.
+
+    With a token, everything but `/health` asks for it.
+    """
+    with listen(host, port) as listener:
+        site = OneEngineSite(config, model, listener, url=f"http://{host}:{listener.getsockname()[1]}", token=token, ready=ready)
+        if config.engine.kind == "embedded":
+            engine = await asyncio.to_thread(make_engine, config, model, name=NAME, version=0)
+            await serve_while(engine.run(), site.serve(engine, serve_stream, scorer=engine))
+            return
+
+        async def serve(engine: ServerEngine) -> None:
+            await site.serve(engine, relay)
+
+        url = config.engine.urls[0] if config.engine.urls else None
+        with tempfile.TemporaryDirectory(prefix="midflight-", dir=SHARED if SHARED.is_dir() else None) as staging:
+            await speak_for_server(config, model, serve, name=NAME, url=url, version=0, staging=Path(staging))
+
+
+class OneEngineSite:
+    """What answers on the socket, once there is an engine."""
+
+    def __init__(
+        self, config: Config, model: Path, listener: socket.socket, *, url: str, token: str | None, ready: Callable[[str], None]
+    ) -> None:
+        self._config, self._listener, self._url = config, listener, url
+        self._token, self._ready = token, ready
+        self._tokenizer = Tokenizer.load(model)
+
+    async def serve(self, engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], *, scorer: Scorer | None = None) -> None:
+        """Waits for clients, for ever; ended by cancellation. A version that is committed from outside is one that the fleet serves."""
+        metrics = Metrics()
+        metrics.registry.register(EngineCollector(engine.reading))
+        serving = Serving(self._config, self._tokenizer, [engine], record=metrics.apply, version=0, anonymous=True)
+        serving.gateway.address = self._url
+        routes = EngineRoutes(engine, wire, scorer=scorer, committed=partial(serving.fleet.served, engine.name))
+        app = build_app(
+            serving.gateway,
+            serving.control,
+            ready=serving.routable,
+            metrics=metrics.registry,
+            extra_routes=[*routes.wire(), *routes.operator()],
+        )
+        await serve_while(
+            serve_app(app if self._token is None else RequireToken(app, self._token), self._listener, ready=lambda: self._ready(self._url)),
+            serving.health.run(),
+            serving.rejoin.run(),
+        )
