@@ -11,8 +11,8 @@ from midflight.errors import EngineUnavailable, NotSupported, PauseIgnored, Requ
 from midflight.testing.scripted import CAPABLE, Call, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Attestation, GenerateRequest, PauseMode, SamplingParams
+from midflight.weights.commit import commit_mode
 from midflight.weights.handover import Handover
-from midflight.weights.modes import mode_for
 
 from .fleets import LONG, Commits, LateTokensEngine, PausedLoadingEngine, RecordingFleet, WrongVersionEngine, drained, manifest, only
 
@@ -109,7 +109,7 @@ def test_auto_takes_keep_then_recompute_then_abort_then_drain():
         ({PauseMode.DRAIN}, True, "drain"),
     ]
     for modes, per_token, expected in cases:
-        assert mode_for("a", only(*modes, versions_per_token=per_token).capabilities, "auto") == expected
+        assert commit_mode("a", only(*modes, versions_per_token=per_token).capabilities, "auto") == expected
 
 
 def test_a_mode_the_engine_lacks_is_refused_before_anything_begins_and_names_what_it_has():

@@ -7,15 +7,15 @@ from dataclasses import replace
 from tests.weights.fleets import only
 
 from midflight.types import PauseMode
-from midflight.weights.modes import mode_for, swaps_between_steps
+from midflight.weights.commit import commit_mode, swaps_between_steps
 
 KEEPING = replace(only(*PauseMode).capabilities, stages_weights=True)
 RECOMPUTING = replace(KEEPING, commit_mode=PauseMode.RECOMPUTE)
 
 
 def test_auto_takes_the_mode_in_which_an_engine_commits_by_itself():
-    assert mode_for("a", KEEPING, "auto") is PauseMode.KEEP
-    assert mode_for("a", RECOMPUTING, "auto") is PauseMode.RECOMPUTE
+    assert commit_mode("a", KEEPING, "auto") is PauseMode.KEEP
+    assert commit_mode("a", RECOMPUTING, "auto") is PauseMode.RECOMPUTE
 
 
 def test_a_commit_in_the_engines_own_mode_needs_no_pause_and_in_another_it_does():

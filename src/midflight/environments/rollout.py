@@ -6,14 +6,14 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from midflight.allowance import Allowance, Expired
 from midflight.environments.registry import Environment
 from midflight.errors import BadReward, ConfigError, Cost, MidflightError, RolloutTimeout
 from midflight.ports import SessionHandle, Sessions
@@ -23,9 +23,6 @@ from midflight.types.facts import Record, RolloutEnded
 if TYPE_CHECKING:
     from httpx2 import AsyncBaseTransport as Transport
     from openai import AsyncOpenAI
-
-RECHECK_SHARE = 0.01
-"""Part of the deadline between two looks at it while a pause goes on; a deadline is exceeded by at most this part."""
 
 
 class FateSink(Protocol):
@@ -103,15 +100,17 @@ class RolloutRunner:
         return self._finish(key, task, outcome, record=record, started=started)
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
-        clock = DeadlineClock()
+        allowance = Allowance(self._rollout_seconds, excused=self._paused_seconds)
         try:
-            async with deadline(self._rollout_seconds, clock=clock, paused_seconds=self._paused_seconds):
+            async with allowance:
                 reward = await self._environment(task, self._client_for(session))
-            if clock.expired:  # the environment caught the cancellation and answered after all
+            if allowance.expired:  # the environment caught the cancellation and answered after all
                 return _failure(self._timeout_error(task))
             return Outcome(checked_reward(reward, task=task))
+        except Expired:
+            return _failure(self._timeout_error(task))
         except TimeoutError as error:
-            return _failure(self._timeout_error(task) if clock.expired else error)
+            return _failure(self._timeout_error(task) if allowance.expired else error)
         except asyncio.CancelledError:
             if _cancelled_from_outside():
                 raise
@@ -156,35 +155,6 @@ class RolloutRunner:
             )
         )
         return trajectory
-
-
-@dataclass(slots=True)
-class DeadlineClock:
-    expired: bool = False
-    """Whether this deadline ended its block; a `TimeoutError` from elsewhere leaves it False."""
-
-
-@asynccontextmanager
-async def deadline(seconds: float, *, clock: DeadlineClock, paused_seconds: Callable[[], float]) -> AsyncGenerator[None]:
-    """Ends its block with `TimeoutError` after `seconds`, not counting time in which generation was paused."""
-    loop = asyncio.get_running_loop()
-    started, paused_before = loop.time(), paused_seconds()
-    async with asyncio.timeout(None) as scope:
-
-        def look() -> None:
-            nonlocal timer
-            remaining = seconds - (loop.time() - started) + (paused_seconds() - paused_before)
-            if remaining > 0:
-                timer = loop.call_later(max(remaining, RECHECK_SHARE * seconds), look)
-            else:
-                clock.expired = True
-                scope.reschedule(loop.time())
-
-        timer = loop.call_at(started + seconds, look)
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 def num_versions(rows: tuple[Row, ...]) -> int:

@@ -1,21 +1,70 @@
-"""The commit on one engine: hold, pause, swap, attest, resume; and none of its weights are served that it did not attest (I7)."""
+"""The commit on one engine: hold, pause, swap, attest, resume; and no weights are served that the engine did not attest (I7)."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Literal
 
-from midflight.errors import WeightsCorrupt
-from midflight.pausing import verified_pause
+from midflight.allowance import Allowance, Expired
+from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
+from midflight.pausing import BY_COST, pause_mode, verified_pause
 from midflight.ports import Engine, Fleet
-from midflight.types import Attestation, PauseMode, WeightManifest
+from midflight.types import Attestation, Capabilities, PauseMode, WeightManifest
 from midflight.types.facts import Record, WeightsCommitted
-from midflight.weights.barrier import Barrier
-from midflight.weights.guard import Guard, standing
-from midflight.weights.modes import mode_for, swaps_between_steps
+from midflight.weights.turns import Barrier
 
 OWNER = "handover"
 """The name of its holds."""
+
+
+def commit_mode(engine: str, capabilities: Capabilities, wanted: PauseMode | Literal["auto"]) -> PauseMode:
+    """`auto`: what the engine says; else keep where it offers it and says the version of every token, else recompute, abort, drain.
+
+    `NotSupported` when the engine lacks the mode that was asked for, or has none at all.
+    """
+    otherwise = [mode for mode in BY_COST if capabilities.versions_per_token or mode is not PauseMode.KEEP]
+    if capabilities.commit_mode is not None:
+        otherwise.insert(0, capabilities.commit_mode)
+    remedy = "use another engine" if wanted == "auto" else "set rollout.pause_mode to one of these or auto"
+    return pause_mode(engine, capabilities, None if wanted == "auto" else wanted, otherwise=otherwise, remedy=remedy)
+
+
+def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
+    """Whether a commit needs no pause of ours: staged weights go live between two steps, if need be in a pause that the engine makes."""
+    return capabilities.stages_weights and mode is (capabilities.commit_mode or PauseMode.KEEP)
+
+
+class Guard:
+    """What is done to an engine is done within its time, or the engine is in quarantine (I7). `errors` says which are, and why."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.errors: dict[str, str] = {}
+
+    @asynccontextmanager
+    async def over(self, engine: str, deed: str, *, seconds: float, when_cancelled: bool = True) -> AsyncGenerator[Allowance]:
+        """The block runs to its end within `seconds`, or the engine is in quarantine and `errors` says why. Gives its time.
+
+        The engine's error ends here. A cancellation goes on, with the engine, whose state is now unknown, behind quarantine.
+        """
+        allowance = Allowance(seconds)
+        try:
+            async with allowance:
+                yield allowance
+        except Expired:
+            self._give_up(engine, EngineUnavailable(f"{deed}: not done within {seconds:g} s; restart the engine."))
+        except Exception as error:
+            self._give_up(engine, error)
+        except BaseException:
+            if when_cancelled:
+                self._give_up(engine, EngineError(f"{deed}: cancelled on the way; it rejoins at the current version."))
+            raise
+
+    def _give_up(self, engine: str, error: BaseException) -> None:
+        self.errors[engine] = f"{type(error).__name__}: {error}"
+        self._fleet.quarantine(engine, error)
 
 
 class Committer:
@@ -29,7 +78,7 @@ class Committer:
 
     def mode(self, engine: Engine) -> PauseMode:
         """`NotSupported` when the engine lacks the configured pause mode."""
-        return mode_for(engine.name, engine.capabilities, self._pause_mode)
+        return commit_mode(engine.name, engine.capabilities, self._pause_mode)
 
     async def commit(self, engine: Engine, manifest: WeightManifest, *, stage_seconds: float, guard: Guard, barrier: Barrier) -> bool:
         """Makes the version live on the engine and the engine routable; or quarantine. No new request goes to a paused engine.
@@ -69,12 +118,12 @@ async def _swap(engine: Engine, manifest: WeightManifest) -> None:
         )
 
 
-async def _swap_paused(engine: Engine, manifest: WeightManifest, mode: PauseMode, *, barrier: Barrier, own_time: asyncio.Timeout) -> None:
+async def _swap_paused(engine: Engine, manifest: WeightManifest, mode: PauseMode, *, barrier: Barrier, own_time: Allowance) -> None:
     async with verified_pause(engine, mode):
-        with standing(own_time):
+        with own_time.standing():
             await barrier.reach("paused", engine.name)
         if not engine.capabilities.stages_weights:
             await engine.stage(manifest)
         await _swap(engine, manifest)
-    with standing(own_time):
+    with own_time.standing():
         await barrier.reach("committed", engine.name)

@@ -11,10 +11,8 @@ from midflight.errors import EngineError
 from midflight.ports import Engine, Fleet
 from midflight.types import PauseMode, Version, WeightManifest
 from midflight.types.facts import Record
-from midflight.weights.barrier import Barrier
-from midflight.weights.commit import Committer
-from midflight.weights.guard import Guard
-from midflight.weights.turnstile import Turnstile
+from midflight.weights.commit import Committer, Guard
+from midflight.weights.turns import Barrier, Turnstile
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class HandoverReport:
     """The slowest engine's, of those that staged."""
 
 
-class _Turn:
+class _Delivery:
     """What one handover, or one rejoin, has done so far."""
 
     def __init__(self, manifest: WeightManifest, fleet: Fleet) -> None:
@@ -124,24 +122,24 @@ class Handover:
         if engine in self._passed_over:
             await self.rejoin(engine)
 
-    # --- A turn ------------------------------------------------------------------------------------------------------
+    # --- A delivery ----------------------------------------------------------------------------------------------------
 
     async def _hand_over(self, manifest: WeightManifest) -> HandoverReport:
-        turn = _Turn(manifest, self._fleet)
+        delivery = _Delivery(manifest, self._fleet)
         reserved = self._fleet.reserved()
         self._passed_over = set() if reserved is None else {reserved}
         engines = [engine for engine in self._fleet.engines() if engine.name != reserved]
         if self._way == "barrier":
-            await self._together(turn, engines)
+            await self._together(delivery, engines)
         else:
-            await self._in_turn(turn, engines)
+            await self._in_turn(delivery, engines)
         self._current = manifest
         return HandoverReport(
             version=manifest.version,
-            served_by=tuple(turn.served),
-            quarantined=turn.guard.errors,
+            served_by=tuple(delivery.served),
+            quarantined=delivery.guard.errors,
             releasable=self._forget_older(manifest.version),
-            stage_seconds=max(turn.stage_seconds.values(), default=0.0),
+            stage_seconds=max(delivery.stage_seconds.values(), default=0.0),
         )
 
     def _forget_older(self, version: Version) -> tuple[Version, ...]:
@@ -150,35 +148,35 @@ class Handover:
         self._fetchable.difference_update(older)
         return older
 
-    async def _in_turn(self, turn: _Turn, engines: Sequence[Engine]) -> None:
+    async def _in_turn(self, delivery: _Delivery, engines: Sequence[Engine]) -> None:
         """All stage at once, while they generate, and are committed in the order in which they have."""
         one_at_a_time = asyncio.Lock()
         async with asyncio.TaskGroup() as group:
             for engine in engines:
-                group.create_task(self._bring(turn, engine, one_at_a_time))
+                group.create_task(self._bring(delivery, engine, one_at_a_time))
 
-    async def _bring(self, turn: _Turn, engine: Engine, one_at_a_time: asyncio.Lock) -> None:
-        if await self._stage(turn, engine):
+    async def _bring(self, delivery: _Delivery, engine: Engine, one_at_a_time: asyncio.Lock) -> None:
+        if await self._stage(delivery, engine):
             async with one_at_a_time:
-                await self._commit(turn, engine, Barrier([engine.name]))
+                await self._commit(delivery, engine, Barrier([engine.name]))
 
-    async def _together(self, turn: _Turn, engines: Sequence[Engine]) -> None:
+    async def _together(self, delivery: _Delivery, engines: Sequence[Engine]) -> None:
         async with asyncio.TaskGroup() as group:
-            staging = [group.create_task(self._stage(turn, engine)) for engine in engines]
+            staging = [group.create_task(self._stage(delivery, engine)) for engine in engines]
         staged = [engine for engine, task in zip(engines, staging, strict=True) if task.result()]
         barrier = Barrier(engine.name for engine in staged)
         async with asyncio.TaskGroup() as group:
             for engine in staged:
-                group.create_task(self._commit(turn, engine, barrier))
+                group.create_task(self._commit(delivery, engine, barrier))
 
     async def _readmit(self, engine: Engine) -> bool:
         if self._current is None:
             return await self._readmit_unchanged(engine)
-        turn = _Turn(self._current, self._fleet)
-        if await self._stage(turn, engine):
-            await self._commit(turn, engine, Barrier([engine.name]))
+        delivery = _Delivery(self._current, self._fleet)
+        if await self._stage(delivery, engine):
+            await self._commit(delivery, engine, Barrier([engine.name]))
         self._passed_over.discard(engine.name)
-        return engine.name in turn.served
+        return engine.name in delivery.served
 
     async def _readmit_unchanged(self, engine: Engine) -> bool:
         """Nothing was published yet: whole weights are those that the fleet started with."""
@@ -193,7 +191,7 @@ class Handover:
 
     # --- One engine --------------------------------------------------------------------------------------------------
 
-    async def _stage(self, turn: _Turn, engine: Engine) -> bool:
+    async def _stage(self, delivery: _Delivery, engine: Engine) -> bool:
         """Whether the engine may commit; quarantine if staging failed. One that cannot stage gets the weights in its pause.
 
         A cancellation leaves the engine as it is: it serves its whole old weights.
@@ -201,15 +199,15 @@ class Handover:
         if not engine.capabilities.stages_weights:
             return True
         started = asyncio.get_running_loop().time()
-        deed = f"staging version {turn.manifest.version} on engine {engine.name!r}"
-        async with turn.guard.over(engine.name, deed, seconds=self._stage_seconds, when_cancelled=False):
-            await engine.stage(turn.manifest)
-            turn.stage_seconds[engine.name] = asyncio.get_running_loop().time() - started
-        return engine.name not in turn.guard.errors
+        deed = f"staging version {delivery.manifest.version} on engine {engine.name!r}"
+        async with delivery.guard.over(engine.name, deed, seconds=self._stage_seconds, when_cancelled=False):
+            await engine.stage(delivery.manifest)
+            delivery.stage_seconds[engine.name] = asyncio.get_running_loop().time() - started
+        return engine.name not in delivery.guard.errors
 
-    async def _commit(self, turn: _Turn, engine: Engine, barrier: Barrier) -> None:
+    async def _commit(self, delivery: _Delivery, engine: Engine, barrier: Barrier) -> None:
         """From the first commit on the version is the current one: an engine that falls out now rejoins at it."""
-        self._current = turn.manifest
-        seconds = turn.stage_seconds.get(engine.name, 0.0)
-        if await self._committer.commit(engine, turn.manifest, stage_seconds=seconds, guard=turn.guard, barrier=barrier):
-            turn.served.append(engine.name)
+        self._current = delivery.manifest
+        seconds = delivery.stage_seconds.get(engine.name, 0.0)
+        if await self._committer.commit(engine, delivery.manifest, stage_seconds=seconds, guard=delivery.guard, barrier=barrier):
+            delivery.served.append(engine.name)

@@ -1,21 +1,25 @@
-"""Who may hand over: one version alone, or the rejoins of any engines; and of the versions that wait only the newest."""
+"""Who waits for whom: versions and rejoins before the turnstile, and engines that change weights together at the barrier."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 from midflight.errors import RequestRejected
 from midflight.types import Version, WeightManifest
 
+Point: TypeAlias = Literal["paused", "committed"]
+
 
 class Ticket:
-    """A place before the turnstile. `admitted` ends with `None` when it is this one's turn, or with the version that took its place."""
+    """A place before the turnstile. `admitted` ends with `None` when the holder may go in, or with the version that took its place."""
 
     def __init__(self) -> None:
         self.admitted: asyncio.Future[Version | None] = asyncio.get_running_loop().create_future()
 
     def settle(self, superseded_by: Version | None) -> None:
-        """A waiter that was cancelled is past caring."""
+        """Does nothing where the waiter was cancelled."""
         if not self.admitted.done():
             self.admitted.set_result(superseded_by)
 
@@ -52,7 +56,7 @@ class Turnstile:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """The turn is over, or the wait given up. Lets the next in: a version before rejoins."""
+        """The work is done, or the wait was given up. Lets the next in: a version before rejoins."""
         if self._version is ticket:
             self._version = None
         self._rejoins = {engine: t for engine, t in self._rejoins.items() if t is not ticket}
@@ -90,3 +94,33 @@ class Turnstile:
     def _enter(self, ticket: Ticket, engine: str | None) -> None:
         self._inside[ticket] = engine
         ticket.settle(None)
+
+
+class Barrier:
+    """No engine passes a point before every engine has reached it or has left. Synchronous but for `reach`.
+
+    While the first commits, none generates any more; when the first resumes, all serve the new version or are in quarantine.
+    """
+
+    def __init__(self, engines: Iterable[str]) -> None:
+        """Each of them must `leave` in the end, whatever becomes of it: that and its own deadline bound the others' waits."""
+        members = frozenset(engines)
+        self.alone = len(members) == 1
+        """One engine has nobody to wait for."""
+        self._missing: dict[Point, set[str]] = {"paused": set(members), "committed": set(members)}
+        self._passed: dict[Point, asyncio.Event] = {point: asyncio.Event() for point in self._missing}
+
+    async def reach(self, point: Point, engine: str) -> None:
+        """Waits for the engines that are still on their way there; ended by their coming or leaving."""
+        self._strike(point, engine)
+        await self._passed[point].wait()
+
+    def leave(self, engine: str) -> None:
+        """Nobody waits for this one any more. Idempotent."""
+        for point in self._missing:
+            self._strike(point, engine)
+
+    def _strike(self, point: Point, engine: str) -> None:
+        self._missing[point].discard(engine)
+        if not self._missing[point]:
+            self._passed[point].set()
