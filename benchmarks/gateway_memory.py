@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.sessions.call import Asked, CompletionCall, Messages
 from midflight.observe.prometheus import Metrics
 from midflight.text.byte_tokenizer import write_byte_tokenizer

@@ -14,7 +14,7 @@ from tests.facts import Facts
 
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.http.http import build_app
 from midflight.testing.script import Script, play, scripted_tokenizer
 from midflight.text import Tokenizer

@@ -24,7 +24,7 @@ class _WithLine(SourceFileLoader):
 
 class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
-        if fullname != "midflight.types.sampling":
+        if fullname != "midflight.types.generation":
             return None
         spec = PathFinder.find_spec(fullname, path)
         assert spec is not None and spec.origin is not None
@@ -39,8 +39,8 @@ from midflight.engines.servers.vllm import VllmServer  # noqa: E402
 from midflight.engines.validation import check_features, check_sampling  # noqa: E402
 from midflight.engines.wire import Submit, decode_client_frames, encode  # noqa: E402
 from midflight.errors import RequestRejected  # noqa: E402
-from midflight.gateway.answers import sampling as gateway_sampling  # noqa: E402
-from midflight.gateway.answers.sampling import params_for, samples_the_policy  # noqa: E402
+from midflight.gateway.answers import plan  # noqa: E402
+from midflight.gateway.answers.plan import params_for, samples_the_policy  # noqa: E402
 from midflight.gateway.dialects.chat import ChatExchange  # noqa: E402
 from midflight.gateway.dialects.completions import CompletionExchange  # noqa: E402
 from midflight.gateway.dialects.messages import MessagesExchange  # noqa: E402
@@ -54,8 +54,8 @@ CLIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "completions": (CompletionExchange, {"model": "m", "prompt": "hi"}),
     "responses": (ResponsesExchange, {"model": "m", "input": "hi"}),
 }
-WITH = gateway_sampling.Limits(max_context=256, vocab_size=99, features=frozenset({Feature.PENALTIES}))
-WITHOUT = gateway_sampling.Limits(max_context=256, vocab_size=99)
+WITH = plan.Limits(max_context=256, vocab_size=99, features=frozenset({Feature.PENALTIES}))
+WITHOUT = plan.Limits(max_context=256, vocab_size=99)
 DEFAULTS: Any = SamplingParams(max_tokens=8)
 
 

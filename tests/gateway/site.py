@@ -12,7 +12,7 @@ import httpx2
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control

@@ -12,7 +12,7 @@ from tests.gateway.offered import KEY, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import News
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.exchange import Reply, call_id
 from midflight.gateway.sessions.call import Asked, CompletionCall, Messages, ToolChoice

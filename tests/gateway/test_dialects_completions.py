@@ -11,7 +11,7 @@ from tests.gateway.offered import ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import News
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.sessions.call import Asked, CompletionCall

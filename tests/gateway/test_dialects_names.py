@@ -10,7 +10,7 @@ import pytest
 from tests.gateway.offered import ScriptedGenerator, offered
 
 from midflight.errors import RequestRejected
-from midflight.gateway.answers.sampling import Limits, params_for
+from midflight.gateway.answers.plan import Limits, params_for
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Exchange

@@ -9,7 +9,7 @@ import pytest
 from tests.gateway.offered import ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.sessions.call import Asked, CompletionCall, Text, TokenIds

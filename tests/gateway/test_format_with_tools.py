@@ -13,7 +13,7 @@ from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, off
 from tests.text.written import CODER, model
 
 from midflight.engines.embedded.grammar import Grammars
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import MessageFormat

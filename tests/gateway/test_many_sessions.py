@@ -12,7 +12,7 @@ from tests.gateway.offered import DEFAULTS
 from midflight.errors import Overloaded, SessionClosed
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual

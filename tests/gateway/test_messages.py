@@ -16,7 +16,7 @@ from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, mak
 
 from midflight.errors import EngineUnavailable, NoEngine, RequestRejected
 from midflight.gateway.answers.answer import Answer, News
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.sessions.call import Asked, Messages, ToolChoice

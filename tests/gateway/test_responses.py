@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, offered
 
 from midflight.errors import EngineUnavailable, RequestRejected
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.dialects.responses import ResponsesExchange
 from midflight.gateway.sessions.call import Asked, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual

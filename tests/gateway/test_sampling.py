@@ -11,7 +11,7 @@ from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, offered
 from tests.gateway.test_dialects_names import DIALECTS
 
 from midflight.errors import RequestRejected
-from midflight.gateway.answers.sampling import Limits, params_for, samples_the_policy
+from midflight.gateway.answers.plan import Limits, params_for, samples_the_policy
 from midflight.gateway.dialects.exchange import Exchange
 from midflight.testing.scripted import CAPABLE
 from midflight.testing.virtual_time import run_virtual

@@ -13,7 +13,7 @@ from tests.gateway.offered import KEY
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.sampling import Limits
+from midflight.gateway.answers.plan import Limits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.http.control import Control
 from midflight.gateway.http.http import build_app

@@ -8,7 +8,7 @@ import numpy as np
 
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.types import Feature, GenerateRequest, Int32, SamplingParams
-from midflight.types.sampling import MAX_BIASES, RANGED, ranged_values
+from midflight.types.generation import MAX_BIASES, RANGED, ranged_values
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:

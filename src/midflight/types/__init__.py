@@ -1,7 +1,7 @@
 """The nouns that cross from one station to another: frozen, slotted, without behaviour beyond what they can derive."""
 
 from midflight.types.engines import Attestation, Capabilities, Delta, EngineHealth, TensorSpec, WeightManifest
-from midflight.types.generation import Chunk, Finish, GenerateRequest, Segment, Turn
+from midflight.types.generation import Chunk, Finish, GenerateRequest, Grammar, SamplingParams, Segment, Turn
 from midflight.types.names import (
     Bool,
     Fate,
@@ -19,7 +19,6 @@ from midflight.types.names import (
     Version,
 )
 from midflight.types.rollouts import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SessionRecord, Task, Trajectory
-from midflight.types.sampling import Grammar, SamplingParams
 
 __all__ = [
     "Attestation",

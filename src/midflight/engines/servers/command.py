@@ -12,7 +12,7 @@ from pathlib import Path
 
 from midflight.config.sections import EngineSection
 from midflight.types import Version
-from midflight.types.sampling import MAX_TOP_LOGPROBS
+from midflight.types.generation import MAX_TOP_LOGPROBS
 
 INSIDE = Path(__file__).parent / "inside"
 """Modules that run in the server's interpreter, which has no Midflight: each is one file that imports nothing of ours."""

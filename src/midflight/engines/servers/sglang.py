@@ -15,7 +15,7 @@ from midflight.engines.servers.http import ServerClient, number, part
 from midflight.engines.servers.server import Found, Piece
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, Version
-from midflight.types.sampling import Api, copied
+from midflight.types.generation import Api, copied
 
 OLDEST = (0, 5, 20)
 _NEEDED = ("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")

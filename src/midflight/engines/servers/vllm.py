@@ -25,7 +25,7 @@ from midflight.types import (
     PauseMode,
     Version,
 )
-from midflight.types.sampling import Api, copied
+from midflight.types.generation import Api, copied
 
 _GENERATE = "/inference/v1/generate"
 _NEEDED = {

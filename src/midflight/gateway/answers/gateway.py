@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from midflight.errors import ContextExceeded, MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.plan import Job, Planner
+from midflight.gateway.answers.plan import Job, Limits, Planner
 from midflight.gateway.answers.readers import Ongoing, Requests
-from midflight.gateway.answers.sampling import Limits
 from midflight.gateway.sessions.call import CompletionCall, Messages, Source, Text
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
 from midflight.gateway.sessions.session import RecordedTurns, Session

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, create_model
 
 from midflight.errors import RequestRejected, nearest
-from midflight.gateway.dialects.grammars import grammar_of
 from midflight.gateway.sessions.call import Asked
-from midflight.types import Grammar
-from midflight.types.sampling import MAX_BIASES, MAX_TOP_LOGPROBS, PARAMETERS, Api, Parameter
+from midflight.types.generation import LEAST_TEMPERATURE, MAX_BIASES, MAX_TOP_LOGPROBS, PARAMETERS, Api, Parameter
 
 HARMLESS: Mapping[str, str] = {
     "user": "names the client's own user",
@@ -73,9 +70,6 @@ MAX_STOPS = 16
 
 MAX_VALUES = 2**20
 """Values in one body, such as the ids of prompts, at most: reading them takes a few tenths of a second, in which nothing else is done."""
-
-LEAST_TEMPERATURE = 1e-4
-"""The least temperature above 0: logits divided by less leave single precision."""
 
 
 Tokens = Annotated[int, Field(ge=1)]
@@ -178,58 +172,6 @@ def _definition(of: Parameter) -> tuple[object, object]:
         return of.kind | None, None
     least, above = of.range.least, of.range.above
     return of.kind | None, Field(default=None, gt=least if above else None, ge=None if above else least, le=of.range.most)
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-    """Ignored: frames are not padded."""
-
-
-class ModelBody(Body):
-    model: str
-
-
-OPENAI = SamplingFields(Api.OPENAI)
-
-
-class SamplingBody(OPENAI.on(ModelBody)):
-    """Fields that OpenAI's dialects share: those for sampling, and these."""
-
-    n: Annotated[int, Field(ge=1)] | None = None
-    response_format: dict[str, JsonValue] | None = None
-    structured_outputs: dict[str, JsonValue] | None = None
-    guided_json: dict[str, JsonValue] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-    @cached_property
-    def grammar(self) -> tuple[str, Grammar] | None:
-        """The name of the field that says what the answer must match, and the grammar. `RequestRejected` if several fields do."""
-        return grammar_of(self)
-
-    def names(self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs") -> Mapping[str, str]:
-        """What the client calls the parameters of `asked`, where the names differ."""
-        grammar = "grammar" if self.grammar is None else self.grammar[0]
-        return {"max_tokens": max_tokens, "top_logprobs": top_logprobs, "grammar": grammar}
-
-    def asked(self, max_tokens: int | None, *, top_logprobs: int | None = None) -> Asked:
-        grammar = None if self.grammar is None else self.grammar[1]
-        return OPENAI.asked(self, max_tokens=max_tokens, top_logprobs=top_logprobs, grammar=grammar)
 
 
 _TAG = re.compile(r"str|\[key\]|(list|dict)\[.*\]")

@@ -10,13 +10,13 @@ from pydantic import BeforeValidator, Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import START, Answer, Event, News
 from midflight.gateway.dialects.completions import PROMPT_SCHEMA, sources
+from midflight.gateway.dialects.constraints import grammar_of
 from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, token_text, weight_versions
 from midflight.gateway.dialects.fields import Body, SamplingFields, TopLogprobs, parse
-from midflight.gateway.dialects.grammars import grammar_of
 from midflight.gateway.sessions.call import Asked, CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import FinishReason, Json
-from midflight.types.sampling import Api
+from midflight.types.generation import Api
 
 DEFAULT_MAX_TOKENS = 128
 """SGLang's default."""

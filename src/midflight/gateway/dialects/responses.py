@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from midflight.gateway.answers.answer import Answer, Event, News
+from midflight.gateway.dialects.constraints import FunctionTool
 from midflight.gateway.dialects.exchange import Alternatives, Exchange, Reply, call_id, logprob_entries, weight_versions
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
-from midflight.gateway.dialects.tools import FunctionTool
 from midflight.gateway.sessions.call import ToolChoice
 from midflight.text import Tokenizer
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece

@@ -14,10 +14,19 @@ from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.chat import ReasoningEffort, template_options
+from midflight.gateway.dialects.constraints import (
+    ANY_OBJECT,
+    MAX_TOOLS,
+    FunctionTool,
+    SamplingBody,
+    ToolChoiceBody,
+    check_known,
+    choice_of,
+    schema_grammar,
+    tools_of,
+)
 from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
-from midflight.gateway.dialects.fields import Body, SamplingBody, Tokens, TopLogprobs
-from midflight.gateway.dialects.grammars import ANY_OBJECT, schema_grammar
-from midflight.gateway.dialects.tools import MAX_TOOLS, FunctionTool, ToolChoiceBody, check_known, choice_of, tools_of
+from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs
 from midflight.gateway.sessions.call import CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool

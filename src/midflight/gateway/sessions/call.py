@@ -19,7 +19,7 @@ class Messages:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     options: Mapping[str, Json] = field(default_factory=dict[str, Json])
-    """Names of the template's own, such as `enable_thinking`."""
+    """Options of the template itself, such as `enable_thinking`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Asked:
     given: Mapping[str, object]
 
     def __init__(self, **given: object) -> None:
-        """`None` is as good as absent."""
+        """What is `None` was not asked for."""
         object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
 
     @property
@@ -87,7 +87,7 @@ class CompletionCall:
     prompt_param: str = "prompt"
     """What the client calls the prompt."""
     names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the client calls fields of `Asked`, where his names are others."""
+    """What the client calls fields of `Asked`, where the names differ."""
     tool_choice: ToolChoice = ToolChoice.NONE
     forced_tool: str | None = None
     """With `REQUIRED`: the one tool that must be called."""

@@ -21,12 +21,12 @@ from midflight.environments.rollout import LARGEST_REWARD
 from midflight.errors import NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
-from midflight.gateway.dialects.fields import LEAST_TEMPERATURE
 from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.batches import rows_as_lists
 from midflight.run.service import PREFIX
 from midflight.trajectories.packing import pack, to_bytes
 from midflight.types import Batch, Group, Json, SamplingParams, Trajectory, Version
+from midflight.types.generation import LEAST_TEMPERATURE
 from midflight.wire.edge import with_client
 from midflight.wire.routes import JSON, PACKED, StrictBody, bearer_of, body_of, holds, json_answer, origin, route, wants
 

@@ -16,7 +16,7 @@ from midflight.config.sections import Config
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.sampling import Limits as GatewayLimits
+from midflight.gateway.answers.plan import Limits as GatewayLimits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control

@@ -1,17 +1,23 @@
-"""The names under which clients ask for an answer that matches something, and the checks of their JSON schemas. Pure."""
+"""What clients ask of the form of an answer: tools and their choice, texts that match something; and the body that OpenAI's dialects share."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Literal, Protocol
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, Field, JsonValue, WithJsonSchema
 from pydantic_core import from_json
 
 from midflight.errors import RequestRejected, nearest
 from midflight.gateway.dialects.conversation import filled
+from midflight.gateway.dialects.fields import Body, SamplingFields
+from midflight.gateway.sessions.call import Asked, ToolChoice
+from midflight.text.formats import Tool
 from midflight.types import Grammar, GrammarKind
+from midflight.types.generation import Api
 
 MAX_DEPTH = 64
 """How deep schemas may be nested."""
@@ -195,16 +201,16 @@ def _bounded(text: str, param: str) -> str:
     return text
 
 
-_Reader = Callable[[JsonValue, str], Grammar | None]
+_Reading = Callable[[JsonValue, str], Grammar | None]
 
-_INNER: Mapping[str, _Reader] = {
+_INNER: Mapping[str, _Reading] = {
     "json": _schema,
     "json_object": lambda value, param: ANY_OBJECT,
     "regex": _regex,
     "choice": _choice,
     "grammar": _lark,
 }
-_READERS: Mapping[str, _Reader] = {
+_READERS: Mapping[str, _Reading] = {
     "response_format": _response_format,
     "structured_outputs": _structured,
     "guided_json": _schema,
@@ -215,3 +221,143 @@ _READERS: Mapping[str, _Reader] = {
     "regex": _regex,
     "ebnf": _lark,
 }
+
+
+MAX_TOOLS = 1024
+"""Tools of one request, at most; each is written into the prompt."""
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+ToolChoiceBody = Annotated[
+    JsonValue, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})
+]
+"""OpenAI's `tool_choice`."""
+
+
+class Describes(Protocol):
+    """The body of a tool."""
+
+    def tool(self, place: str) -> Tool: ...
+
+
+class FunctionBody(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+    """Ignored: a call is shown only when it is well formed. One that must come is sampled under its schema."""
+
+    def tool(self, place: str) -> Tool:
+        """A tool without `parameters` takes no arguments."""
+        parameters: JsonValue = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        return Tool(self.name, self.description or "", check_schema(parameters, f"{place}.parameters", of_object=True))
+
+
+class OfFunction(Body):
+    type: Literal["function"]
+
+
+class ToolBody(OfFunction):
+    function: FunctionBody
+
+
+class FunctionTool(FunctionBody, OfFunction):
+    """A tool as the responses route has it. The order of the bases makes `type` the first field checked: it tells hosted tools apart."""
+
+
+def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
+    """The tools, in order. Each body comes with its place in the request. Two tools of one name are refused."""
+    found: dict[str, Tool] = {}
+    for place, body in bodies:
+        tool = body.tool(place)
+        if tool.name in found:
+            raise RequestRejected(f"{place}.name is {tool.name!r}, as that of another tool: rename one.", param=f"{place}.name")
+        found[tool.name] = tool
+    return tuple(found.values())
+
+
+def choice_of(value: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
+    """Reads OpenAI's `tool_choice`; also the one tool that it forces, if it does."""
+    if value is None:
+        return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
+    if isinstance(value, dict):
+        forced = _forced(value)
+        check_known(forced, tools, param="tool_choice.function.name")
+        return ToolChoice.REQUIRED, forced
+    if value not in [choice.value for choice in ToolChoice]:
+        raise RequestRejected(f"tool_choice is {value!r:.80}: send none, auto, required or a function.", param="tool_choice")
+    choice = ToolChoice(str(value))
+    if choice is ToolChoice.REQUIRED and not tools:
+        raise RequestRejected("tool_choice is 'required' without tools: send tools, or leave it out.", param="tool_choice")
+    return (choice if tools else ToolChoice.NONE), None
+
+
+def check_known(name: str, tools: Sequence[Tool], *, param: str) -> None:
+    """Refuses the choice of a tool that was not sent."""
+    if name not in [tool.name for tool in tools]:
+        known = ", ".join(tool.name for tool in tools) or "none"
+        raise RequestRejected(f"{param} is {name!r:.80}, which is none of the tools: send one of them ({known:.200}).", param=param)
+
+
+def _forced(value: dict[str, JsonValue]) -> str:
+    if value.get("type") != "function":
+        raise RequestRejected(
+            f'tool_choice.type is {value.get("type")!r:.80}, which is not supported here: send "function", and only the tools allowed.',
+            param="tool_choice.type",
+        )
+    function = value.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestRejected(f"tool_choice.function.name is {name!r:.80}: send the name of a tool.", param="tool_choice.function.name")
+    return name
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Ignored: frames are not padded."""
+
+
+class ModelBody(Body):
+    model: str
+
+
+OPENAI = SamplingFields(Api.OPENAI)
+
+
+class SamplingBody(OPENAI.on(ModelBody)):
+    """Fields that OpenAI's dialects share: those for sampling, and these."""
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    response_format: dict[str, JsonValue] | None = None
+    structured_outputs: dict[str, JsonValue] | None = None
+    guided_json: dict[str, JsonValue] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @cached_property
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """The name of the field that says what the answer must match, and the grammar. `RequestRejected` if several fields do."""
+        return grammar_of(self)
+
+    def names(self, max_tokens: str = "max_tokens", *, top_logprobs: str = "top_logprobs") -> Mapping[str, str]:
+        """What the client calls the parameters of `asked`, where the names differ."""
+        grammar = "grammar" if self.grammar is None else self.grammar[0]
+        return {"max_tokens": max_tokens, "top_logprobs": top_logprobs, "grammar": grammar}
+
+    def asked(self, max_tokens: int | None, *, top_logprobs: int | None = None) -> Asked:
+        grammar = None if self.grammar is None else self.grammar[1]
+        return OPENAI.asked(self, max_tokens=max_tokens, top_logprobs=top_logprobs, grammar=grammar)
