@@ -19,10 +19,10 @@ from midflight.text.formats import AssistantMessage, ContentPiece, Piece, Reason
 from midflight.types import FinishReason, Json
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Roles as templates know them."""
+"""Roles, with the names that templates know."""
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names under which clients send thinking back; the first that says something counts."""
+"""Names under which clients send thinking back. The first one that holds text counts."""
 
 _READ = {"role", "content", "tool_calls", "tool_call_id", *_REASONING}
 
@@ -33,7 +33,7 @@ _RESERVED_OPTIONS = frozenset(
     | {f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
     | {"additional_special_tokens"}
 )
-"""Names that a template reads and that the gateway fills in itself."""
+"""Names that templates read and that the gateway itself fills in."""
 
 _MessageBody = Annotated[
     dict[str, JsonValue],
@@ -93,7 +93,7 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 
 def template_options(given: Mapping[str, JsonValue] | None, effort: str | None) -> dict[str, Json]:
-    """Names for the template. What it fills with its own values is refused."""
+    """Options for the chat template. Names that the gateway fills in are refused."""
     options: dict[str, Json] = dict(given or {})
     if reserved := next((f"chat_template_kwargs.{name}" for name in options if name in _RESERVED_OPTIONS), None):
         raise RequestRejected(f"{reserved} is set by the gateway: leave it out.", param=reserved)
@@ -103,12 +103,12 @@ def template_options(given: Mapping[str, JsonValue] | None, effort: str | None) 
 
 
 def conversation(messages: Sequence[JsonObject]) -> tuple[Message, ...]:
-    """Every message checked; a fault names its place, as in `messages.2.tool_calls.0.function.name`."""
+    """Checks every message. A refusal names the place, such as `messages.2.tool_calls.0.function.name`."""
     return tuple(_read_message(message, f"messages.{place}") for place, message in enumerate(messages))
 
 
 def _read_message(message: JsonObject, param: str) -> Message:
-    """Fields without a value are dropped, fields that are not ours are the template's business."""
+    """Drops fields without a value, and leaves unknown fields to the template."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         remedy = "send role tool" if role == "function" else f"send one of {', '.join(ROLES)}"
@@ -126,7 +126,7 @@ def _read_message(message: JsonObject, param: str) -> Message:
 
 
 def _check_fields(message: JsonObject, role: str, param: str) -> None:
-    """What no message may hold, or not one of this role."""
+    """Refuses fields that no message may hold, or none of this role."""
     for name in ("function_call", "audio", "refusal"):
         if message.get(name):
             remedy = "send tool_calls instead" if name == "function_call" else "send its meaning as content"
@@ -142,7 +142,7 @@ def _check_fields(message: JsonObject, role: str, param: str) -> None:
 
 
 def _read_content(message: JsonObject, role: str, param: str) -> str:
-    """An assistant may have said nothing; everybody else says something, if only the empty text."""
+    """The text of a message. Only an assistant's may be missing."""
     content = message.get("content")
     if content is None and role != "assistant":
         raise RequestRejected(f"{param}.content is missing: send a text, or a list of text parts.", param=f"{param}.content")
@@ -265,7 +265,7 @@ class ChatExchange:
         return ended
 
     def _of_tokens(self, tokenizer: Tokenizer, event: News) -> _Object:
-        """What is told of tokens themselves: it comes with them, even while their text is held back."""
+        """What is told about the tokens themselves. It comes with them, even while their text is held back."""
         told: _Object = {}
         if self._logprobs:
             told["logprobs"] = self._content(tokenizer, event.token_ids, event.logprobs, event.top_logprobs)
@@ -289,7 +289,7 @@ class ChatExchange:
 
 
 def _message(message: AssistantMessage, request_id: str) -> Json:
-    """Content is null where the message is calls and nothing else."""
+    """Content is null in a message that only calls tools."""
     written: _Object = {"role": "assistant", "content": message.content or (None if message.tool_calls else ""), "refusal": None}
     if message.reasoning:
         written |= _reasoning(message.reasoning)
@@ -299,7 +299,7 @@ def _message(message: AssistantMessage, request_id: str) -> Json:
 
 
 def _deltas(pieces: Sequence[Piece], request_id: str) -> list[_Object]:
-    """A call is announced without arguments first, which is how clients that gather streams know it."""
+    """A call is announced without its arguments first, because clients that gather streams expect that."""
     deltas: list[_Object] = []
     for piece in pieces:
         if isinstance(piece, ContentPiece):
@@ -319,7 +319,7 @@ def _call(call: ToolCall, request_id: str, index: int) -> _Object:
 
 
 def _reasoning(text: str) -> _Object:
-    """Under both names that clients read."""
+    """The reasoning, under both names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 

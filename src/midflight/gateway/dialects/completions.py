@@ -21,7 +21,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Ids are kept in 32 bits; the vocabulary's own bound is the gateway's to check."""
+"""Ids are kept in 32 bits. Whether the vocabulary has an id is checked later."""
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PROMPT_SCHEMA = {
@@ -123,7 +123,7 @@ class CompletionExchange:
         return ended
 
     def _spread(self, tokenizer: Tokenizer, event: Event, token_ids: Sequence[int], *, start: int) -> Json:
-        """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts; alternatives hold the sampled token too."""
+        """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts. Alternatives also hold the sampled token."""
         logprobs = event.logprobs if isinstance(event, News) else event.turn.logprobs
         lengths = [len(token_text(tokenizer, i)) for i in token_ids]
         pairs = list(zip(token_ids, logprobs, strict=True))
@@ -137,7 +137,7 @@ class CompletionExchange:
         }
 
     def _named(self, tokenizer: Tokenizer, pairs: Iterable[tuple[int, float]]) -> Iterable[tuple[str, Json]]:
-        """By name; of tokens whose texts are the same the last counts, which is the likeliest."""
+        """Pairs by name. If several tokens have the same text, the last pair counts, which is the likeliest."""
         return ((token_name(tokenizer, i, as_id=self._names_as_ids), p) for i, p in pairs)
 
     def _chunk(self, reply: Reply, index: int, text: str, **more: Json) -> Json:
@@ -160,7 +160,7 @@ def _envelope(reply: Reply, choices: list[Json]) -> _Object:
 
 
 def _check(body: CompletionBody) -> None:
-    """What fields forbid together."""
+    """Refuses fields that contradict each other or ask for what is not supported."""
     if body.echo:
         raise RequestRejected(
             "echo is not supported here: leave it out. Log-probabilities of a prompt are not known to the gateway.", param="echo"

@@ -17,7 +17,7 @@ from midflight.wire.edge import Fault, fault_of
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What answers of a request are written with."""
+    """What a dialect needs to write the answers of a request."""
 
     job: Job
     model: str
@@ -27,7 +27,7 @@ class Reply:
 
 
 class Exchange(Protocol):
-    """One request, parsed: the call it means, and how its answer is written."""
+    """One parsed request: the call that it means, and how its answer is written."""
 
     @property
     def call(self) -> CompletionCall: ...
@@ -50,7 +50,7 @@ class Exchange(Protocol):
 
 
 def told_alone(exchange: Exchange, fault: Fault) -> Json:
-    """The error is the frame."""
+    """The error itself is the last frame."""
     return fault.body
 
 
@@ -70,16 +70,16 @@ class Dialect:
 
 
 Alternatives: TypeAlias = Sequence[tuple[tuple[int, float], ...]]
-"""Of each token the likeliest, with their log-probabilities."""
+"""For each token the likeliest ones at its place, with their log-probabilities."""
 
 
 def call_id(request_id: str, index: int) -> str:
-    """Name of a tool call: the same in a stream and in a whole answer, another in every answer and for every call."""
+    """The id of a tool call. It is the same in a stream and in a whole answer, and differs between answers and calls."""
     return "call_" + hashlib.blake2b(f"{index}.{request_id}".encode(errors="surrogatepass"), digest_size=12).hexdigest()
 
 
 def usage(answers: Sequence[Answer]) -> Json:
-    """OpenAI's token counts: a prompt counts once, however many choices it has."""
+    """OpenAI's token counts. A prompt counts once, however many choices it has."""
     prompts = {id(answer.prompt): len(answer.prompt.ids) for answer in answers}
     return _usage(sum(prompts.values()), sum(len(answer.turn.output_ids) for answer in answers))
 
@@ -100,12 +100,12 @@ def weight_versions(turn: Turn) -> Json:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token on its own; half a character is written as U+FFFD."""
+    """The text of one token. Half a character is written as U+FFFD."""
     return tokenizer.decode((token_id,))
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, *, as_id: bool) -> str:
-    """A token in lists of log-probabilities: its text, or `token_id:` and its number (vLLM's `return_tokens_as_token_ids`)."""
+    """The name of a token in lists of log-probabilities: its text, or `token_id:` and its id (vLLM's `return_tokens_as_token_ids`)."""
     return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
 
 
@@ -116,7 +116,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> Json:
 
 
 def alternatives(top: Alternatives, num_tokens: int) -> Alternatives:
-    """One entry for each token; empty for those of which none are known."""
+    """One entry for each token, empty where no alternatives are known."""
     return (*top[:num_tokens], *((),) * (num_tokens - len(top)))
 
 

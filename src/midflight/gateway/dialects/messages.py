@@ -75,7 +75,7 @@ class MessagesExchange:
 
 
 def messages_fault(error: BaseException) -> Fault:
-    """An error as Anthropic's clients read it. What is not ours says nothing of its inside."""
+    """An error as Anthropic's clients read it. The text of an unexpected error goes to the log only."""
     request_id = f"req_{secrets.token_hex(12)}"
     status, message, code = 500, "the gateway failed on this request; its log has the traceback.", "internal_error"
     if isinstance(error, MidflightError):
@@ -102,7 +102,7 @@ def _other_type(status: int) -> str:
 
 
 def _ending(answer: Answer) -> dict[str, Json]:
-    """Why the message ended. An answer that calls tools waits for their results, whatever ended its text."""
+    """Why the message ended. If it calls tools, that is the reason given, whatever ended its text."""
     finish = answer.turn.finish
     if finish.reason is FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -114,7 +114,7 @@ def _ending(answer: Answer) -> dict[str, Json]:
 
 
 def _usage(num_prompt: int, num_output: int) -> dict[str, Json]:
-    """Every token of the prompt counts as read anew: prices of a cache mean nothing here."""
+    """Token counts. No token of the prompt counts as cached, because nothing is priced here."""
     return {
         "input_tokens": num_prompt,
         "output_tokens": num_output,
@@ -127,7 +127,7 @@ _TEXT, _THINKING = "text", "thinking"
 
 
 def content(pieces: Sequence[Piece], request_id: str) -> list[Json]:
-    """The blocks of a whole message: neighbouring pieces of a kind are one block. Never empty: agents read the first block."""
+    """The blocks of a whole message. Neighbouring pieces of a kind are one block. There is at least one block, because agents read the first."""
     told = [piece for piece in pieces if isinstance(piece, CallPiece) or piece.text]
     return [_block(list(group), request_id) for _, group in groupby(told, key=_place)] or [_opened(_TEXT)]
 
@@ -138,7 +138,7 @@ class BlockStream:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._index = -1
-        """Of the newest block."""
+        """The index of the newest block."""
         self._open: str | None = None
 
     def feed(self, pieces: Iterable[Piece]) -> Iterator[Json]:
@@ -153,7 +153,7 @@ class BlockStream:
                     yield self._delta({"type": "input_json_delta", "partial_json": piece.call.arguments})
 
     def end(self) -> Iterator[Json]:
-        """After the last piece."""
+        """Ends the last block. Call it after the last piece."""
         if self._index < 0:
             yield from self._start(_opened(_TEXT), _TEXT)
         yield from self._stop()
@@ -192,12 +192,12 @@ def tool_use(piece: CallPiece, request_id: str) -> dict[str, Json]:
 
 
 def _opened(kind: str) -> dict[str, Json]:
-    """A block without its text. Nobody signs the thinking of an open model."""
+    """A block without its text. The signature of thinking is empty."""
     return {"type": _TEXT, "text": ""} if kind == _TEXT else {"type": _THINKING, "thinking": "", "signature": ""}
 
 
 def _place(piece: Piece) -> str | int:
-    """Equal for neighbours that share a block."""
+    """A key that is equal for neighbours that share a block."""
     match piece:
         case ContentPiece():
             return _TEXT

@@ -32,7 +32,7 @@ class NativeSampling(_NATIVE.on(Body)):
     ebnf: str | None = None
 
     def call_parts(self, *, top_logprobs: int | None) -> tuple[Asked, Mapping[str, str]]:
-        """What is asked for, and the client's names for it."""
+        """What is asked for, and what the client calls it."""
         param, grammar = grammar_of(self, prefix=_PREFIX) or ("grammar", None)
         return _NATIVE.asked(self, top_logprobs=top_logprobs, grammar=grammar), {**_NAMES, "grammar": param}
 
@@ -41,7 +41,7 @@ _NAMES: Mapping[str, str] = {**_NATIVE.names, "top_logprobs": "top_logprobs_num"
 
 
 def _single(value: object) -> object:
-    """Lists hold one entry for each prompt elsewhere; here there is one for all."""
+    """Refuses a list: SGLang takes one value for each prompt, the gateway one for all."""
     if isinstance(value, list):
         raise ValueError(
             "one value holds for all prompts of a request; send it alone, and prompts that differ in it as requests of their own"
@@ -106,7 +106,7 @@ class NativeExchange:
         return ()
 
     def _partial(self, tokenizer: Tokenizer, answer: Answer) -> Json:
-        """All of an answer that was told so far."""
+        """All of an answer so far."""
         told = answer.since(START)
         meta = _meta(answer.request_id, len(answer.prompt.ids), len(told.token_ids))
         meta |= self._of_tokens(tokenizer, told.token_ids, told.logprobs, told.top_logprobs)
@@ -144,7 +144,7 @@ def _meta(request_id: str, num_prompt: int, num_output: int) -> dict[str, Json]:
 
 
 def _check(body: NativeBody) -> None:
-    """What fields forbid together."""
+    """Refuses fields that contradict each other."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestRejected("text and input_ids: send exactly one of them.", param="input_ids")
     if body.top_logprobs_num and not body.return_logprob:

@@ -54,7 +54,7 @@ class ResponsesExchange:
         yield items.event(f"response.{response['status']}", response=response)
 
     def broken(self, error: Json) -> Json:
-        """The last event of a stream that failed; `error` once more where the SDK looks for it, to raise it."""
+        """The last event of a stream that failed. It holds `error` twice, because the SDK looks for it in another place to raise it."""
         assert isinstance(error, dict)
         items = self._items or OutputItems("")
         return items.event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
@@ -81,7 +81,7 @@ class ResponsesExchange:
         return body
 
     def _told_with(self, pieces: Sequence[Piece]) -> list[Json]:
-        """Log-probabilities that go with these pieces: reasoning and calls carry none."""
+        """Log-probabilities to send with these pieces. Reasoning and calls carry none."""
         if not any(isinstance(piece, ContentPiece) for piece in pieces):
             return []
         told, self._untold = self._untold, []
@@ -93,7 +93,7 @@ class ResponsesExchange:
         return logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=bool(self._body.return_tokens_as_token_ids))
 
     def _response(self, reply: Reply, status: str, output: list[Json]) -> dict[str, Json]:
-        """The response, with what it was asked and is sampled with."""
+        """The response, with what was asked for and what it is sampled with."""
         body, sampling = self._body, reply.job.answers[0].request.sampling
         reasoning = body.reasoning
         return {
@@ -168,7 +168,7 @@ def _format(given: FormatBody | None) -> Json:
 
 
 def _usage(input_tokens: int, output_tokens: int) -> Json:
-    """What was in a cache, and what was reasoning, is not counted."""
+    """Token counts. Cached tokens and reasoning are not counted apart."""
     return {
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -187,20 +187,20 @@ class OutputItems:
 
     def __init__(self, request_id: str) -> None:
         self.items: list[dict[str, Json]] = []
-        """Growing; whole after `end`."""
+        """They grow with each piece, and are whole after `end`."""
         self.num_events = OPENING_EVENTS
         self._request_id = request_id
         self._text: str | None = None
-        """Of the item that is open, if one is: all others are done."""
+        """The text of the open item. None if all items are done."""
         self._logprobs: list[Json] = []
-        """Of its tokens."""
+        """Log-probabilities of its tokens."""
 
     def event(self, kind: str, **fields: Json) -> dict[str, Json]:
         self.num_events += 1
         return {"type": kind, "sequence_number": self.num_events - 1, **fields}
 
     def add(self, pieces: Iterable[Piece], logprobs: Sequence[Json] = ()) -> Iterator[dict[str, Json]]:
-        """`logprobs`: of the tokens not told yet; they go to the first new text of a message."""
+        """Adds pieces of the answer. `logprobs` are those of tokens not sent yet; they go with the first new text of a message."""
         for piece in pieces:
             match piece:
                 case ContentPiece(text):
@@ -212,7 +212,7 @@ class OutputItems:
                     yield from self._add_call(piece)
 
     def end(self, *, complete: bool, logprobs: Sequence[Json] = ()) -> Iterator[dict[str, Json]]:
-        """No more pieces. An answer that said nothing is an empty message. `logprobs`: of all tokens, for the first message."""
+        """Ends the last item. An answer without any piece is an empty message. `logprobs` are those of all tokens, for the first message."""
         if not self.items:
             yield from self._open("message")
         first = next((place for place, item in enumerate(self.items) if item["type"] == "message"), None)
@@ -247,7 +247,7 @@ class OutputItems:
         yield self._of_part("response.content_part.added", part=self._part())
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Json]]:
-        """The open item is done, if one is open."""
+        """Ends the open item, if there is one."""
         if self._text is None:
             return
         text, part = self._text, self._part()
