@@ -21,8 +21,7 @@ import torch
 from midflight.models.load import make_model
 from midflight.trainer.checkpoint import save_checkpoint, stage
 from midflight.trainer.objective import Objective
-from midflight.trainer.optimizer import named_parameters
-from midflight.trainer.schedule import Schedule
+from midflight.trainer.optimizer import Schedule, named_parameters
 from midflight.trainer.step import Scoring
 from midflight.trainer.trainer import Adam, Trainer
 

@@ -26,5 +26,7 @@ def test_every_option_has_a_sentence() -> None:
 
 
 def test_importing_the_configuration_leaves_torch_alone() -> None:
-    code = "import sys, midflight.config.reference, midflight.config.memory; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, midflight.config.reference, midflight.config.derived; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

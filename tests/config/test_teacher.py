@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_config
-from midflight.config.derived import num_engines
-from midflight.config.memory import memory_estimate, model_sizes
-from midflight.config.placement import computing_threads, placement
-from midflight.config.teacher import check_teacher
+from midflight.config.derived import computing_threads, memory_estimate, model_sizes, num_engines, placement
+from midflight.config.folders import check_teacher
 from midflight.errors import ConfigError
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 

@@ -11,7 +11,7 @@ from tests.trainer.fixtures import batch, tiny_model, trainer
 from midflight.run.messages import Alarm
 from midflight.run.parts import PartLost
 from midflight.run.trainer.team import Team, together
-from midflight.trainer.model.ranks import Ranks
+from midflight.trainer.model.parallel import Ranks
 from midflight.trainer.step import StepReport
 from midflight.types import PackedBatch
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from midflight.trainer.objective import Objective
-from midflight.trainer.schedule import Schedule
+from midflight.trainer.optimizer import Schedule
 from midflight.trainer.step import Scoring
-from midflight.trainer.trainer import Adam, Scale, Trainer
+from midflight.trainer.trainer import Adam, Scale, StepRules, Trainer
 from midflight.types import PackedBatch
 
 
@@ -29,11 +29,12 @@ def exact_norm(norm: Qwen3RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def trainer(model: PreTrainedModel, objective: Objective | None = None, **options: Any) -> Trainer:
-    """Options of `Adam` and `Scale` may be given beside those of `Trainer`."""
+    """Options of `Adam`, `Scale` and `StepRules` may be given beside those of `Trainer`."""
     adam = Adam(**({"learning_rate": 1e-3} | {name: options.pop(name) for name in Adam.__slots__ if name in options}))
     scale = Scale(**{name: options.pop(name) for name in Scale.__slots__ if name in options})
+    rules = StepRules(**{name: options.pop(name) for name in StepRules.__slots__ if name in options})
     defaults: dict[str, Any] = {"scoring": Scoring(max_length=16), "schedule": Schedule()}
-    return Trainer(model, objective or Objective(), adam=adam, scale=scale, **(defaults | options))
+    return Trainer(model, objective or Objective(), adam=adam, scale=scale, rules=rules, **(defaults | options))
 
 
 def batch(*, seed: int = 0, version: int = 0, num_groups: int = 3, group_size: int = 4, longest: int = 24) -> PackedBatch:

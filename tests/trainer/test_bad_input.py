@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from midflight.config.sections import CorrectionSection, ObjectiveSection
 from midflight.errors import RunFailed
 from midflight.models.names import named_tensors
-from midflight.trainer.model.ranks import Ranks
+from midflight.trainer.model.parallel import Ranks
 from midflight.trainer.objective import Objective
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.step import Skip, StepReport

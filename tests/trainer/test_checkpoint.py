@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from midflight.errors import CheckpointCorrupt, ConfigError
-from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, stage
-from midflight.trainer.schedule import Schedule
+from midflight.trainer.checkpoint import load_checkpoint, save_checkpoint, stage
+from midflight.trainer.folders import latest_checkpoint
+from midflight.trainer.optimizer import Schedule
 from midflight.trainer.trainer import Fork, Trainer
 
 from .fixtures import batch, tiny_model, trainer, weights

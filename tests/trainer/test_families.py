@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midflight.trainer.model.families import Family, families, fill
-from midflight.trainer.model.microbatch import predictions_of, share_of, split
+from midflight.trainer.model.microbatch import Family, families, fill, predictions_of, share_of, split
 from midflight.trainer.model.policy import Policy
 from midflight.types import PackedBatch
 

@@ -10,7 +10,8 @@ from tests.models.tiny import tiny_adapted
 
 from midflight.models.lora import base_tensors
 from midflight.models.names import named_tensors
-from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from midflight.trainer.checkpoint import load_checkpoint, save_checkpoint
+from midflight.trainer.folders import latest_checkpoint
 
 from .fixtures import batch, tiny_model, trainer
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
 from midflight.errors import CheckpointCorrupt, ConfigError
-from midflight.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, stage
-from midflight.trainer.checkpoint.state import parts_of
+from midflight.trainer.checkpoint import load_checkpoint, parts_of, save_checkpoint, stage
 from midflight.trainer.critic import Valuation
-from midflight.trainer.model.ranks import Ranks
+from midflight.trainer.folders import latest_checkpoint
+from midflight.trainer.model.parallel import Ranks
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.step import Scoring
 from midflight.trainer.trainer import Trainer

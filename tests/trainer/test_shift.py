@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from midflight.trainer.model.microbatch import predictions_of
-from midflight.trainer.model.shift import inputs, shift, shifted_offsets
+from midflight.trainer.model.microbatch import inputs, predictions_of, shift, shifted_offsets
 
 OFFSETS = np.array([0, 4, 6, 7], np.int32)
 """Rows of 4, 2 and 1 tokens."""

@@ -11,7 +11,7 @@ from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.trainer.configure import trainer_of
 from midflight.trainer.model.attention import Runs, attend_raggedly
-from midflight.trainer.schedule import Schedule
+from midflight.trainer.optimizer import Schedule
 from midflight.trainer.step import Scoring, Skip, step_tokens
 from midflight.types import PackedBatch, Reason
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from midflight.config import Config, load_config
+from midflight.config.derived import model_sizes
+from midflight.config.folders import check_teacher
 from midflight.config.formulas import OBJECTIVES
-from midflight.config.memory import model_sizes
-from midflight.config.teacher import check_teacher
 from midflight.errors import ConfigError
 from midflight.models.sizes import sizes_of
 

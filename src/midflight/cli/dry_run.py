@@ -12,10 +12,20 @@ from rich.text import Text
 
 from midflight.config import Config
 from midflight.config.checks import notes
-from midflight.config.derived import admission_limit, batch_rollouts, knobs, min_group_size, served_dtype, worst_staleness
+from midflight.config.derived import (
+    admission_limit,
+    batch_rollouts,
+    core_note,
+    knobs,
+    memory_estimate,
+    min_group_size,
+    model_sizes,
+    placement,
+    served_dtype,
+    total_bytes,
+    worst_staleness,
+)
 from midflight.config.loss import effective_loss
-from midflight.config.memory import memory_estimate, model_sizes, total_bytes
-from midflight.config.placement import core_note, placement
 from midflight.observe.wording import size
 
 

@@ -1,4 +1,6 @@
-"""What follows from the six knobs: pure functions of a section, where B = groups_per_step, n = group_size, S = max_staleness."""
+"""What follows from the numbers: the six knobs of asynchrony, where B = groups_per_step, n = group_size, S = max_staleness; and what a
+run will take, its processes with their cores and its memory, estimated before anything is started.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.config.sections import Config, EngineSection, LoraSection, RolloutSection
+from midflight.config.sections import Config, EngineSection, LoraSection, ModelSection, RolloutSection
+from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 from midflight.types import StalePolicy, Version
 
 
@@ -54,7 +57,7 @@ def served_dtype(config: Config) -> str:
 
 
 def lora_alpha(lora: LoraSection) -> float:
-    """By which, over the rank, the output of adapters is scaled: `alpha`, else 2 * rank."""
+    """The output of adapters is scaled by this over the rank: `alpha`, else 2 * rank."""
     return lora.alpha or 2 * (lora.rank or 0)
 
 
@@ -122,3 +125,161 @@ def knobs(config: Config) -> tuple[Knob, ...]:
         ),
         Knob("evaluation.eval_every", str(every), f"an evaluation every {every} steps" if every else "evaluations before and after only"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One kind of process. `threads` are those that compute in each of them."""
+
+    process: str
+    count: int
+    threads: int
+    device: str
+    task: str
+
+
+def placement(config: Config) -> tuple[Place, ...]:
+    return (
+        Place("launcher", 1, 0, "cpu", "starts and supervises the others, terminal"),
+        Place("rollout", 1, 1, "cpu", "gateway, environments, buffer, store"),
+        _engine_place(config.engine),
+        *_teacher_place(config),
+        Place("trainer", config.trainer.ranks, config.trainer.threads, config.trainer.device, "takes steps, publishes weights"),
+    )
+
+
+def _engine_place(engine: EngineSection) -> Place:
+    generates = f"generates, {engine.max_running} requests together"
+    if engine.kind == "embedded":
+        return Place("engine", engine.count, engine.threads, engine.device, generates)
+    if engine.urls:
+        return Place("engine", num_engines(engine), 0, "theirs", f"speaks to a running {engine.kind} server, which {generates}")
+    return Place("engine", engine.count, engine.threads, engine.device, f"a {engine.kind} server, which {generates}")
+
+
+def _teacher_place(config: Config) -> tuple[Place, ...]:
+    if config.distillation.teacher is None:
+        return ()
+    return (Place("teacher", 1, config.engine.threads, config.engine.device, "scores what the engines generate"),)
+
+
+def computing_threads(config: Config) -> int:
+    """Threads of engines, teacher and trainer that compete for CPU cores; those on a GPU count one each, servers started by others none."""
+    computing = [p for p in placement(config) if p.process in ("engine", "teacher", "trainer")]
+    return sum(p.count * (p.threads if p.device == "cpu" else min(p.threads, 1)) for p in computing)
+
+
+def core_note(config: Config, cores: int) -> str | None:
+    """A warning where engines and trainer want more cores than there are."""
+    wanted = computing_threads(config)
+    if wanted <= cores:
+        return None
+    return (
+        f"engines and trainer compute with {wanted} threads on {cores} cores: they slow each other; lower engine.threads or trainer.threads"
+    )
+
+
+MADE_VOCABULARY = 262
+"""Tokens of the tokenizer of made models: 256 bytes and 6 special ones."""
+TORCH_PROCESS_BYTES = 320 * 2**20
+"""A process that has imported torch and transformers and run a model once, measured on Linux with the CPU build."""
+SERVER_BYTES = 1900 * 2**20
+"""A vLLM or SGLang server on a CPU before it has weights, keys and values: both measured at about this."""
+COMPANION_BYTES = 110 * 2**20
+"""Our process beside a server: without torch."""
+ROLLOUT_PROCESS_BYTES = 160 * 2**20
+LAUNCHER_BYTES = 50 * 2**20
+ROW_BYTES_PER_TOKEN = 4 + 1 + 1 + 4 + 4 + 4
+"""Bytes of a trajectory's row: ids, two masks, log-probabilities, two versions."""
+ACTIVATIONS_PER_LAYER = 14
+"""Vectors of hidden size kept per token and layer for the backward pass, the feed-forward's counted separately."""
+LOGIT_COPIES = 4
+"""Logits, their log-softmax and the gradients of both."""
+LOGITS_AT_ONCE = 2**24
+"""The most of them that the trainer makes at a time (`trainer.head.CHUNK`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """One line of the estimate. `num_bytes` is for all processes of that kind together."""
+
+    where: str
+    what: str
+    num_bytes: int
+
+
+def model_sizes(model: ModelSection) -> ModelSizes:
+    """The sizes of the model at `path` (`ModelNotFound` if there is none), else of the model that will be made."""
+    if model.path is not None:
+        return sizes_of(model.path)
+    return ModelSizes(
+        vocab_size=MADE_VOCABULARY,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.hidden_size // model.num_heads,
+        max_context=model.max_context,
+    )
+
+
+def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]:
+    """Worst case of each part: every slot full to `max_context`, every waiting rollout as long as can be."""
+    m, e, t, r = config.model, config.engine, config.trainer, config.rollout
+    element, served_element = element_bytes(m.dtype), element_bytes(served_dtype(config))
+    weights, served = sizes.num_parameters * element, sizes.num_parameters * served_element
+    trained = sizes.num_parameters if config.lora.rank is None else sizes.num_adapter_parameters(config.lora.rank)
+    handed = trained * served_element
+    added = 0 if config.lora.rank is None else trained * element  # adapters beside the weights; a warm start trains the weights first
+    optimised = trained * element if config.warm_start.target_accuracy is None else weights
+    slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
+    engines = 0 if e.urls else e.count  # servers that others started take their memory whether we run or not
+    per_token = sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)
+    logits = LOGIT_COPIES * min(sizes.vocab_size * t.micro_batch_tokens, LOGITS_AT_ONCE)
+    activations = t.ranks * element * (per_token * t.micro_batch_tokens + logits)
+    rollouts = buffer_groups(r) * r.group_size + in_flight(r)
+    delta = config.weights.delta
+    held = 0 if config.weights.transport == "file" else 4 if delta else 3  # live, under way, waiting; with differences see `DeltaPublisher`
+    has_critic = config.objective.advantage == "gae"
+    converted = served_dtype(config) != m.dtype
+    return (
+        MemoryItem("trainer", "weights, gradients and AdamW's two moments", weights + added + 3 * optimised),
+        MemoryItem("trainer", f"activations of {t.ranks} x a micro-batch of {t.micro_batch_tokens} tokens", activations),
+        *([MemoryItem("trainer", "the reference's weights", weights)] * (config.objective.kl_coefficient > 0)),
+        MemoryItem("trainer", "the newest version as it is served", (delta + converted) * handed),
+        MemoryItem("engines", "weights, live and staged", _weights_memory(config, served=served, handed=handed)),
+        MemoryItem("engines", f"keys and values: {engines} x {e.max_running} slots of {m.max_context} tokens", slots * engines),
+        *([MemoryItem("trainer", "the critic's weights, gradients and moments", weights + added + 3 * trained * element)] * has_critic),
+        *_teacher_memory(config),
+        MemoryItem("weights", "published versions in memory", held * handed),
+        MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
+        MemoryItem("processes", "interpreters and libraries", _processes_memory(e, ranks=t.ranks)),
+    )
+
+
+def total_bytes(items: tuple[MemoryItem, ...]) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+def _teacher_memory(config: Config) -> tuple[MemoryItem, ...]:
+    if config.distillation.teacher is None:
+        return ()
+    weights = sizes_of(config.distillation.teacher).weight_bytes(served_dtype(config))
+    return (MemoryItem("teacher", "process and weights", TORCH_PROCESS_BYTES + weights),)
+
+
+def _weights_memory(config: Config, *, served: int, handed: int) -> int:
+    """Weights of all engines. Beside a server: two folders that it loads from, and what is fetched or merged next; one more where it starts
+    with merged adapters. For differences: what they change."""
+    engine = config.engine
+    folders = (3 if engine.urls else 4) + (config.lora.rank is not None)
+    each = served + handed if engine.kind == "embedded" else folders * served
+    return num_engines(engine) * (each + config.weights.delta * handed)
+
+
+def _processes_memory(engine: EngineSection, *, ranks: int) -> int:
+    ours = ranks * TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + LAUNCHER_BYTES
+    if engine.kind == "embedded":
+        return ours + engine.count * TORCH_PROCESS_BYTES
+    return ours + num_engines(engine) * (COMPANION_BYTES + (0 if engine.urls else SERVER_BYTES))

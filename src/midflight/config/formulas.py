@@ -122,7 +122,7 @@ OBJECTIVES: Mapping[str, ObjectiveFormula] = {
         is_zero_without_advantage=False,
     ),
 }
-"""By `objective.kind`."""
+"""The rows by `objective.kind`."""
 
 OBJECTIVE_OPTIONS = sorted({name for row in OBJECTIVES.values() for name in row.all_options})
 
@@ -141,7 +141,7 @@ WEIGHTS: Mapping[str, Formula] = {
     "icepop": Formula("icepop_weight", "ρ if {low:g} <= ρ <= {high:g} else 0", {"low": 0.5, "high": 5.0}),
     "off": Formula("unweighted", "1"),
 }
-"""By `correction.weight`."""
+"""The rows by `correction.weight`."""
 
 WEIGHT_OPTIONS = sorted({name for row in WEIGHTS.values() for name in row.options})
 
@@ -174,7 +174,7 @@ DIVERGENCES: Mapping[str, Formula] = {
     "k3": Formula("k3_divergence", "(x - 1 - log x),  x = π_ref / π"),
     "unbiased": Formula("unbiased_divergence", "R (x - 1 - log x),  x = π_ref / π"),
 }
-"""By `objective.kl`; functions of `trainer.formulas.losses`."""
+"""The rows by `objective.kl`; functions of `trainer.formulas.losses`."""
 
 ADVANTAGES: Mapping[Advantage, Formula] = {
     "grpo": Formula("grpo_advantages", "A = (reward - mean of group) / (std of group + 1e-6)"),
@@ -186,11 +186,11 @@ ADVANTAGES: Mapping[Advantage, Formula] = {
         "A_t = (Â_t - mean) / std over the batch's tokens,  Â_t = δ_t + {trace:g} Â_t+1,  δ_t = {discount:g} V_t+1 - V_t, at the end reward - V_t",
     ),
 }
-"""By `objective.advantage`; functions of `trainer.formulas.advantages`."""
+"""The rows by `objective.advantage`; functions of `trainer.formulas.advantages`."""
 
 REDUCTIONS: Mapping[Reduction, Formula] = {
     "token_mean": Formula("token_mean", "sum over the batch's tokens / number of the batch's tokens"),
     "sequence_mean": Formula("sequence_mean", "mean over the tokens of a rollout, then mean over rollouts"),
     "constant": Formula("constant", "sum over the batch's tokens / (rollouts * {length})"),
 }
-"""By `objective.reduction`; functions of `trainer.formulas.reductions`."""
+"""The rows by `objective.reduction`; functions of `trainer.formulas.reductions`."""

@@ -28,10 +28,10 @@ class Loss:
 
     formula: ObjectiveFormula
     options: Mapping[str, float]
-    """Of the objective; one that may be left out and is, is not here."""
+    """The objective's options with their values, without those that are left out."""
     weight: str
     bounds: Mapping[str, float]
-    """Of the weight."""
+    """The weight's bounds."""
     masks: Mapping[str, Mapping[str, float]]
     """Bounds of each mask in force."""
     reduction: Reduction

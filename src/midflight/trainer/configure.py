@@ -7,12 +7,11 @@ from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
 from midflight.trainer.critic import Valuation
-from midflight.trainer.model.ranks import Ranks
-from midflight.trainer.optimizer import Adam
+from midflight.trainer.model.parallel import Ranks
+from midflight.trainer.optimizer import Adam, Schedule
 from midflight.trainer.own_loss import objective_of
-from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Scoring
-from midflight.trainer.trainer import Scale, Trainer
+from midflight.trainer.trainer import Scale, StepRules, Trainer
 from midflight.types import Version
 
 
@@ -42,11 +41,8 @@ def trainer_of(
         ),
         reference=reference,
         valuation=Valuation(c.learning_rate, c.discount, c.trace_decay, c.clip) if config.objective.advantage == "gae" else None,
-        updates_per_step=section.updates_per_step,
+        rules=StepRules(section.updates_per_step, config.rollout.max_staleness, section.max_missing_share, section.on_alarm),
         temperature=config.environment.temperature,
-        max_staleness=config.rollout.max_staleness,
-        max_missing_share=section.max_missing_share,
-        on_alarm=section.on_alarm,
         version=version,
         ranks=ranks,
     )

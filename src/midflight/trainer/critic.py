@@ -1,4 +1,4 @@
-"""A critic: a model of its own that says at each token what reward is still to come, and so gives each token an advantage of its own.
+"""A critic: a second model that predicts at each token the reward still to come, and so gives each token its own advantage.
 
 A reward arrives with the last trained token of its rollout. A rollout's tokens are taken in the order in which they lie in the batch, its rows
 one after the other, whatever prompts and tools wrote between.
@@ -23,9 +23,8 @@ from midflight.trainer.formulas import reductions
 from midflight.trainer.formulas.advantages import batch_normalised, gae
 from midflight.trainer.formulas.losses import value_loss
 from midflight.trainer.model.microbatch import Index, MicroBatch
-from midflight.trainer.model.passes import Passes
-from midflight.trainer.model.policy import Reader, Scores
-from midflight.trainer.model.ranks import Ranks
+from midflight.trainer.model.parallel import Passes, Ranks
+from midflight.trainer.model.policy import Scores, TokenModel
 from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
 from midflight.trainer.step import StepTokens
 
@@ -40,7 +39,7 @@ class Valuation:
     clip: float = 0.2
 
 
-class ValueModel(Reader):
+class ValueModel(TokenModel):
     """A decoder with one linear number on its last hidden state, 0 at first. In float32 (float64 for a float64 model)."""
 
     def __init__(self, decoder: PreTrainedModel) -> None:
@@ -50,7 +49,7 @@ class ValueModel(Reader):
         self.bias = nn.Parameter(like.new_zeros(1))
 
     def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
-        """The reward that is expected before each prediction's token is known. Takes what a policy takes, and does not heed it."""
+        """The reward that is expected before each prediction's token is known. The temperature is not used."""
         hidden = self._hidden(micro)
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         return (hidden.to(precise) * self.weight.to(precise)).sum(-1) + self.bias.to(precise), None
@@ -133,7 +132,7 @@ def _at_the_end(tokens: StepTokens) -> Float[Tensor, " K"]:
 
 
 def _explained(values: Float[Tensor, " K"], returns: Float[Tensor, " K"]) -> dict[str, float]:
-    """1 - var(returns - values) / var(returns): 1 is a critic that knows, 0 one that says a constant. Absent where returns are all alike."""
+    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that predicts a constant. Left out where all returns are equal."""
     spread = float(returns.var(correction=0))
     if not spread > 1e-12 * float(returns.square().mean()):  # less is rounding
         return {}

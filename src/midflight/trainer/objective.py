@@ -51,7 +51,7 @@ WHOLE: Mapping[str, Callable[..., Tensor]] = {
 """What a loss may look at beyond a token, without gradient, and the functions that make it of all tokens."""
 
 _BEYOND = frozenset({"sequence", "all_log_rho", *WHOLE})
-"""Who takes one of these needs the log-probabilities of a whole rollout, or of the batch, before any token's loss is known."""
+"""A function that takes one of these needs the log-probabilities of a whole rollout, or of the batch, before any token's loss is known."""
 
 
 @cache
@@ -60,7 +60,7 @@ def parameters(function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def call(function: Callable[..., Result], values: Values) -> Result:
-    """The function of those values that its parameters name."""
+    """Calls the function with those of the values that its parameters name."""
     return function(**{name: values[name] for name in parameters(function) if name in values})
 
 
@@ -76,12 +76,12 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What is known of tokens without a gradient: of a whole (mini-)batch, or of a part where nothing looks beyond a token. [T]"""
+    """What is known of tokens, without gradient: of a whole (mini-)batch, or of a part of it where nothing looks beyond a token. [T]"""
 
     now: Float[Tensor, " T"]
     """Log-probabilities under the weights of this update."""
     proximal: Float[Tensor, " T"]
-    """Under those that began the step."""
+    """Log-probabilities under the weights that began the step."""
     behaviour: Float[Tensor, " T"]
     advantage: Float[Tensor, " T"]
     age: Int[Tensor, " T"]
@@ -96,11 +96,11 @@ class Factors:
 
     proximal: Float[Tensor, " T"]
     weight: Float[Tensor, " T"]
-    """Of the correction alone, without masks and age."""
+    """The correction's weight alone, without masks and age."""
     factor: Float[Tensor, " T"]
     """Weight, masks and age together."""
     masked: Mapping[str, Bool[Tensor, " T"]]
-    """By the mask's name, the tokens that it takes out."""
+    """For each mask by name, the tokens that it takes out."""
     whole: Mapping[str, Tensor]
     """Those of `WHOLE` that the objective looks at."""
 
@@ -125,7 +125,7 @@ class Objective:
 
     loss: Loss = field(default_factory=lambda: loss_of(ObjectiveSection(), CorrectionSection()))
     function: Callable[..., Tensor] = losses.ppo
-    """Of a token, of the values that its parameters name."""
+    """The token's loss; it is called with the values that its parameters name."""
     self_normalised: bool = False
     age_decay: float = 1.0
     is_interpolated: bool = False

@@ -14,7 +14,7 @@ from torch import Tensor
 from midflight.trainer.formulas import diagnostics
 from midflight.trainer.formulas.corrections import log_ratio
 from midflight.trainer.formulas.diagnostics import Observed
-from midflight.trainer.model.ranks import Ranks
+from midflight.trainer.model.parallel import Ranks
 from midflight.trainer.objective import Factors, Known, Objective, TokenLosses
 from midflight.trainer.step import Skip, StepReport, StepTokens
 from midflight.types import PackedBatch, Version
@@ -23,7 +23,7 @@ _READINGS = ("proximal", "policy", "weight", "below", "above")
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class StepRecord:
     """Readings of each token, and of each update. Every token is in one update of a step, and is computed by one rank."""
 
     readings: Float[Tensor, "F K"]
@@ -40,7 +40,7 @@ class Record:
     """What a critic measured, by name."""
 
     @classmethod
-    def of(cls, tokens: StepTokens, *, masks: Sequence[str]) -> Record:
+    def of(cls, tokens: StepTokens, *, masks: Sequence[str]) -> StepRecord:
         lines = len(_READINGS) + len(masks)
         return cls(torch.zeros(lines, tokens.num_tokens, dtype=torch.float64, device=tokens.behaviour.device), masks)
 
@@ -86,12 +86,12 @@ class Record:
         return Observed(log_rho, weight, tokens.rollout[where], below.bool(), above.bool(), masked)
 
 
-def token_metrics(record: Record, tokens: StepTokens, where: Int[Tensor, " k"]) -> dict[str, float]:
+def token_metrics(record: StepRecord, tokens: StepTokens, where: Int[Tensor, " k"]) -> dict[str, float]:
     """What an alarm looks at, of the tokens of an update."""
     return diagnostics.batch_metrics(record.observed(tokens, where))
 
 
-def report_of(record: Record, batch: PackedBatch, tokens: StepTokens, *, version: Version, learning_rate: float) -> StepReport:
+def report_of(record: StepRecord, batch: PackedBatch, tokens: StepTokens, *, version: Version, learning_rate: float) -> StepReport:
     """What the step that makes `version` did."""
     metrics = {
         "tokens/trained": float(tokens.num_tokens),
@@ -114,7 +114,7 @@ def report_of(record: Record, batch: PackedBatch, tokens: StepTokens, *, version
     return StepReport(version, metrics["loss"], num_trained, metrics, tokens.masked, skipped=skipped, alarms=tuple(record.alarms))
 
 
-def _all_metrics(record: Record, tokens: StepTokens) -> dict[str, float]:
+def _all_metrics(record: StepRecord, tokens: StepTokens) -> dict[str, float]:
     everything = torch.arange(tokens.num_tokens, device=tokens.behaviour.device)
     observed = record.observed(tokens, everything)
     return {

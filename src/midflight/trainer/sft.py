@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from midflight.errors import ConfigError, StepSkipped
 from midflight.trainer.model.microbatch import Predictions, predictions_of, split
 from midflight.trainer.model.policy import Policy
-from midflight.trainer.optimizer import adamw, clear_gradients, clipped_step
-from midflight.trainer.schedule import Schedule
+from midflight.trainer.optimizer import Schedule, adamw, clear_gradients, clipped_step
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Ids of a prompt and of the answer to learn, its end-of-message token included."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from midflight.config.formulas import ADVANTAGES, Advantage
 from midflight.errors import RunFailed
 from midflight.trainer.formulas import advantages
-from midflight.trainer.model.microbatch import Index, Predictions, on_device, predictions_of
-from midflight.trainer.model.shift import shift
+from midflight.trainer.model.microbatch import Index, Predictions, on_device, predictions_of, shift
 from midflight.types import PackedBatch, Reason, Version
 
 LEAST_LOGPROB = -1000.0
@@ -57,7 +56,7 @@ class Scoring:
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
     teacher_weight: float = 0.0
-    """Of a teacher's log-probabilities beside rewards, per token; 0 is no teacher."""
+    """Weight of a teacher's log-probabilities beside rewards, per token; 0 is no teacher."""
     counts_rewards: bool = True
     """Without them the teacher is all that is learned from."""
 

@@ -17,14 +17,11 @@ from midflight.errors import RunFailed
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.formulas import diagnostics
 from midflight.trainer.model.microbatch import Index, MicroBatch
-from midflight.trainer.model.parallel import compile_layers, recompute_activations, shard
-from midflight.trainer.model.passes import Passes
-from midflight.trainer.model.policy import Policy, Reader, check_fits
-from midflight.trainer.model.ranks import Ranks
+from midflight.trainer.model.parallel import Passes, Ranks, compile_layers, recompute_activations, shard
+from midflight.trainer.model.policy import Policy, TokenModel, check_fits
 from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
-from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
-from midflight.trainer.record import Record, report_of, token_metrics
-from midflight.trainer.schedule import Schedule
+from midflight.trainer.optimizer import Adam, Schedule, adamw, clear_gradients, clipped_step
+from midflight.trainer.record import StepRecord, report_of, token_metrics
 from midflight.trainer.step import Scoring, StepReport, StepTokens, step_tokens
 from midflight.types import PackedBatch, Version
 
@@ -43,15 +40,26 @@ class Scale:
 
     micro_batch_tokens: int = 4096
     compute_dtype: torch.dtype | None = None
-    """Of forward and backward; none is that of the weights."""
+    """Precision of forward and backward; None is that of the weights."""
     activation_checkpointing: bool = False
     compile: bool = False
 
 
-class Trainer:
-    """Owns model, optimiser and the count of versions. One step makes one version (DECISIONS 1), also when it is skipped:
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """What a step takes, and when it is not made."""
 
-    the admission of new groups follows the version, and a step that gave none would stop it.
+    updates_per_step: int = 1
+    max_staleness: int = 4
+    """Versions that a trained token may be old (I2)."""
+    max_missing_share: float = 0.1
+    """The largest share of a batch's tokens that may come without a log-probability."""
+    on_alarm: Literal["warn", "skip", "stop"] = "warn"
+
+
+class Trainer:
+    """Owns model, optimiser and the count of versions. One step makes one version, also when it is skipped: the admission of new groups
+    follows the version, and a step that gave none would stop it.
 
     With several ranks each has a trainer, and all take the same steps with the same batches: each computes its share of the
     micro-batches, and what is known of the whole batch is made whole on every rank, so that each decides alike.
@@ -68,11 +76,8 @@ class Trainer:
         scale: Scale | None = None,
         reference: PreTrainedModel | None = None,
         valuation: Valuation | None = None,
-        updates_per_step: int = 1,
+        rules: StepRules | None = None,
         temperature: float = 1.0,
-        max_staleness: int = 4,
-        max_missing_share: float = 0.1,
-        on_alarm: Literal["warn", "skip", "stop"] = "warn",
         version: Version = 0,
         ranks: Ranks | None = None,
     ) -> None:
@@ -87,27 +92,23 @@ class Trainer:
         self.num_skipped = 0
         self.lineage: tuple[Fork, ...] = ()
         self._scoring, self._schedule, self._adam = scoring, schedule, adam
-        self._updates_per_step = updates_per_step
-        self._max_staleness, self._max_missing_share = max_staleness, max_missing_share
-        self._on_alarm: Literal["warn", "skip", "stop"] = on_alarm
-        self._device = next(model.parameters()).device
-        dtype = next(model.parameters()).dtype
-        self._dtype = dtype if dtype == torch.float64 else torch.float32
+        self._rules = rules or StepRules()
+        like = next(model.parameters())
+        self._device, self._dtype = like.device, torch.promote_types(like.dtype, torch.float32)
         self._reference: Passes | None = None
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
-            self._reference = self._passes(Policy(held), scale, temperature)
-        judge = None if valuation is None else value_model_of(model)
-        if scale.activation_checkpointing:
-            for reader in (model, judge.model) if judge is not None else (model,):
-                recompute_activations(reader)
+            self._reference = self._passes(Policy(held), scale, temperature, trains=False)
+        judge = None if valuation is None else value_model_of(model)  # a copy, made before the layers are changed
         self._passes_of_policy = self._passes(Policy(model), scale, temperature)
         self.optimizer = adamw(model, learning_rate=adam.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
         self.critic: Critic | None = None
         if judge is not None and valuation is not None:
             self.critic = Critic(self._passes(judge, scale, temperature), valuation, adam=adam, ranks=self.ranks)
 
-    def _passes(self, reader: Reader, scale: Scale, temperature: float) -> Passes:
+    def _passes(self, reader: TokenModel, scale: Scale, temperature: float, *, trains: bool = True) -> Passes:
+        if trains and scale.activation_checkpointing:
+            recompute_activations(reader.model)
         if scale.compile:
             compile_layers(reader.model)
         shard(reader, self.ranks, compute_dtype=scale.compute_dtype)
@@ -122,7 +123,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         return self._adam.learning_rate * self._schedule.factor(self.num_steps)
 
     def step(self, batch: PackedBatch) -> StepReport:
@@ -135,8 +136,8 @@ class Trainer:
         tokens = step_tokens(
             batch,
             self._scoring,
-            max_staleness=self._max_staleness,
-            max_missing_share=self._max_missing_share,
+            max_staleness=self._rules.max_staleness,
+            max_missing_share=self._rules.max_missing_share,
             dtype=self._dtype,
             device=self._device,
         )
@@ -148,24 +149,24 @@ class Trainer:
 
     # --- Updates -----------------------------------------------------------------------------------------------------
 
-    def _update_all(self, tokens: StepTokens) -> tuple[Record, StepTokens]:
+    def _update_all(self, tokens: StepTokens) -> tuple[StepRecord, StepTokens]:
         """The policy, and the critic if there is one. Returns the tokens with the advantages that were trained on."""
         if self.critic is None or not tokens.num_tokens:
             return self._update(tokens), tokens
         judged = self.critic.judge(tokens)
         record = self._update(judged.tokens)
         factor = self._schedule.factor(self.num_steps)
-        record.critic = self.critic.learn(judged, tokens.mini_batches(self._updates_per_step), rate_factor=factor)
+        record.critic = self.critic.learn(judged, tokens.mini_batches(self._rules.updates_per_step), rate_factor=factor)
         return record, judged.tokens
 
-    def _update(self, tokens: StepTokens) -> Record:
-        record = Record.of(tokens, masks=tuple(self.objective.loss.masks))
+    def _update(self, tokens: StepTokens) -> StepRecord:
+        record = StepRecord.of(tokens, masks=tuple(self.objective.loss.masks))
         proximal, reference = None, None
-        if tokens.num_tokens and self.objective.needs_scores(updates_per_step=self._updates_per_step):
+        if tokens.num_tokens and self.objective.needs_scores(updates_per_step=self._rules.updates_per_step):
             proximal = self._passes_of_policy.scores(tokens.predictions)
         if tokens.num_tokens and self._reference is not None:
             reference = self._reference.scores(tokens.predictions)
-        chosen_of_update = tokens.mini_batches(self._updates_per_step)
+        chosen_of_update = tokens.mini_batches(self._rules.updates_per_step)
         for number, chosen in enumerate(chosen_of_update):
             update = Update(tokens, chosen, proximal, reference, progress=number / len(chosen_of_update))
             self._one_update(update, record)
@@ -173,24 +174,24 @@ class Trainer:
         clear_gradients(self.model)  # They would take a model's memory until the next step.
         return record
 
-    def _one_update(self, update: Update, record: Record) -> None:
+    def _one_update(self, update: Update, record: StepRecord) -> None:
         clear_gradients(self.model)
         loss = self._accumulate(update, self._factors(update), record)
         alarms = diagnostics.alarms(token_metrics(record, update.tokens, update.where))
         record.alarms += [sentence for sentence in alarms if sentence not in record.alarms]
-        if alarms and self._on_alarm == "stop":
+        if alarms and self._rules.on_alarm == "stop":
             raise RunFailed(
                 f"step to version {self.version + 1}: {'; '.join(alarms)}. The policy that trains is far from the one that sampled: "
                 "lower the learning rate or max_staleness, look at mismatch/* in the metrics, or set trainer.on_alarm."
             )
         norm = math.nan
-        held_back = bool(alarms) and self._on_alarm == "skip"
+        held_back = bool(alarms) and self._rules.on_alarm == "skip"
         if math.isfinite(loss) and not held_back:
             norm = clipped_step(self.optimizer, learning_rate=self.learning_rate, max_norm=self._adam.max_grad_norm)
         record.updated(loss, norm, held_back=held_back)
 
     def _factors(self, update: Update) -> Factors | None:
-        """Of all the update's tokens, where the step knows them beforehand."""
+        """The factors of all the update's tokens, where the log-probabilities are known before the training forward; else None."""
         if update.proximal is None:
             return None
         now = update.proximal
@@ -199,7 +200,7 @@ class Trainer:
         where = update.where
         return self.objective.factors(update.known(now[where], update.proximal[where], where), progress=update.progress)
 
-    def _accumulate(self, update: Update, whole: Factors | None, record: Record) -> float:
+    def _accumulate(self, update: Update, whole: Factors | None, record: StepRecord) -> float:
         """Leaves the gradient of one update in the model and returns its loss.
 
         Tokens of advantage 0 have a gradient of exactly 0 under most objectives: they get a forward for the diagnostics and
@@ -232,7 +233,7 @@ class Trainer:
         whole: Factors | None,
         *,
         over: Denominators,
-        record: Record | None,
+        record: StepRecord | None,
     ) -> Float[Tensor, ""]:
         """A micro-batch's part of the loss."""
         at = micro.predictions
@@ -253,7 +254,7 @@ class Update:
     chosen: Index
     """Ascending."""
     proximal: Float[Tensor, " K"] | None
-    """Of all the step's tokens; none: it is the policy that trains."""
+    """Log-probabilities of all the step's tokens; None where the proximal policy is the one that trains."""
     reference: Float[Tensor, " K"] | None
     progress: float
     """Share of the step's updates that were made before."""
@@ -268,7 +269,7 @@ class Update:
         return torch.searchsorted(self.where, at)
 
     def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> Known:
-        """Of the tokens `at`, as `now` and `proximal` are."""
+        """What is known of the tokens `at`; `now` and `proximal` are theirs already."""
         t = self.tokens
         return Known(
             now=now,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from midflight.config.resumed import check_same_model
+from midflight.config.folders import check_same_model
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, first_error
 from midflight.observe.memory import PeakMemory

@@ -24,7 +24,7 @@ from midflight.models.names import named_tensors
 from midflight.run.messages import Alarm
 from midflight.run.parts import PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
-from midflight.trainer.model.ranks import PATIENCE, Ranks
+from midflight.trainer.model.parallel import PATIENCE, Ranks
 from midflight.trainer.step import StepReport
 from midflight.trainer.trainer import Trainer
 from midflight.trajectories.packing import from_bytes, to_bytes

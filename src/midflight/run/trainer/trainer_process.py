@@ -28,9 +28,9 @@ from midflight.run.trainer.training import TrainingLoop
 from midflight.run.trainer.warm_start import warm_start
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.checkpoint import latest_checkpoint, version_of
 from midflight.trainer.configure import trainer_of
-from midflight.trainer.model.ranks import Ranks, join
+from midflight.trainer.folders import latest_checkpoint, version_of
+from midflight.trainer.model.parallel import Ranks, join
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import Trainer
 from midflight.types import Version, WeightManifest

@@ -17,7 +17,7 @@ from midflight.errors import StepSkipped
 from midflight.models.names import named_tensors
 from midflight.run.messages import WarmStart
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.schedule import Schedule
+from midflight.trainer.optimizer import Schedule
 from midflight.trainer.sft import Example, SupervisedTrainer
 from midflight.types import GenerateRequest, SamplingParams, Task
 from midflight.types.facts import unheard

@@ -1,10 +1,10 @@
-"""Objectives per token, as losses to minimise. `config.formulas.KINDS` has a row for each, which says what ratio it gets.
+"""Objectives per token, as losses to minimise. `config.formulas.OBJECTIVES` has a row for each.
 
 `policy` is log pi_theta. It, and ratios made of it, carry the gradient; all else is a constant. R = pi_theta / behaviour,
-r = pi_theta / proximal. Bounds `clip_low` and `clip_high` say how far a ratio may be from 1, except in GMPO.
+r = pi_theta / proximal; the row says which of them is the `ratio`. Bounds `clip_low` and `clip_high` say how far a ratio may be from 1, except in GMPO.
 
-A parameter is given what its name says: `objective.call` has the names. Beside some objectives stands a function that says
-where its clip takes the gradient away, below and above.
+A function is called with the values that its parameters name (`trainer.objective` lists the names). For some objectives a second
+function says where the clip takes the gradient away, below and above.
 """
 
 from __future__ import annotations

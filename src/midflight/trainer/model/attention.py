@@ -54,7 +54,7 @@ class Runs:
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Of each run: rows, tokens of a row, tokens of its context."""
+        """For each run: the number of rows, of tokens in a row, and of tokens in its context."""
         return list(zip(self.counts, self.lengths, self.contexts, strict=True))
 
 
@@ -88,7 +88,7 @@ def ragged_attention(
 
 
 def _attended(x: Float[Tensor, "1 K N D"], runs: Runs) -> list[Float[Tensor, "n K s D"]]:
-    """Of each run, the keys or values that its rows attend to."""
+    """For each run, the keys or values that its rows attend to."""
     laid = x if runs.keys is None else x.index_select(2, runs.keys)
     parts = laid.split([n * (context + t) for n, t, context in runs.shapes], 2)
     return [_rows(part, n, context + t) for part, (n, t, context) in zip(parts, runs.shapes, strict=True)]
@@ -103,7 +103,7 @@ def _flash(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Float[Tensor, "1 N H D"]:
-    """The same by one kernel for all rows. Dao 2023, FlashAttention-2 (2307.08691)."""
+    """Block-causal attention by one kernel for all rows. Dao 2023, FlashAttention-2 (2307.08691)."""
     assert flash_varlen is not None
     counts = torch.tensor(runs.counts)
     own, attended = (torch.tensor(lengths).repeat_interleave(counts) for lengths in (runs.lengths, [t + c for _, t, c in runs.shapes]))

@@ -31,11 +31,11 @@ def token_scores(
     In float32 (float64 for float64 inputs), with gradients of both for hidden, weight and bias.
     """
     rows = max(1, chunk // weight.shape[0])
-    scores = cast("tuple[Tensor, Tensor]", _Scores.apply(hidden, weight, bias, targets, temperature, with_entropy, rows))
+    scores = cast("tuple[Tensor, Tensor]", _TokenScores.apply(hidden, weight, bias, targets, temperature, with_entropy, rows))
     return scores[0], scores[1] if with_entropy else None
 
 
-class _Scores(torch.autograd.Function):
+class _TokenScores(torch.autograd.Function):
     """With p = softmax(z): d log p_t / dz = onehot_t - p, and dH / dz = -p (log p + H)."""
 
     @staticmethod

@@ -1,11 +1,16 @@
-"""Splitting rows into micro-batches by a budget of tokens, packed end to end without padding, what rows share only once."""
+"""Splitting rows into micro-batches by a budget of tokens, packed end to end without padding, what rows share only once.
+
+Rows that begin alike are families: the prompt of a group, the turns that rollouts have in common. A family's shared tokens are computed
+once. `shift` is the one place that knows that the logits at a token predict the next one.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +19,99 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midflight.trainer.model.attention import Runs
-from midflight.trainer.model.families import Family, families, fill
-from midflight.trainer.model.shift import inputs, shift, shifted_offsets
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+def shift(values: NDArray[Scalar], row_offsets: NDArray[np.integer[Any]]) -> NDArray[Scalar]:
+    """Aligns a per-token array with the predictions: each row loses its first entry.
+
+    [N] -> [N - R], where row r holds [row_offsets[r], row_offsets[r + 1]). Ids, mask, log-probabilities, versions: whatever is
+    said of a token goes through here, so no two of them can be out of step. A row without tokens is not allowed.
+    """
+    assert (np.diff(row_offsets) > 0).all(), "every row has tokens"
+    keep = np.ones(len(values), np.bool_)
+    keep[row_offsets[:-1]] = False
+    return values[keep]
+
+
+def inputs(token_ids: NDArray[Scalar], row_offsets: NDArray[np.integer[Any]]) -> NDArray[Scalar]:
+    """The tokens that predict: each row loses its last entry. `inputs(ids)[i]` is the token before `shift(ids)[i]`."""
+    assert (np.diff(row_offsets) > 0).all(), "every row has tokens"
+    keep = np.ones(len(token_ids), np.bool_)
+    keep[row_offsets[1:] - 1] = False
+    return token_ids[keep]
+
+
+def shifted_offsets(row_offsets: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """Where rows begin after `shift` and `inputs`: every row is one shorter. [R + 1]"""
+    return np.asarray(row_offsets, np.int64) - np.arange(len(row_offsets))
+
+
+Tokens = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Rows, by number, whose first `shared` tokens are equal; each has at least one token more. Of one row nothing is shared."""
+
+    rows: tuple[int, ...]
+    shared: int
+
+
+def families(rows: Sequence[Tokens]) -> list[Family]:
+    """Every row in one family, so that as many tokens as can be are shared.
+
+    In the order of their tokens neighbours share most, so families are stretches of that order. n rows that begin with m equal
+    tokens save (n - 1) m of them; the stretches that save most are found from the front, the last one by trying all its beginnings.
+    """
+    order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
+    common = np.array([_common(rows[i], rows[j]) for i, j in pairwise(order)], np.int64)
+    saved, begins = [0], list[int]()
+    for end in range(len(order)):
+        shared = np.minimum.accumulate(common[:end][::-1])[::-1]  # of the rows from each beginning up to this end
+        gains = np.array(saved) + np.append(shared * np.arange(end, 0, -1), 0)
+        begins.append(int(gains.argmax()))
+        saved.append(int(gains.max()))
+    found: list[Family] = []
+    end = len(order)
+    while end > 0:
+        begin = begins[end - 1]
+        found.append(Family(tuple(order[begin:end]), int(common[begin : end - 1].min()) if end - begin > 1 else 0))
+        end = begin
+    return found[::-1]
+
+
+def fill(found: Sequence[Family], lengths: Sequence[int], *, budget: int) -> Iterator[list[Family]]:
+    """Parts of at most `budget` tokens, shared ones counted once. A family that is cut computes them in each part; a row that is
+    longer than the budget goes alone."""
+    part: list[Family] = []
+    total = 0
+    for family in found:
+        held: list[int] = []
+        total += family.shared
+        for row in family.rows:
+            own = lengths[row] - family.shared
+            if (part or held) and total + own > budget:
+                yield [*part, *_whole(held, family.shared)]
+                part, held, total = [], [], family.shared
+            held.append(row)
+            total += own
+        part += _whole(held, family.shared)
+    if part:
+        yield part
+
+
+def _whole(rows: Sequence[int], shared: int) -> list[Family]:
+    return [Family(tuple(rows), shared if len(rows) > 1 else 0)] if rows else []
+
+
+def _common(a: Tokens, b: Tokens) -> int:
+    """Length of the common beginning that leaves both a token."""
+    n = min(len(a), len(b)) - 1
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
 
 Index = NDArray[np.int64]
 
@@ -48,7 +144,7 @@ class MicroBatch:
 
     input_ids: Int[Tensor, "1 N"]
     position_ids: Int[Tensor, "1 N"]
-    """Of a token in its row."""
+    """The place of each token in its row."""
     runs: Runs
     inputs: Int[Tensor, " k"]
     """Where in `input_ids` the predictions are made."""
@@ -97,7 +193,7 @@ def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -
     return np.sort(np.concatenate([np.zeros(0, np.int64), *(rows[i].chosen for family in mine for i in family.rows)]))
 
 
-def _work(found: Sequence[Family], rows: Sequence[_Row]) -> Index:
+def _work(found: Sequence[Family], rows: Sequence[_RowSpan]) -> Index:
     """Tokens that each family takes."""
     return np.array([family.shared + sum(rows[i].length - family.shared for i in family.rows) for family in found])
 
@@ -117,7 +213,7 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
-class _Row(NamedTuple):
+class _RowSpan(NamedTuple):
     """A row as far as it is needed: where it begins in `input_ids`, its tokens, and its chosen predictions."""
 
     begin: int
@@ -125,18 +221,18 @@ class _Row(NamedTuple):
     chosen: Index
 
 
-def _rows(predictions: Predictions, chosen: Index) -> list[_Row]:
+def _rows(predictions: Predictions, chosen: Index) -> list[_RowSpan]:
     numbers, first = np.unique(predictions.row[chosen], return_index=True)
     if not len(numbers):
         return []
     begins = predictions.offsets[numbers]
     return [
-        _Row(int(begin), int(predictions.inputs[own[-1]] - begin) + 1, own)
+        _RowSpan(int(begin), int(predictions.inputs[own[-1]] - begin) + 1, own)
         for begin, own in zip(begins, np.split(chosen, first[1:]), strict=True)
     ]
 
 
-class _Piece(NamedTuple):
+class _Stretch(NamedTuple):
     """Tokens that lie together in a micro-batch: what a family shares (`row` -1), or what a row has of its own after that."""
 
     context: int
@@ -145,10 +241,10 @@ class _Piece(NamedTuple):
     row: int
 
 
-def _pack(predictions: Predictions, rows: Sequence[_Row], part: Sequence[Family], *, device: torch.device) -> MicroBatch:
+def _pack(predictions: Predictions, rows: Sequence[_RowSpan], part: Sequence[Family], *, device: torch.device) -> MicroBatch:
     """Pieces of one context and length lie together, so that each such run is one call of attention."""
-    shared = [_Piece(0, family.shared, f, -1) for f, family in enumerate(part) if family.shared]
-    own = [_Piece(family.shared, rows[i].length - family.shared, f, i) for f, family in enumerate(part) for i in family.rows]
+    shared = [_Stretch(0, family.shared, f, -1) for f, family in enumerate(part) if family.shared]
+    own = [_Stretch(family.shared, rows[i].length - family.shared, f, i) for f, family in enumerate(part) for i in family.rows]
     pieces = sorted(shared + own)
     kinds = Counter((piece.context, piece.length) for piece in pieces)
     starts = np.cumsum([0, *(piece.length for piece in pieces)])[:-1]
@@ -181,7 +277,7 @@ def _pack(predictions: Predictions, rows: Sequence[_Row], part: Sequence[Family]
     )
 
 
-def _places(predictions: Predictions, row: _Row, piece: _Piece, *, start: int, shared: int) -> Index:
+def _places(predictions: Predictions, row: _RowSpan, piece: _Stretch, *, start: int, shared: int) -> Index:
     """Where in the micro-batch a row's predictions are made: its first ones may lie in what its family shares, which is at `shared`."""
     at = predictions.inputs[row.chosen] - row.begin
     return np.where(at < piece.context, shared + at, start + at - piece.context)

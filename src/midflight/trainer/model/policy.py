@@ -19,8 +19,8 @@ from midflight.types import PackedBatch
 Scores = tuple[Float[Tensor, " k"], "Float[Tensor, ' k'] | None"]
 
 
-class Reader(nn.Module):
-    """A decoder that reads a micro-batch and says a number of each of its predictions. Its parameters are those of `model`, under `model.`"""
+class TokenModel(nn.Module):
+    """A decoder that gives a number for each prediction of a micro-batch. Its parameters are those of `model`, under `model.`"""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Reader(nn.Module):
         return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
 
 
-class Policy(Reader):
+class Policy(TokenModel):
     """Gives the log-probability of tokens instead of logits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -89,7 +89,10 @@ def check_fits(batch: PackedBatch, model: PreTrainedModel) -> None:
 
 
 def _longest_context(model: PreTrainedModel) -> int | None:
-    """Any reading of the configuration allows no more; none if it does not say. Some count the stretch of rotary positions in, some do not."""
+    """The most tokens that the configuration can be read to allow; None if it has no such number.
+
+    Some configurations count the stretch of rotary positions in, some do not.
+    """
     config: Any = model.config
     context: int | None = getattr(config, "max_position_embeddings", None)
     stretch = (getattr(config, "rope_parameters", None) or {}).get("factor") or 1

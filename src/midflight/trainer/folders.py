@@ -1,20 +1,60 @@
-"""Folders that are whole or absent: a draft, hashes, a rename, then `latest`."""
+"""Checkpoints: folders that are whole or absent. Safetensors and JSON, hashed in a manifest of ours; nothing is unpickled.
+
+root/version-00000012/rank-00000.safetensors   what rank 0 holds of weights and optimiser, and its generators
+                      rank-00001.safetensors   and rank 1, ...; any number of ranks can read them
+                      state.json               version, steps, lineage, the store's cursor, format, number of ranks
+                      manifest.json            hashes of all these
+root/latest                                    name of the newest whole folder, written last
+
+Tensors lie in the safetensors layout of torch.distributed.checkpoint (DCP): one file for each rank, read by any number of ranks.
+DCP's planners know which part of a tensor is here and which parts of which files make up another layout. Its collectives are left out:
+they pickle on sockets, and each rank knows its own parts without asking. So is its writer: that copies everything twice, and holds
+the interpreter's lock for seconds per GB, so that a write in the background would stop the training it should not.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import shutil
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from midflight.errors import CheckpointCorrupt, ConfigError
-from midflight.trainer.checkpoint.state import FORMAT, CheckpointState, shard_name
+from midflight.trainer.trainer import Fork
+from midflight.types import Version
 
 Stored = TypeVar("Stored", bound=msgspec.Struct)
+
+
+FORMAT = 2
+"""1 was one file each for weights, optimiser and generators, whole on one rank."""
+
+
+class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `state.json` holds."""
+
+    version: Version
+    num_steps: int
+    num_skipped: int
+    lineage: tuple[Fork, ...]
+    cursor: str
+    """Opaque to the trainer: where the store was when these weights were final."""
+    num_ranks: int
+    """How many wrote it. Any number may read it."""
+    format: int = FORMAT
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,6 +67,10 @@ class _Format(msgspec.Struct, frozen=True):
     format: int = 1
 
 
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
 def latest_checkpoint(root: Path) -> Path | None:
     """The newest whole checkpoint under `root`, `None` if there is none yet."""
     try:
@@ -36,7 +80,7 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def version_of(folder: Path) -> int:
-    """By its name, which may end in the number of a repetition (`_free_name`)."""
+    """The version in the folder's name, which may end in the number of a repetition (`_free_name`)."""
     return int(folder.name.split("-")[1])
 
 
@@ -135,3 +179,48 @@ def _remove_old(root: Path, newest: Path, *, keep: int) -> None:
     others = sorted((folder for folder in root.glob("version-*") if folder != newest), reverse=True)
     for old in others[max(0, keep - 1) :]:
         shutil.rmtree(old.rename(root / f".writing-{old.name}"))
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each tensor by name."""
+
+
+def write_shards(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """What this rank holds of each tensor (of a DTensor its shard), with its place in the whole."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors))
+    items = planner.create_local_plan().items
+    parts: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in items}
+    places = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items if item.tensor_data}
+    save_file({name: part.contiguous() for name, part in parts.items()}, path, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+
+
+class Shards:
+    """The tensors in the files of a folder. Opening it reads headers only."""
+
+    def __init__(self, folder: Path) -> None:
+        """`ValueError` if parts of a tensor are missing; what safetensors raises, if a file is none."""
+        self._reader = HuggingFaceStorageReader(str(folder))
+        self._metadata = self._reader.read_metadata()
+        self.tensors = {
+            name: found for name, found in self._metadata.state_dict_metadata.items() if isinstance(found, TensorStorageMetadata)
+        }
+        """Whole shapes and dtypes by name."""
+        for name, found in self.tensors.items():
+            if sum(prod(chunk.sizes) for chunk in found.chunks) < prod(found.size):
+                raise ValueError(f"parts of tensor {name!r} are missing")
+
+    def named(self, prefix: str) -> Shapes:
+        """Shapes and dtypes by what follows `prefix` in the name."""
+        return {
+            name[len(prefix) :]: (tuple(found.size), found.properties.dtype)
+            for name, found in self.tensors.items()
+            if name.startswith(prefix)
+        }
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Overwrites each tensor (of a DTensor the shard that is here) with the one of its name. Reads no more than that takes."""
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(dict(into), self._metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
