@@ -18,7 +18,7 @@ from midflight.models.load import save_model
 from midflight.models.names import named_tensors
 from midflight.run.api.steps import DoneBody, ModelTensors, StepBook
 from midflight.types import PackedBatch, TensorSpec, WeightManifest
-from midflight.weights.transports.published_file import manifest_of, read_specs
+from midflight.weights.transports.files import manifest_of, read_specs
 
 
 def batch(lease: int, train_version: int) -> PackedBatch:

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import get_args
 
+import msgspec
+
 from midflight.ports import Engine
 from midflight.testing.scripted import CAPABLE, Call, ScriptedEngine
 from midflight.types import Attestation, Chunk, GenerateRequest, PauseMode, SamplingParams, Version, WeightManifest
 from midflight.types.facts import Fact, WeightsCommitted
+from midflight.weights.manifest import check_extents
 
 LONG = GenerateRequest("long", (1, 2), 2, SamplingParams(max_tokens=100, ignore_eos=True))
 
@@ -27,6 +30,13 @@ def freeze(engine: ScriptedEngine) -> None:
     for call in get_args(Call):
         for _ in range(1000):
             engine.hang_next(call)
+
+
+def sent(manifest: WeightManifest) -> WeightManifest:
+    """A manifest as an engine gets it: through JSON, and refused where it makes no sense."""
+    found = msgspec.json.decode(msgspec.json.encode(manifest), type=WeightManifest)
+    check_extents(found)
+    return found
 
 
 def manifest(version: Version) -> WeightManifest:

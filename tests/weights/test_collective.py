@@ -23,15 +23,27 @@ from tests.weights.test_transports import equal, tensors
 from midflight.errors import ConfigError, EngineUnavailable, RequestRejected, RunFailed, SlotBusy, WeightsCorrupt
 from midflight.models.names import as_tensors
 from midflight.types import WeightManifest
-from midflight.weights.manifest import ALIGNMENT, decode_manifest, encode_manifest, extent
+from midflight.weights.manifest import ALIGNMENT, extent
 from midflight.weights.transports import collective
 from midflight.weights.transports.collective import CollectivePublisher
-from midflight.weights.transports.collective_receive import CollectiveReceiver
-from midflight.weights.transports.gathering import MAX_WAITING, Gathering, Member
-from midflight.weights.transports.process_group import Group, join_store
-from midflight.weights.transports.published_file import check_readable
-from midflight.weights.transports.rendezvous import Address, Answer, Ask, Join, Refused, buckets, line, read_answer
+from midflight.weights.transports.files import check_readable
+from midflight.weights.transports.process_group import BroadcastGroup, CollectiveReceiver, join_store
+from midflight.weights.transports.rendezvous import (
+    MAX_WAITING,
+    Address,
+    Answer,
+    Ask,
+    Gathering,
+    Join,
+    Refused,
+    WaitingReceiver,
+    buckets,
+    line,
+    read_answer,
+)
 from midflight.weights.transports.select import publisher, receiver
+
+from .fleets import sent
 
 DEADLINE = 0.6
 """Seconds: what a peer that stopped costs the others."""
@@ -52,10 +64,10 @@ def all_fetch(receivers: list[CollectiveReceiver], manifest: WeightManifest) -> 
 
 def publish_and(parent: Connection) -> None:
     """In another process: sends a version to whoever asks, and does to itself at the third bucket what it is told."""
-    sender, given = CollectivePublisher(bucket_bytes=64, deadline_seconds=DEADLINE), Group.broadcast
+    sender, given = CollectivePublisher(bucket_bytes=64, deadline_seconds=DEADLINE), BroadcastGroup.broadcast
     parent.send(sender.publish(1, {"w": torch.arange(100)}))
 
-    def broadcast(group: Group, part: torch.Tensor) -> None:
+    def broadcast(group: BroadcastGroup, part: torch.Tensor) -> None:
         nonlocal left
         if not left:
             os.kill(os.getpid(), deed)
@@ -64,7 +76,7 @@ def publish_and(parent: Connection) -> None:
 
     while True:
         deed, left = parent.recv(), 2
-        Group.broadcast = broadcast
+        BroadcastGroup.broadcast = broadcast
         parent.send("ready")
 
 
@@ -103,11 +115,11 @@ def answered(connection: socket.socket) -> Answer:
     return read_answer(connection.makefile("rb").readline())
 
 
-def joined(connection: socket.socket) -> Group:
+def joined(connection: socket.socket) -> BroadcastGroup:
     """The group that its question leads to; it waits for the others."""
     terms = answered(connection)
     assert isinstance(terms, Join)
-    return Group(terms, join_store("127.0.0.1", terms), interface="127.0.0.1")
+    return BroadcastGroup(terms, join_store("127.0.0.1", terms), interface="127.0.0.1")
 
 
 def within(seconds: float, done: Callable[[], bool]) -> bool:
@@ -123,7 +135,7 @@ def within(seconds: float, done: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize("bucket_bytes", [7, 64, 10**6])
 def test_what_is_published_is_fetched_byte_for_byte_whatever_the_bucket(bucket_bytes: int):
     with CollectivePublisher(bucket_bytes=bucket_bytes) as sender:
-        manifest = decode_manifest(encode_manifest(sender.publish(1, tensors(1))))
+        manifest = sent(sender.publish(1, tensors(1)))
         got = receiver().fetch(manifest)
     assert equal(as_tensors(manifest.tensors, got), tensors(1))
     assert all(not view.readonly for view in got.values())
@@ -404,8 +416,8 @@ def test_an_address_that_is_not_this_machines_is_named():
 # --- Gathering -------------------------------------------------------------------------------------------------------
 
 
-def member(name: str, fingerprint: str = "a", *, since: float = 0.0) -> Member:
-    return Member(Ask("t", 1, fingerprint, name, None), since, answer=lambda _: None, hang_up=lambda: None)
+def member(name: str, fingerprint: str = "a", *, since: float = 0.0) -> WaitingReceiver:
+    return WaitingReceiver(Ask("t", 1, fingerprint, name, None), since, answer=lambda _: None, hang_up=lambda: None)
 
 
 def test_members_go_when_none_has_come_for_a_while():

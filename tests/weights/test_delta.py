@@ -19,14 +19,14 @@ from torch import Tensor
 from midflight.errors import ConfigError, RequestRejected, SlotBusy, WeightsCorrupt
 from midflight.models.names import as_tensors
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.delta.codec import BLOCK, Frames, encode
-from midflight.weights.delta.publish import DeltaPublisher
-from midflight.weights.delta.receive import DeltaReceiver
-from midflight.weights.manifest import ALIGNMENT, MAX_DELTAS, check_extents, decode_manifest, encode_manifest
-from midflight.weights.transports.publish import Publisher
-from midflight.weights.transports.receive import FileReceiver
+from midflight.weights.delta import BLOCK, Frames, encode
+from midflight.weights.manifest import ALIGNMENT, MAX_DELTAS, check_extents
+from midflight.weights.transports.files import SHARED
+from midflight.weights.transports.publish import DeltaPublisher, Publisher
+from midflight.weights.transports.receive import DeltaReceiver, FileReceiver
 from midflight.weights.transports.select import publisher, receiver
-from midflight.weights.transports.stale import SHARED
+
+from .fleets import sent
 
 NAME = f"midflight-delta-{os.getpid()}"
 FULL_BYTES = 4000 * 2 + 300 * 4 + 9 * 8 + 2
@@ -69,7 +69,7 @@ def publish(sender: Publisher, versions: range) -> list[WeightManifest]:
     """As a trainer does: a version is released when the next one is live."""
     made: list[WeightManifest] = []
     for version in versions:
-        made.append(decode_manifest(encode_manifest(sender.publish(version, weights(version)))))
+        made.append(sent(sender.publish(version, weights(version))))
         sender.release(version - 1)
     return made
 
@@ -357,7 +357,7 @@ def test_other_names_shapes_or_dtypes_begin_anew(sender: Publisher, change: str)
 
 
 def test_noise_is_published_whole_and_only_one_version_in_a_period_is_tried(shared: DeltaPublisher, monkeypatch: pytest.MonkeyPatch):
-    from midflight.weights.delta import publish as module
+    from midflight.weights.transports import publish as module
 
     tried: list[int] = []
     monkeypatch.setattr(module, "encode", lambda old, new, *, width: tried.append(version) or encode(old, new, width=width))
@@ -482,7 +482,7 @@ def test_a_manifest_whose_differences_make_no_sense_is_refused_by_both_ends(shar
     shared.publish(1, weights(1))
     good = shared.publish(2, weights(2))
     delta = good.deltas[0]
-    assert decode_manifest(encode_manifest(good)) == good
+    assert sent(good) == good
     for spec in (
         replace(delta.payload, dtype="F32"),
         replace(delta.payload, num_bytes=-5, shape=(-5,)),
@@ -497,7 +497,7 @@ def test_a_manifest_whose_differences_make_no_sense_is_refused_by_both_ends(shar
 
 def refused(manifest: WeightManifest, match: str) -> None:
     with pytest.raises(RequestRejected, match=match):
-        decode_manifest(encode_manifest(manifest))
+        sent(manifest)
     with pytest.raises(RequestRejected, match=match):
         receiver().fetch(manifest)
 
@@ -507,11 +507,11 @@ def test_the_way_arrives_over_the_trainers_route(shared: Publisher):
 
     shared.publish(1, weights(1))
     manifest = shared.publish(2, weights(2))
-    assert msgspec.json.decode(encode_manifest(manifest), type=WeightsBody).deltas == manifest.deltas
+    assert msgspec.json.decode(msgspec.json.encode(manifest), type=WeightsBody).deltas == manifest.deltas
 
 
 def test_a_manifest_whose_payload_cannot_be_read_is_refused_at_the_door(shared: Publisher, tmp_path: Path):
-    from midflight.weights.transports.published_file import check_readable
+    from midflight.weights.transports.files import check_readable
 
     shared.publish(1, weights(1))
     good = shared.publish(2, weights(2))

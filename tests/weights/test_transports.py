@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from torch import Tensor
 from midflight.errors import ConfigError, NotSupported, RequestRejected, SlotBusy, WeightsCorrupt
 from midflight.models.names import as_tensors
 from midflight.types import TensorSpec
-from midflight.weights.manifest import ALIGNMENT, decode_manifest, encode_manifest, layout
-from midflight.weights.transports.file import FilePublisher
+from midflight.weights.manifest import ALIGNMENT, layout
+from midflight.weights.transports.files import SHARED, FilePublisher, remove_stale
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher, receiver
 from midflight.weights.transports.shared_memory import SharedMemoryPublisher
-from midflight.weights.transports.stale import SHARED, remove_stale
+
+from .fleets import sent
 
 NAME = f"midflight-test-{os.getpid()}"
 
@@ -54,19 +56,20 @@ def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def test_what_is_published_is_fetched_byte_for_byte(sender: Publisher):
-    manifest = decode_manifest(encode_manifest(sender.publish(1, tensors(1))))
+    manifest = sent(sender.publish(1, tensors(1)))
     got = receiver().fetch(manifest)
     assert equal(as_tensors(manifest.tensors, got), tensors(1))
 
 
 def test_another_process_without_torch_fetches_and_verifies_it(sender: Publisher, tmp_path: Path):
     manifest = sender.publish(1, tensors(1))
-    (tmp_path / "manifest.json").write_bytes(encode_manifest(manifest))
+    (tmp_path / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     program = """if True:
         import sys, pathlib
-        from midflight.weights.manifest import decode_manifest
+        import msgspec
+        from midflight.types import WeightManifest
         from midflight.weights.transports.select import receiver
-        got = receiver().fetch(decode_manifest(pathlib.Path(sys.argv[1]).read_bytes()))
+        got = receiver().fetch(msgspec.json.decode(pathlib.Path(sys.argv[1]).read_bytes(), type=WeightManifest))
         assert "torch" not in sys.modules
         print(bytes(got["counts"]).hex())
     """
@@ -178,7 +181,7 @@ def test_files_of_killed_publishers_are_removed_and_those_of_living_ones_stay():
 @pytest.mark.parametrize("full_every", [1, 3])
 def test_closing_during_a_publication_hides_no_other_error_and_leaves_no_file(full_every: int, monkeypatch: pytest.MonkeyPatch):
     """A run that fails closes the publisher while a thread still publishes."""
-    from midflight.weights.transports import segments, shared_memory
+    from midflight.weights.transports import shared_memory
 
     sender = publisher("shared_memory", name=NAME, folder=Path(), full_every=full_every)
 
@@ -186,8 +189,7 @@ def test_closing_during_a_publication_hides_no_other_error_and_leaves_no_file(fu
         sender.close()
         return ""
 
-    for module in (segments, shared_memory):
-        monkeypatch.setattr(module, "fingerprint", closing)
+    monkeypatch.setattr(shared_memory, "fingerprint", closing)
     sender.publish(1, tensors(1))
     assert list(SHARED.glob(f"{NAME}*")) == []
 
@@ -250,12 +252,10 @@ def test_tensors_are_packed_in_order_and_aligned():
 
 def test_a_manifest_that_makes_no_sense_is_refused_by_name(sender: Publisher):
     manifest = sender.publish(1, tensors(1))
-    assert decode_manifest(encode_manifest(manifest)) == manifest
-    with pytest.raises(RequestRejected, match="fingerprint"):
-        decode_manifest(b'{"version": 1}')
+    assert sent(manifest) == manifest
     wrong = replace(manifest, tensors=(TensorSpec("w", "F32", (2,), 0, 9),))
     with pytest.raises(RequestRejected, match="'w' claims 9 bytes"):
-        decode_manifest(encode_manifest(wrong))
+        sent(wrong)
 
 
 def test_unknown_transports_are_named_with_the_nearest():

@@ -1,11 +1,9 @@
-"""How the tensors of a version lie in a packed buffer, and how a manifest travels as JSON. Needs no torch."""
+"""How the tensors of a version lie in a packed buffer, and what of a manifest makes no sense. Needs no torch."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping
-
-import msgspec
 
 from midflight.errors import RequestRejected
 from midflight.models.sizes import tensor_bytes
@@ -14,10 +12,11 @@ from midflight.types import Delta, TensorSpec, WeightManifest
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector load, so that a tensor may be used where it lies."""
 
+MAX_HELD = 3
+"""Versions that may be fetched at once: the one that is live, the one whose handover is under way, and the one that waits for it."""
+
 MAX_DELTAS = 64
 """Differences between a version and the whole one before it. Each costs who catches up one more file and one more pass."""
-
-_decoder = msgspec.json.Decoder(WeightManifest)
 
 
 def aligned(offset: int, to: int = ALIGNMENT) -> int:
@@ -57,20 +56,6 @@ def set_aside(specs: Iterable[TensorSpec]) -> memoryview:
 def is_sound(spec: TensorSpec) -> bool:
     """Whether its number of bytes follows from its dtype and shape."""
     return spec.offset >= 0 and all(n >= 0 for n in spec.shape) and spec.num_bytes == tensor_bytes(spec.dtype, spec.shape)
-
-
-def encode_manifest(manifest: WeightManifest) -> bytes:
-    return msgspec.json.encode(manifest)
-
-
-def decode_manifest(data: bytes) -> WeightManifest:
-    """`RequestRejected` names the field that is missing or wrong, or the tensor at fault."""
-    try:
-        manifest = _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise RequestRejected(f"reading a weight manifest: {error}; send the JSON that the publisher made.", param="manifest") from error
-    check_extents(manifest)
-    return manifest
 
 
 def check_extents(manifest: WeightManifest) -> None:

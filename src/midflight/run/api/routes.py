@@ -27,7 +27,7 @@ from midflight.run.api.steps import DoneBody, ModelTensors, StepBook
 from midflight.run.service import PREFIX, TakesWithin
 from midflight.trajectories.packing import to_bytes
 from midflight.types import Delta, PackedBatch, TensorSpec, Version, WeightManifest
-from midflight.weights.transports.published_file import check_readable, manifest_of
+from midflight.weights.transports.files import check_readable, manifest_of
 from midflight.wire.edge import with_client
 from midflight.wire.routes import JSON, PACKED, StrictBody, body_of, json_answer, route, wants
 

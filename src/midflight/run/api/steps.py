@@ -17,7 +17,7 @@ from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
 from midflight.models.adapter import served_weights
 from midflight.run.service import StepDone
 from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
-from midflight.weights.transports.published_file import read_specs
+from midflight.weights.transports.files import read_specs
 
 Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 """Of CLOCK_MONOTONIC: three centuries are more than any machine has been up."""

@@ -26,7 +26,7 @@ from midflight.run.engine.engine_process import make_engine
 from midflight.run.parts import serve_while
 from midflight.run.rollout.serving import Serving
 from midflight.text.tokenizer import Tokenizer
-from midflight.weights.transports.stale import SHARED
+from midflight.weights.transports.files import SHARED
 from midflight.wire.edge import RequireToken
 from midflight.wire.server import listen, serve_app
 

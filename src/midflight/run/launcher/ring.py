@@ -49,7 +49,7 @@ from midflight.run.messages import (
     Verdict,
 )
 from midflight.run.parts import PartLost, serve_while
-from midflight.weights.transports.stale import SHARED, remove_stale
+from midflight.weights.transports.files import SHARED, remove_stale
 from midflight.wire.server import listen
 
 WRITING_SECONDS = 2.0

@@ -34,9 +34,9 @@ from midflight.trainer.model.parallel import Ranks, join
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import Trainer
 from midflight.types import Version, WeightManifest
+from midflight.weights.transports.files import remove_stale
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher as make_publisher
-from midflight.weights.transports.stale import remove_stale
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -1,29 +1,256 @@
-"""Publishing by broadcast: the trainer keeps the versions in its own memory, and engines on any machine meet to receive them."""
+"""Publishing by broadcast: the trainer keeps the versions in its own memory, and engines on any machine meet to receive them.
+
+The service does that in a thread of its own: receivers come, ask for a version, meet in a group, and get the bytes in one broadcast.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import logging
 import mmap
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
 from midflight.errors import ConfigError, RunFailed, SlotBusy
 from midflight.models.fingerprint import fingerprint
 from midflight.types import Version, WeightManifest
-from midflight.weights.manifest import extent, layout
-from midflight.weights.transports.collective_serve import CollectiveService, Published
-from midflight.weights.transports.gathering import Gathering
-from midflight.weights.transports.process_group import listen
-from midflight.weights.transports.publish import MAX_HELD, named_shapes
-from midflight.weights.transports.rendezvous import TRANSPORT, Address, Backend
+from midflight.weights.manifest import MAX_HELD, extent, layout
+from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken, listen, serve_store
+from midflight.weights.transports.publish import named_shapes
+from midflight.weights.transports.rendezvous import (
+    MAX_LINE,
+    TRANSPORT,
+    Address,
+    Again,
+    Answer,
+    Ask,
+    Backend,
+    Gathering,
+    Join,
+    Refused,
+    WaitingReceiver,
+    buckets,
+    line,
+    read_ask,
+)
 from midflight.weights.transports.shared_memory import copy_into
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+MAX_GROUPS = 4
+"""Groups kept for the next version. Usually it is one; members of the others ended without a word, or came late and come late again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version as it is sent: bytes in memory that stands still until its release."""
+
+    data: Tensor
+    fingerprint: str
+
+
+class CollectiveService:
+    """Rounds, one after the other: gather those who want the same bytes, meet them in a group, broadcast, hang up.
+
+    | waits for | ended by |
+    |---|---|
+    | a receiver's question | its line, or `deadline_seconds` |
+    | those who want the same bytes | the expected number, or `quiet_seconds` without another |
+    | all members in a new group | the last one, or `deadline_seconds` |
+    | a bucket in everybody's hands | the last one, a peer's death at once, or `deadline_seconds` |
+
+    Whatever goes wrong in a round ends that round and its group only: its receivers find the connection closed, and ask again.
+    """
+
+    def __init__(
+        self,
+        published: Mapping[Version, Published],
+        gathering: Gathering,
+        *,
+        host: str,
+        token: str,
+        backend: Backend,
+        bucket_bytes: int,
+        deadline_seconds: float,
+    ) -> None:
+        """`published` is looked into from the service's threads while the trainer's thread changes it."""
+        self._published, self._gathering = published, gathering
+        self._host, self._token = host, token
+        self._backend: Backend = backend
+        self._bucket_bytes, self._deadline_seconds = bucket_bytes, deadline_seconds
+        self._changed, self._closing = asyncio.Event(), threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
+        self._groups: dict[frozenset[str], BroadcastGroup] = {}
+        """By membership, the one used last at the end."""
+        self.num_groups = 0
+        """Groups made so far."""
+        self.num_bytes_broadcast = 0
+        """Bytes given to broadcasts: once for all members of a group."""
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serves until it is cancelled; a broadcast under way then ends with its bucket."""
+        try:
+            async with asyncio.TaskGroup() as receivers:
+                server = await asyncio.start_server(
+                    lambda reader, writer: receivers.create_task(self._converse(reader, writer)), sock=listener, limit=MAX_LINE
+                )
+                try:
+                    await self._serve_rounds()
+                finally:
+                    server.close()
+        finally:
+            self._closing.set()
+            self._thread.shutdown(wait=False)
+
+    def drop_groups(self) -> None:
+        """After `run`: waits for the bucket under way."""
+        self._thread.shutdown()
+        self._groups.clear()
+
+    # --- One receiver ------------------------------------------------------------------------------------------------
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until its round is over or it hangs up; silence before its question ends at the deadline."""
+        try:
+            async with asyncio.timeout(self._deadline_seconds):
+                ask = read_ask(await reader.readline())
+            refusal = self._refusal(ask)
+            if refusal is None:
+                await self._wait_in_line(ask, reader, writer)
+            else:
+                writer.write(line(refusal))
+        except (TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
+            _log.info("collective transport: a connection ended without a question that could be answered: %s", error)
+        finally:
+            writer.close()
+
+    async def _wait_in_line(self, ask: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        since = asyncio.get_running_loop().time()
+        member = WaitingReceiver(ask, since, answer=lambda answer: writer.write(line(answer)), hang_up=writer.close)
+        try:
+            if self._gathering.join(member):
+                self._changed.set()
+                await reader.read(1)  # nothing more is said: this is the end of the connection, by either side
+        finally:
+            self._gathering.leave(member)
+            self._changed.set()
+
+    def _refusal(self, ask: Ask) -> Refused | None:
+        if not hmac.compare_digest(ask.token.encode(), self._token.encode()):
+            return Refused("the secret is wrong: the manifest is another publisher's")
+        return self._unknown(ask) if self._data(ask) is None else None
+
+    def _unknown(self, ask: Ask) -> Refused:
+        known = ", ".join(map(str, tuple(self._published))) or "none"
+        return Refused(f"the bytes {ask.fingerprint[:12]} are not published or were released; there are versions: {known}")
+
+    def _data(self, ask: Ask) -> Tensor | None:
+        """Copies the values first: the trainer may publish meanwhile."""
+        return next((p.data for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint), None)
+
+    # --- Rounds ------------------------------------------------------------------------------------------------------
+
+    async def _serve_rounds(self) -> None:
+        """Waits for members; ended by cancellation."""
+        while True:
+            members = await self._gathered()
+            try:
+                await self._round(members)
+            except (GroupBroken, RuntimeError, OSError) as error:
+                _log.warning("broadcasting version %d to %d receivers: %s", members[0].ask.version, len(members), error)
+            finally:
+                for member in members:
+                    member.hang_up()
+
+    async def _gathered(self) -> list[WaitingReceiver]:
+        """Waits for a first member, then for the others; woken by each that comes or goes, ended by the quiet time."""
+        clock = asyncio.get_running_loop().time
+        while (seconds := self._gathering.seconds_left(clock())) is None or seconds > 0:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+        return self._gathering.take()
+
+    async def _round(self, members: list[WaitingReceiver]) -> None:
+        """Waits for the broadcast's thread, which has deadlines. Members want the same bytes."""
+        data = self._data(members[0].ask)
+        if data is None:  # released meanwhile
+            _answer(members, self._unknown(members[0].ask))
+            return
+        group = self._standing(members)
+        if group is None:
+            group = await self._meet(members)
+        else:
+            _answer(members, Again())
+        await self._in_thread(self._broadcast, group, data)
+        self._keep(members, group)
+
+    def _broadcast(self, group: BroadcastGroup, data: Tensor) -> None:
+        for part in buckets(data.numel(), self._bucket_bytes):
+            if self._closing.is_set():
+                group.close()
+                raise GroupBroken("the publisher is closing")
+            self.num_bytes_broadcast += part.stop - part.start
+            group.broadcast(data[part])
+
+    async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
+        """One thread for all that blocks; each deed has its deadlines."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, deed, *args)
+
+    # --- Groups ------------------------------------------------------------------------------------------------------
+
+    def _standing(self, members: list[WaitingReceiver]) -> BroadcastGroup | None:
+        """The group of just these members, if all of them hold it too. Others that any of them was in are dropped, and
+        this one until its broadcast is over: a receiver has one group, and a round that fails leaves none."""
+        names = _names(members)
+        group = self._groups.get(names)
+        self._groups = {n: g for n, g in self._groups.items() if not n & names}
+        return group if group is not None and all(m.ask.group == group.terms.group for m in members) else None
+
+    def _keep(self, members: list[WaitingReceiver], group: BroadcastGroup) -> None:
+        self._groups[_names(members)] = group
+        for oldest in list(self._groups)[:-MAX_GROUPS]:
+            del self._groups[oldest]
+
+    async def _meet(self, members: list[WaitingReceiver]) -> BroadcastGroup:
+        """A new group; waits until all have come."""
+        store = serve_store(self._host)
+        terms = Join(
+            group=secrets.token_hex(8),
+            rank=0,
+            world=1 + len(members),
+            port=store.port,
+            backend=self._backend,
+            bucket_bytes=self._bucket_bytes,
+            deadline_seconds=self._deadline_seconds,
+        )
+        for rank, member in enumerate(members, start=1):
+            member.answer(msgspec.structs.replace(terms, rank=rank))
+        self.num_groups += 1
+        return await self._in_thread(lambda: BroadcastGroup(terms, store, interface=self._host))
+
+
+def _answer(members: list[WaitingReceiver], answer: Answer) -> None:
+    for member in members:
+        member.answer(answer)
+
+
+def _names(members: list[WaitingReceiver]) -> frozenset[str]:
+    return frozenset(m.ask.member for m in members)
+
 
 BUCKET_BYTES = 64 * 2**20
 """Large enough that a broadcast costs nothing beside its bytes, small enough to be through in a second on a slow network."""

@@ -1,17 +1,22 @@
-"""The trainer's end of a transport, as a Protocol, and the tensors' bytes as it needs them."""
+"""The trainer's end of a transport: the Protocol of a publisher, and a wrapper of any that publishes most versions as differences from the
+one before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
+from midflight.errors import ConfigError, SlotBusy
+from midflight.models.fingerprint import fingerprint
 from midflight.models.names import dtype_name
-from midflight.types import Version, WeightManifest
-
-MAX_HELD = 3
-"""Versions that may be fetched at once: the one that is live, the one whose handover is under way, and the one that waits for it."""
+from midflight.models.sizes import element_bytes
+from midflight.types import Delta, TensorSpec, Version, WeightManifest
+from midflight.weights.delta import encode
+from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, extent, repacked, set_aside, views
 
 
 class Publisher(Protocol):
@@ -36,3 +41,143 @@ class Publisher(Protocol):
 def named_shapes(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, safetensors dtype, shape) of each, as `manifest.layout` takes them."""
     return [(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
+
+
+WORTH = 0.8
+"""Share of the whole size above which a difference is not worth two more passes over the weights on each side."""
+
+
+class DeltaPublisher:
+    """Wraps a publisher that keeps each version until its release.
+
+    A version is whole when it is the first or the `full_every`th since the last whole one, when names, shapes or dtypes have
+    changed, and when its difference does not pay: alone more than `WORTH` of the whole, or with those before it more than the
+    whole, so that no engine ever reads more than twice the size of the weights. Where a first difference does not pay, the rest of the
+    period is whole without trying.
+
+    A payload stays published while any version that is not released is reached through it, and so does the way to the newest
+    version, which the next difference goes on from; what is needed no more is given back at the next publication. With versions
+    released in order and at most `MAX_HELD` out, that is memory of four times the weights at worst (a way that has grown to twice its
+    beginning, and two whole versions); where differences are small, of two after a refresh, of one at other times. On top the newest
+    version's bytes are kept here: once the size of the weights.
+    """
+
+    def __init__(self, inner: Publisher, *, full_every: int, threads: int = 1) -> None:
+        """`full_every` in versions."""
+        if not 2 <= full_every <= MAX_DELTAS + 1:
+            raise ConfigError(f"publishing differences: full_every is {full_every}; it must be from 2 to {MAX_DELTAS + 1}.")
+        self._inner, self._full_every, self._threads = inner, full_every, threads
+        self._standing = memoryview(b"")
+        """The bytes of the newest version, packed."""
+        self._newest: WeightManifest | None = None
+        """What the next difference goes on from; `None` when `_standing` may be of no published version."""
+        self._num_untried = 0
+        """Versions to publish whole before a difference is tried again."""
+        self._held: dict[Version, WeightManifest] = {}
+        self._inside: set[Version] = set()
+        """What the inner publisher holds."""
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        """Blocks for the comparison, the compression of what changed and one hash of the whole. `SlotBusy` until a release."""
+        self._check(version)
+        self._release_unneeded()
+        base, self._newest = self._newest, None
+        manifest = self._as_difference(base, version, tensors) if base and self._is_due(base, tensors) else None
+        self._newest = self._held[version] = manifest or self._whole(version, tensors)
+        return self._newest
+
+    def release(self, version: Version) -> None:
+        """Only remembered: what no way needs any more is given back at the next publication."""
+        self._held.pop(version, None)
+
+    def close(self) -> None:
+        self._inner.close()
+        self._held, self._inside, self._newest, self._standing = {}, set(), None, memoryview(b"")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check(self, version: Version) -> None:
+        if version in self._inside:
+            raise SlotBusy(f"publishing version {version}: it is published already; numbers are never reused.")
+        if len(self._held) >= MAX_HELD:
+            held = ", ".join(map(str, self._held))
+            raise SlotBusy(f"publishing version {version}: versions {held} are not released; wait until a handover ends and releases one.")
+
+    def _is_due(self, base: WeightManifest, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether to try a difference. One that would be too large if it were like the last is not tried."""
+        if self._num_untried:
+            self._num_untried -= 1
+            return False
+        fits = not base.deltas or base.deltas[-1].payload.num_bytes <= _room(base)
+        same = {(s.name, s.dtype, s.shape) for s in base.tensors} == set(named_shapes(tensors))
+        return fits and same and len(base.deltas) + 1 < self._full_every
+
+    def _as_difference(self, base: WeightManifest, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest | None:
+        """`None` when it does not pay. Tensors are in the base's order, which a transport may have chosen."""
+        specs = repacked(base.tensors)
+        payload = self._payload(specs, tensors, limit=min(_room(base), int(WORTH * _size(specs))))
+        if not payload:
+            self._num_untried = 0 if base.deltas else self._full_every - 1
+            return None
+        whole = fingerprint(specs, self._standing, threads=self._threads)
+        sent = self._put(version, {"delta": torch.frombuffer(payload, dtype=torch.uint8)})
+        delta = Delta(base.version, base.fingerprint, sent.location, sent.tensors[0], sent.fingerprint)
+        return replace(base, version=version, fingerprint=whole, deltas=(*base.deltas, delta))
+
+    def _payload(self, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor], *, limit: int) -> bytearray | None:
+        """The encoded difference, while the new bytes take the place of the old; `None` as soon as it is longer than `limit`."""
+        payload, old = bytearray(), views(specs, self._standing)
+        for spec in specs:
+            new = _bytes_of(tensors[spec.name])
+            for frame in encode(old[spec.name], new, width=element_bytes(spec.dtype)):
+                payload += frame
+                if len(payload) > limit:
+                    return None
+            old[spec.name][:] = new
+        return payload
+
+    def _whole(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        manifest = self._put(version, tensors)
+        self._stand(repacked(manifest.tensors), tensors)
+        return manifest
+
+    def _stand(self, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor]) -> None:
+        if len(self._standing) != max(1, extent(specs)):
+            self._standing = set_aside(specs)
+        for name, into in views(specs, self._standing).items():
+            into[:] = _bytes_of(tensors[name])
+
+    def _put(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        manifest = self._inner.publish(version, tensors)
+        self._inside.add(version)
+        return manifest
+
+    def _release_unneeded(self) -> None:
+        reached = [*self._held.values(), *([self._newest] if self._newest else [])]
+        for version in self._inside - {v for manifest in reached for v in _way(manifest)}:
+            self._inner.release(version)
+            self._inside.remove(version)
+
+
+def _way(manifest: WeightManifest) -> set[Version]:
+    """The versions whose bytes lead to this one."""
+    return {manifest.version, *(d.base for d in manifest.deltas)}
+
+
+def _room(base: WeightManifest) -> int:
+    """Bytes that the next difference may have at most."""
+    return _size(base.tensors) - sum(d.payload.num_bytes for d in base.deltas)
+
+
+def _size(specs: Iterable[TensorSpec]) -> int:
+    return sum(s.num_bytes for s in specs)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """As they are, where the tensor is contiguous and on the CPU; else of a copy."""
+    flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return flat

@@ -1,11 +1,12 @@
-"""What receivers and the publisher of a collective transport say to each other before the bytes move. Pure; needs no torch.
+"""How receivers and the publisher of a collective transport meet before the bytes move. Pure: it never waits, and needs no torch.
 
-One line of JSON each way, over TCP: a receiver asks for a version, and the publisher answers which group to meet in.
+A receiver asks for a version and the publisher answers which group to meet in, by one line of JSON each way, over TCP. `Gathering`
+says when there are enough receivers for one broadcast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -99,3 +100,60 @@ def buckets(num_bytes: int, bucket_bytes: int) -> Iterator[slice]:
     """The same on both ends, so that broadcasts match: slices of at most `bucket_bytes` that cover the buffer in order."""
     for start in range(0, num_bytes, bucket_bytes):
         yield slice(start, min(start + bucket_bytes, num_bytes))
+
+
+MAX_WAITING = 256
+"""Receivers that wait at once: more than the engines that one trainer feeds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitingReceiver:
+    """A receiver that waits for a broadcast, and the ways to answer it; they never wait."""
+
+    ask: Ask
+    since: float
+    """Seconds of the clock that `Gathering` is asked by."""
+    answer: Callable[[Answer], None]
+    hang_up: Callable[[], None]
+
+
+class Gathering:
+    """Members in the order of their coming. Those who want what the first one wants go together, in one broadcast.
+
+    They go when `expected` of them have come, or when none has come for `quiet_seconds`: engines are told of a version within
+    milliseconds of each other, and one that is late or comes back gets a broadcast of its own.
+    """
+
+    def __init__(self, *, expected: int | None, quiet_seconds: float) -> None:
+        self._expected, self._quiet_seconds = expected, quiet_seconds
+        self._waiting: list[WaitingReceiver] = []
+
+    def join(self, member: WaitingReceiver) -> bool:
+        """Takes the place of an earlier question of the same receiver; `False` when there is no room."""
+        self._waiting = [m for m in self._waiting if m.ask.member != member.ask.member]
+        if len(self._waiting) >= MAX_WAITING:
+            return False
+        self._waiting.append(member)
+        return True
+
+    def leave(self, member: WaitingReceiver) -> None:
+        """It hung up. Nothing happens if it has gone into a broadcast."""
+        self._waiting = [m for m in self._waiting if m is not member]
+
+    def seconds_left(self, now: float) -> float | None:
+        """Until the next broadcast may begin; `None` while nobody waits."""
+        together = self._together()
+        if not together:
+            return None
+        if self._expected is not None and len(together) >= self._expected:
+            return 0.0
+        return max(0.0, together[-1].since + self._quiet_seconds - now)
+
+    def take(self) -> list[WaitingReceiver]:
+        """Those who go now; none if nobody waits."""
+        together = self._together()
+        self._waiting = [m for m in self._waiting if m not in together]
+        return together
+
+    def _together(self) -> list[WaitingReceiver]:
+        return [m for m in self._waiting if m.ask.fingerprint == self._waiting[0].ask.fingerprint]

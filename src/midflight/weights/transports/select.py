@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from midflight.errors import ConfigError, nearest
 from midflight.ports import WeightReceiver
 from midflight.types import WeightManifest
-from midflight.weights.delta.receive import DeltaReceiver
-from midflight.weights.transports.receive import TRANSPORTS, FileReceiver
+from midflight.weights.manifest import MAX_HELD
+from midflight.weights.transports.receive import TRANSPORTS, DeltaReceiver, FileReceiver
 from midflight.weights.transports.rendezvous import TRANSPORT as COLLECTIVE
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ByTransport:
         if manifest.transport != COLLECTIVE:
             return self._files.fetch(manifest)
         if self._collective is None:
-            from midflight.weights.transports.collective_receive import CollectiveReceiver
+            from midflight.weights.transports.process_group import CollectiveReceiver
 
             self._collective = CollectiveReceiver(threads=self._threads)
         return self._collective.fetch(manifest)
@@ -45,12 +45,10 @@ def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, num_en
     A broadcast to `num_engines` begins when all have come, and does not wait whether more will.
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
     """
-    from midflight.weights.delta.publish import DeltaPublisher
     from midflight.weights.transports.collective import CollectivePublisher
-    from midflight.weights.transports.file import FilePublisher
-    from midflight.weights.transports.publish import MAX_HELD
-    from midflight.weights.transports.segments import SegmentPublisher
-    from midflight.weights.transports.shared_memory import SharedMemoryPublisher
+    from midflight.weights.transports.files import FilePublisher
+    from midflight.weights.transports.publish import DeltaPublisher
+    from midflight.weights.transports.shared_memory import SegmentPublisher, SharedMemoryPublisher
 
     differences = full_every != 1
     kept = MAX_HELD + full_every - 1  # the oldest version that is held may have a whole period behind it

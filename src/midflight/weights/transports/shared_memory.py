@@ -19,9 +19,9 @@ from torch import Tensor
 from midflight.errors import ConfigError, SlotBusy
 from midflight.models.fingerprint import fingerprint
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import aligned, extent, layout
-from midflight.weights.transports.publish import MAX_HELD, named_shapes
-from midflight.weights.transports.stale import SHARED, SUFFIX
+from midflight.weights.manifest import MAX_HELD, aligned, extent, layout
+from midflight.weights.transports.files import SHARED, SUFFIX
+from midflight.weights.transports.publish import named_shapes
 
 
 class SharedMemoryPublisher:
@@ -29,7 +29,7 @@ class SharedMemoryPublisher:
 
     A slot is overwritten only after `release` of its version: until then `publish` raises `SlotBusy`. The end of the handover of
     v + 1 is what releases v, so a trainer that meets `SlotBusy` waits for that.
-    The file is reserved in full at the first publish, and locked while its publisher lives (see `stale.remove_stale`).
+    The file is reserved in full at the first publish, and locked while its publisher lives (see `files.remove_stale`).
     """
 
     def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
@@ -138,3 +138,44 @@ def copy_into(buffer: mmap.mmap, specs: tuple[TensorSpec, ...], tensors: Mapping
         if spec.num_bytes:
             slot = torch.frombuffer(buffer, dtype=source.dtype, count=source.numel(), offset=spec.offset)
             slot.view(source.shape).copy_(source)
+
+
+class SegmentPublisher:
+    """Keeps every version until its release; whoever publishes bounds how many those are.
+
+    Fresh memory costs a page fault for every page, so versions of one size are better off in standing slots. Each file is locked
+    while its publisher lives (see `files.remove_stale`).
+    """
+
+    def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
+        """As `SharedMemoryPublisher`."""
+        self._name, self._folder, self._threads = name, folder, threads
+        self._files: dict[Version, tuple[Path, int]] = {}
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        if version in self._files:
+            raise SlotBusy(f"publishing version {version}: it is published already; numbers are never reused.")
+        specs = layout(named_shapes(tensors))
+        path, file = self._files[version] = reserve(folders(self._folder), self._name, max(1, extent(specs)))
+        with mmap.mmap(file, 0) as shared:
+            copy_into(shared, specs, tensors)
+            with memoryview(shared) as view:
+                digest = fingerprint(specs, view, threads=self._threads)
+        return WeightManifest(version, digest, "shared_memory", str(path), specs)
+
+    def release(self, version: Version) -> None:
+        """An engine that is reading the file finishes, for its memory lives until then."""
+        if version in self._files:
+            path, file = self._files.pop(version)
+            path.unlink(missing_ok=True)
+            os.close(file)
+
+    def close(self) -> None:
+        for version in tuple(self._files):
+            self.release(version)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,25 +1,34 @@
-"""A safetensors file as a published version: where its tensors lie, and what they hash to. Needs no torch.
+"""Versions as files that trainer and engines both see: one safetensors file per version, where its tensors lie, and what they hash to.
 
-Format: eight bytes with the header's length N (little endian), N bytes of JSON, then the data that its offsets count from.
+Format: eight bytes with the header's length N (little endian), N bytes of JSON, then the data that its offsets count from. Importing
+this needs no torch, so that the launcher and the rollout process can use it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 import msgspec
+from safetensors import SafetensorError
 
 from midflight.errors import ConfigError, RequestRejected, nearest
 from midflight.models.fingerprint import fingerprint_views
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import check_extents, extent, is_sound, views
+from midflight.weights.manifest import MAX_HELD, check_extents, extent, is_sound, views
 from midflight.weights.transports.receive import TRANSPORTS
 from midflight.weights.transports.rendezvous import TRANSPORT as COLLECTIVE
 from midflight.weights.transports.rendezvous import Address
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Specs = tuple[TensorSpec, ...]
 
@@ -129,3 +138,71 @@ def digest(path: Path, specs: Specs, *, threads: int = 1) -> str:
         finally:
             for part in parts.values():
                 part.release()
+
+
+class FilePublisher:
+    """Writes `<version>.safetensors` under another name, then renames it: a reader sees a whole file or none.
+
+    Nothing is synced to disk: after a power cut the trainer publishes again. Older files than the newest `keep` are removed at
+    each publish; an engine that still had one open reads on, one that comes later is told and rejoins at the current version.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = MAX_HELD, threads: int = 1) -> None:
+        self._folder, self._keep, self._threads = folder.absolute(), keep, threads
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        from safetensors.torch import save_file  # here, because only the trainer has torch
+
+        path = self._folder / f"{version:08d}.safetensors"
+        partial = self._folder / ".publishing.partial"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial)
+            specs = read_specs(partial)
+            hashed = digest(partial, specs, threads=self._threads)
+            partial.rename(path)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"publishing version {version} to {str(self._folder)!r}: {error}; give a writable folder with room."
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+        self._remove_old()
+        return WeightManifest(version, hashed, "file", str(path), specs)
+
+    def release(self, version: Version) -> None:
+        """Nothing to do: what is kept is decided by age."""
+
+    def close(self) -> None:
+        for path in self._published():
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _published(self) -> list[Path]:
+        return sorted(p for p in self._folder.glob("*.safetensors") if p.stem.isdigit())
+
+    def _remove_old(self) -> None:
+        for path in self._published()[: -self._keep]:
+            path.unlink(missing_ok=True)
+
+
+SHARED = Path("/dev/shm")
+SUFFIX = ".weights"
+
+
+def remove_stale(name: str, *, folder: Path | None = None) -> list[Path]:
+    """Removes files that dead publishers left under this name, and returns them. Files of living ones are locked and stay."""
+    removed: list[Path] = []
+    for place in [folder] if folder is not None else [SHARED, Path(tempfile.gettempdir())]:
+        for path in sorted(place.glob(f"{name}-*{SUFFIX}")):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed.append(path)
+    return removed
