@@ -64,9 +64,11 @@ class PauseContract(Contract):
                 pytest.skip("the engine runs more than this test asks for")
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(collect(engine, ask(request_id=f"{i}", seed=i, **much))) for i in range(num)]
-                await asyncio.sleep(0.05)
+                while (await engine.health()).num_running < num:
+                    await asyncio.sleep(0.002)
                 waiting = tasks.create_task(collect(engine, ask(request_id="waiting", **much)))
-                await asyncio.sleep(0.05)
+                while not (await engine.health()).num_waiting:
+                    await asyncio.sleep(0.002)
                 await engine.abort("waiting")
                 got = await waiting
                 assert (ids(got), got[-1].finish) == ((), ABORTED)

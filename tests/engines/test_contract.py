@@ -12,8 +12,7 @@ from tests.engines.sites import ModelSite, ScriptedSite, Site, tiny_version
 
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.stream import serve_stream
-from midflight.engines.relay import relay
+from midflight.engines.relay import relay, relay_steps
 from midflight.engines.remote import RemoteEngine
 from midflight.testing.script import Script
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
@@ -48,7 +47,7 @@ async def listening(app: Starlette, *, port: int = 0) -> AsyncIterator[str]:
 @asynccontextmanager
 async def served(engine: EmbeddedEngine, *, token: str | None = "secret", port: int = 0) -> AsyncIterator[str]:
     """The engine's URL."""
-    async with running(engine), listening(build_app(engine, serve_stream, token=token), port=port) as url:
+    async with running(engine), listening(build_app(engine, relay_steps, token=token), port=port) as url:
         yield url
 
 

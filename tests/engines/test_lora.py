@@ -13,7 +13,7 @@ from tests.engines.sites import output_logits
 from tests.models.tiny import tiny_adapted, tiny_model
 from transformers import AutoModelForCausalLM
 
-from midflight.engines.embedded.engine import Generation
+from midflight.engines.embedded.engine import Generated
 from midflight.engines.embedded.weights import EngineWeights, model_fingerprint
 from midflight.errors import WeightsCorrupt
 from midflight.models.adapter import FOLDER
@@ -31,7 +31,7 @@ def by_peft(folder: Path, request: GenerateRequest, output: Sequence[int]) -> to
     return output_logits(model, request, output).log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0]  # type: ignore[arg-type]
 
 
-def assert_same(folder: Path, generations: list[Generation]) -> None:
+def assert_same(folder: Path, generations: list[Generated]) -> None:
     for request, generation in zip(REQUESTS, generations, strict=True):
         expected = by_peft(folder, request, generation.token_ids)
         torch.testing.assert_close(torch.tensor(generation.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-5)

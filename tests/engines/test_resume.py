@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,6 @@ from tests.models.tiny import tiny_model
 from midflight.engines.embedded.grammar import Grammars
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.table import Submission
-from midflight.engines.streams import step_chunks
 from midflight.errors import EngineError
 from midflight.text.byte_tokenizer import END
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Grammar, GrammarKind, PauseMode
@@ -51,8 +51,8 @@ def drive_chunks(scheduler: Scheduler, requests: list[GenerateRequest], plan: li
     def absorb() -> None:
         step = scheduler.step()
         assert not step.failures
-        for handle, chunk in step_chunks(step, {}):
-            taken[handles[handle]].append(chunk)
+        for (handle, token, logprob, kv), top in zip_longest(step.rows(), step.tops()):
+            taken[handles[handle]].append(Chunk((token,), (logprob,), step.version, kv, top_logprobs=(top,) if top else ()))
         for handle, _, finish in step.finishes:
             i = handles.pop(handle)
             if finish.reason is FinishReason.ABORT:

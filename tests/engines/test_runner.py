@@ -16,12 +16,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from midflight.engines.embedded.engine import Generation
+from midflight.engines.embedded.engine import Generated
 from midflight.errors import NotSupported
 from midflight.types import GenerateRequest
 
 
-def reference_logprobs(model: PreTrainedModel, request: GenerateRequest, generation: Generation) -> torch.Tensor:
+def reference_logprobs(model: PreTrainedModel, request: GenerateRequest, generation: Generated) -> torch.Tensor:
     """Log-probabilities of the generated tokens by one plain forward of `transformers`."""
     ids = torch.tensor([[*request.input_ids, *generation.token_ids]])
     with torch.no_grad():

@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from midflight.engines.app import build_app
 from midflight.engines.embedded.runner import portions, token_logprobs
-from midflight.engines.embedded.stream import serve_stream
-from midflight.engines.relay import relay
+from midflight.engines.relay import relay, relay_steps
 from midflight.engines.wire import decode_rows, decode_scores, encode_rows, encode_scores
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
 from midflight.ports import Scorer
@@ -113,7 +112,7 @@ def test_the_wire_gives_the_scores_of_the_engine_and_names_what_it_refuses() -> 
 
     async def main() -> None:
         engine = make_engine()
-        app = build_app(engine, serve_stream, token="secret", scorer=engine)
+        app = build_app(engine, relay_steps, token="secret", scorer=engine)
         async with running(engine), listening(app) as url, attached(url) as remote:
             teacher: Scorer = remote
             expected = await engine.score(*ragged(), temperature=0.7)
@@ -169,7 +168,7 @@ def test_an_engine_that_is_lost_while_it_scores_is_an_error_at_once_and_its_next
         async def until_asked() -> None:
             routes = [
                 Route("/engine/v1/score", never, methods=["POST"]),
-                WebSocketRoute("/engine/v1/stream", partial(serve_stream, engine)),
+                WebSocketRoute("/engine/v1/stream", partial(relay_steps, engine)),
             ]
             async with listening(Starlette(routes=routes), port=port):
                 await asked.wait()
@@ -181,7 +180,7 @@ def test_an_engine_that_is_lost_while_it_scores_is_an_error_at_once_and_its_next
                     await remote.score(*ragged(), temperature=1.0)
                 await dying
                 waiting = tasks.create_task(remote.score(*ragged(), temperature=1.0))
-                async with listening(build_app(engine, serve_stream, token="secret", scorer=engine), port=port):
+                async with listening(build_app(engine, relay_steps, token="secret", scorer=engine), port=port):
                     assert len(await waiting) == sum(LENGTHS)
 
     asyncio.run(main())

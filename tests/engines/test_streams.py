@@ -10,7 +10,7 @@ import pytest
 from midflight.engines.streams import PATIENCE_SECONDS, ChunkStream, ChunkStreams, StepOutput
 from midflight.errors import EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, SamplingParams
+from midflight.types import Chunk, Finish, FinishReason
 
 LENGTH = Finish(FinishReason.LENGTH)
 
@@ -28,14 +28,16 @@ def step(token: int, *, version: int = 0, kv: int = 0, finish: Finish | None = N
 
 def opened(*, eager: bool) -> tuple[ChunkStreams, ChunkStream]:
     streams = ChunkStreams()
-    return streams, streams.open(1, GenerateRequest("r", (1,), 1, SamplingParams(), eager=eager))
+    stream = ChunkStream(eager=eager)
+    streams.open(1, stream)
+    return streams, stream
 
 
 async def arrivals(stream: ChunkStream) -> list[tuple[float, tuple[int, ...], int]]:
     """(time, tokens, version) of every chunk up to the last."""
     loop, found = asyncio.get_running_loop(), []
     while True:
-        chunk = await stream.next()
+        chunk = await anext(stream)
         found.append((round(loop.time(), 3), chunk.token_ids, chunk.version))
         if chunk.finish is not None:
             return found
@@ -82,10 +84,10 @@ def test_tokens_received_before_a_death_are_given_before_its_error() -> None:
         for token in range(3):
             streams.put(step(token))
         streams.fail(EngineUnavailable("gone"))
-        assert await stream.next() == Chunk((0, 1, 2), (-0.5,) * 3, 0, 0)
+        assert await anext(stream) == Chunk((0, 1, 2), (-0.5,) * 3, 0, 0)
         for _ in range(2):
             with pytest.raises(EngineUnavailable):
-                await stream.next()
+                await anext(stream)
 
     run_virtual(main())
 
@@ -94,6 +96,6 @@ def test_an_answer_that_ends_without_a_token_has_a_last_chunk() -> None:
     async def main() -> None:
         streams, stream = opened(eager=False)
         streams.put(StepOutput(version=4, finishes=((1, 0, LENGTH),)))
-        assert await stream.next() == Chunk((), (), 4, 4, LENGTH)
+        assert await anext(stream) == Chunk((), (), 4, 4, LENGTH)
 
     run_virtual(main())

@@ -4,8 +4,19 @@ import numpy as np
 import pytest
 from tests.engines.models import ask
 
-from midflight.engines.streams import ChunkStreams, StepOutput, TokenRow, Top
-from midflight.engines.wire import Abort, Step, Submit, decode_client_frames, decode_engine_frame, encode, pack_chunks, pack_step, step_rows
+from midflight.engines.streams import ChunkStream, ChunkStreams, StepOutput, TokenRow, Top
+from midflight.engines.wire import (
+    Abort,
+    StepFrame,
+    Submit,
+    decode_client_frames,
+    decode_engine_frame,
+    encode,
+    pack_chunks,
+    pack_step,
+    step_rows,
+    step_tops,
+)
 from midflight.errors import RequestRejected
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, Finish, FinishReason, Grammar, GrammarKind, Segment
@@ -30,21 +41,21 @@ TOPPED = StepOutput(
 TOPS = [((5, -0.5), (9, -1.0)), None, ((1, -0.25), (7, -2.5), (2, -3.0))]
 
 
-def carried(step: StepOutput) -> tuple[int, list[TokenRow], tuple[tuple[int, Finish], ...]]:
+def carried(step: StepOutput) -> tuple[int, list[TokenRow], list[Top], tuple[tuple[int, Finish], ...]]:
     """What the other side reads, by the client's numbers 1, 2, 3."""
     frame = decode_engine_frame(encode(pack_step(step, {11: 1, 12: 2, 13: 3})))
-    assert isinstance(frame, Step)
-    return frame.version, step_rows(frame), frame.finishes
+    assert isinstance(frame, StepFrame)
+    return frame.version, step_rows(frame), step_tops(frame), frame.finishes
 
 
-@pytest.mark.parametrize(("step", "tops"), [(PLAIN, [None, None, None]), (TOPPED, TOPS)])
+@pytest.mark.parametrize(("step", "tops"), [(PLAIN, []), (TOPPED, TOPS)])
 def test_a_step_arrives_as_it_left(step: StepOutput, tops: list[Top]) -> None:
-    rows = [(1, 5, -0.5, 2, tops[0]), (2, 6, -1.5, 3, tops[1]), (3, 7, -2.5, 3, tops[2])]
-    assert carried(step) == (3, rows, ((3, Finish(FinishReason.LENGTH)),))
+    rows = [(1, 5, -0.5, 2), (2, 6, -1.5, 3), (3, 7, -2.5, 3)]
+    assert carried(step) == (3, rows, tops, ((3, Finish(FinishReason.LENGTH)),))
 
 
 def test_an_empty_step_arrives_too() -> None:
-    assert carried(StepOutput(version=1)) == (1, [], ())
+    assert carried(StepOutput(version=1)) == (1, [], [], ())
 
 
 def test_alternatives_that_nobody_asked_for_take_no_byte() -> None:
@@ -54,7 +65,7 @@ def test_alternatives_that_nobody_asked_for_take_no_byte() -> None:
 def test_versions_told_at_the_end_travel_with_the_end_and_take_no_byte_elsewhere() -> None:
     end = Chunk((5, 6), (-0.5, -1.5), 3, 3, Finish(FinishReason.ABORT), attested=(Segment(2, 1, 0, 4), Segment(3, 1, 4, 7)))
     frame = decode_engine_frame(encode(pack_chunks([(4, end)], started=0, ended=0, num_running=1)))
-    assert isinstance(frame, Step) and frame.attested == ((4, end.attested),)
+    assert isinstance(frame, StepFrame) and frame.attested == ((4, end.attested),)
     assert b"attested" not in encode(pack_step(PLAIN, {11: 1, 12: 2, 13: 3}))
 
 
@@ -66,14 +77,16 @@ def test_chunks_arrive_as_they_left_several_of_one_request_too() -> None:
 
     async def main() -> None:
         streams = ChunkStreams()
-        one, two, three = (streams.open(number, ask(request_id=f"{number}")) for number in (1, 2, 3))
+        one, two, three = (ChunkStream(eager=True) for _ in range(3))
+        for number, stream in enumerate((one, two, three), start=1):
+            streams.open(number, stream)
         frame = pack_chunks([(1, first), (2, top), (1, last), (3, end)], started=1.0, ended=2.0, num_running=3)
         frame = decode_engine_frame(encode(frame))
-        assert isinstance(frame, Step) and (frame.started, frame.ended, frame.num_running) == (1.0, 2.0, 3)
-        streams.take(frame.version, step_rows(frame), finishes=frame.finishes)
-        assert await one.next() == Chunk((5, 6, 9), (-0.5, -1.5, -2.5), 3, 2, Finish(FinishReason.LENGTH))
-        assert await two.next() == top
-        assert await three.next() == end
+        assert isinstance(frame, StepFrame) and (frame.started, frame.ended, frame.num_running) == (1.0, 2.0, 3)
+        streams.take(frame.version, step_rows(frame), step_tops(frame), finishes=frame.finishes)
+        assert await anext(one) == Chunk((5, 6, 9), (-0.5, -1.5, -2.5), 3, 2, Finish(FinishReason.LENGTH))
+        assert await anext(two) == top
+        assert await anext(three) == end
 
     run_virtual(main())
 

@@ -19,7 +19,7 @@ from tests.engines.test_contract import attached, running
 
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.stream import serve_stream
+from midflight.engines.relay import relay_steps
 from midflight.run.launcher.one_engine import OneEngineSite
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.types import PauseMode
@@ -35,7 +35,7 @@ async def alone(engine: EmbeddedEngine, folder: Path, *, token: str | None = "se
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         site = OneEngineSite(Config(), folder, listener, url=url, token=token, ready=lambda url: ready.set())
         async with running(engine), asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(site.serve(engine, serve_stream, scorer=engine))
+            task = tasks.create_task(site.serve(engine, relay_steps, scorer=engine))
             await ready.wait()
             try:
                 yield url

@@ -1,4 +1,12 @@
-"""The engine's end of the multiplexed wire: what its requests get in one moment is one frame."""
+"""The engine's end of the multiplexed wire: what its requests get in one moment is one frame.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `_Line.serve` (one each client) | frames of the client | the next | the client; its leaving ends it |
+| `Outbox.drain` | frames to the client | the next | the engine's steps; the engine's end ends it |
+| `_ChunkLine._read` (one each request) | chunks of any engine | the next | the engine; an abort, which cancels it |
+| `_StepLine._compile` (one each request with a grammar) | nothing | the grammar | the thread that compiles it; an abort, which cancels it |
+"""
 
 from __future__ import annotations
 
@@ -12,14 +20,31 @@ from typing import Protocol
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from midflight.engines.wire import Abort, EngineFrame, Hello, Rejected, Submit, can_carry, decode_client_frames, encode, pack_chunks
+from midflight.engines.streams import Outlet, StepOutput
+from midflight.engines.wire import (
+    Abort,
+    EngineFrame,
+    Hello,
+    Rejected,
+    Submit,
+    can_carry,
+    decode_client_frames,
+    encode,
+    pack_chunks,
+    pack_step,
+)
 from midflight.errors import EngineUnavailable, MidflightError, Overloaded, RequestRejected
 from midflight.ports import Engine
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Chunk, EngineHealth, GenerateRequest
 
+_MAX_FRAMES = 16_384
+"""Steps a client may lag behind; one that lags more is cut off, so that its frames do not fill the memory."""
+
 
 class ServedEngine(Engine, Protocol):
+    """What an engine needs beside its port to be served over the wire."""
+
     @property
     def tokenizer(self) -> Tokenizer: ...
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
@@ -31,18 +56,39 @@ class ServedEngine(Engine, Protocol):
         ...
 
 
-_MAX_FRAMES = 16_384
-"""Steps a client may lag behind; one that lags more is cut off, so that its frames do not fill the memory."""
+class SteppedEngine(ServedEngine, Protocol):
+    """An engine that gives out whole steps to outlets; see `EmbeddedEngine`."""
+
+    def open_outlet(self, outlet: Outlet) -> int: ...
+    def close_outlet(self, number: int, handles: frozenset[int]) -> None: ...
+    async def submit(self, request: GenerateRequest, *, outlet: int) -> int: ...
+    def abort_handles(self, handles: frozenset[int]) -> None: ...
+
+
+async def relay(engine: ServedEngine, socket: WebSocket) -> None:
+    """Serves one client of any engine, until the client leaves or lags too far behind, which closes the streams of its requests."""
+    await _ChunkLine(engine).serve(socket)
+
+
+async def relay_steps(engine: SteppedEngine, socket: WebSocket) -> None:
+    """The same for an engine of whole steps: each is one frame. Ends also when the engine does."""
+    line = _StepLine(engine)
+    try:
+        await line.serve(socket)
+    finally:
+        line.close()
 
 
 class Outbox:
+    """Frames on their way to one client of the wire."""
+
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
 
     def send(self, frame: EngineFrame) -> None:
-        """Nothing follows what was left out: a client that lagged is cut off after the frames before."""
+        """Sends a frame later. After a frame that found no room none is sent: the client is cut off after those before it."""
         if self._error is None and len(self._frames) >= _MAX_FRAMES:
             self.fail(EngineUnavailable(f"the client reads too slowly: {_MAX_FRAMES} frames wait. Attach again."))
         if self._error is None:
@@ -56,103 +102,145 @@ class Outbox:
         self.send(Rejected(handle, error.code, str(error), param, retry_after))
 
     def fail(self, error: Exception) -> None:
-        """The engine's end, told after the frames before it."""
+        """Tells the client the engine's end, after the frames before it."""
         self._error = error
         self._changed.set()
-
-    async def next(self) -> bytes:
-        """Waits for a frame or the engine's end; ended by the disconnection of the client."""
-        while not self._frames:
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            await self._changed.wait()
-        return self._frames.popleft()
 
     async def drain(self, socket: WebSocket) -> None:
         """Waits for frames; ended by the end of the engine, which closes the socket, or of the connection."""
         # Starlette raises RuntimeError when it sends on a socket that is closed already.
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            try:
-                while True:
-                    await socket.send_bytes(await self.next())
-            except EngineUnavailable as error:
-                await socket.close(code=1011, reason=str(error)[:100])
+            while self._frames or self._error is None:
+                while self._frames:
+                    await socket.send_bytes(self._frames.popleft())
+                self._changed.clear()
+                if self._error is None:
+                    await self._changed.wait()
+            await socket.close(code=1011, reason=str(self._error)[:100])
 
 
-async def relay(engine: ServedEngine, socket: WebSocket) -> None:
-    """Until the client leaves or lags too far behind, which closes the streams of its requests."""
-    await socket.accept()
-    client = _Client(engine)
-    async with asyncio.TaskGroup() as tasks:
-        sending = tasks.create_task(client.outbox.drain(socket))
-        # Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
-        with contextlib.suppress(WebSocketDisconnect, msgspec.DecodeError):
-            await client.receive_all(socket, tasks)
-        sending.cancel()
-        client.abort_all()
-
-
-class _Client:
-    """One client's requests, each read by a task of its own; their chunks gather until the event loop has been round once."""
+class _Line:
+    """The connection to one client, which numbers its requests."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.outbox = Outbox()
         self.outbox.send(Hello(engine.name, engine.capabilities))
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        """By the client's number, the requests for which something is awaited here."""
+
+    async def serve(self, socket: WebSocket) -> None:
+        """Waits for the client's frames, until it leaves, lags too far behind, or the engine ends."""
+        await socket.accept()
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(self.outbox.drain(socket))
+            # Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
+            with contextlib.suppress(WebSocketDisconnect, EngineUnavailable, msgspec.DecodeError):
+                while True:
+                    for frame in decode_client_frames(await socket.receive_bytes()):
+                        if isinstance(frame, Submit):
+                            await self.start(frame.handle, frame.request, tasks)
+                        elif frame.handle in self.tasks:
+                            self.tasks[frame.handle].cancel()
+                        else:
+                            self.abort(frame)
+            for task in (sending, *self.tasks.values()):
+                task.cancel()
+
+    async def start(self, number: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
+        raise NotImplementedError
+
+    def abort(self, frame: Abort) -> None:
+        """Of a request for which nothing is awaited here: one that has ended, unless the engine has it."""
+
+
+class _ChunkLine(_Line):
+    """Each request is read by a task of its own; their chunks gather until the event loop has been round once."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        super().__init__(engine)
         self._engine = engine
-        self._running: dict[int, asyncio.Task[None]] = {}
-        """By the client's number."""
         self._gathered: list[tuple[int, Chunk]] = []
         """Of one version, in order of arrival."""
         self._since = 0.0
         """When the work began whose tokens the next frame brings: at the last frame, or at the first request after a rest."""
 
-    async def receive_all(self, socket: WebSocket, tasks: asyncio.TaskGroup) -> None:
-        """Waits for the client's frames; ended by `WebSocketDisconnect`."""
-        while True:
-            for frame in decode_client_frames(await socket.receive_bytes()):
-                match frame:
-                    case Submit(handle=handle, request=request):
-                        self._start(handle, request, tasks)
-                    case Abort(handle=handle) if handle in self._running:
-                        self._running[handle].cancel()
-                    case Abort():
-                        pass
-
-    def abort_all(self) -> None:
-        for task in self._running.values():
-            task.cancel()
-
-    def _start(self, handle: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
-        if not self._running:
+    async def start(self, number: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
+        if not self.tasks:
             self._since = asyncio.get_running_loop().time()
-        task = self._running[handle] = tasks.create_task(self._read(handle, request))
-        task.add_done_callback(lambda _: self._running.pop(handle, None))
+        task = self.tasks[number] = tasks.create_task(self._read(number, request))
+        task.add_done_callback(lambda _: self.tasks.pop(number, None))
 
-    async def _read(self, handle: int, request: GenerateRequest) -> None:
+    async def _read(self, number: int, request: GenerateRequest) -> None:
         """Waits for the engine's chunks; ended by the last of them, an error, the client's abort or its disconnection."""
         try:
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    self._gather(handle, chunk)
+                    self._gather(number, chunk)
                     if chunk.finish is not None:
                         return
             raise EngineUnavailable("reading an engine's stream: it ended without a finish. Check the engine and its adapter.")
         except MidflightError as error:
             self._flush()
-            self.outbox.reject(handle, error)
+            self.outbox.reject(number, error)
 
-    def _gather(self, handle: int, chunk: Chunk) -> None:
+    def _gather(self, number: int, chunk: Chunk) -> None:
         if not can_carry(chunk):
             raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: it is malformed. Check the engine and its adapter.")
         if self._gathered and self._gathered[0][1].version != chunk.version:
             self._flush()
         if not self._gathered:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._gathered.append((handle, chunk))
+        self._gathered.append((number, chunk))
 
     def _flush(self) -> None:
         gathered, self._gathered = self._gathered, []
         if gathered:
             started, self._since = self._since, asyncio.get_running_loop().time()
-            self.outbox.send(pack_chunks(gathered, started=started, ended=self._since, num_running=len(self._running)))
+            self.outbox.send(pack_chunks(gathered, started=started, ended=self._since, num_running=len(self.tasks)))
+
+
+class _StepLine(_Line):
+    """An outlet: the engine has the requests, and gives whole steps. Outside requests have the client's numbers, inside handles."""
+
+    def __init__(self, engine: SteppedEngine) -> None:
+        super().__init__(engine)
+        self._engine = engine
+        self._outlet = engine.open_outlet(self)
+        self._numbers: dict[int, int] = {}
+        """The client's number of each live handle."""
+
+    def put(self, step: StepOutput) -> None:
+        self.outbox.send(pack_step(step, self._numbers))
+        for handle, _, _ in step.finishes:
+            self._numbers.pop(handle, None)
+        for handle, _, error in step.failures:
+            self.outbox.reject(self._numbers.pop(handle), error)
+
+    def fail(self, error: Exception) -> None:
+        self.outbox.fail(error)
+
+    def close(self) -> None:
+        self._engine.close_outlet(self._outlet, frozenset(self._numbers))
+
+    async def start(self, number: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
+        """A request with a grammar waits for it in a task of its own; any other is submitted at once."""
+        if request.sampling.grammar is None:
+            await self._submit(number, request)
+            return
+        task = self.tasks[number] = tasks.create_task(self._compile(number, request))
+        task.add_done_callback(lambda _: self.tasks.pop(number, None))
+
+    def abort(self, frame: Abort) -> None:
+        self._engine.abort_handles(frozenset(handle for handle, number in self._numbers.items() if number == frame.handle))
+
+    async def _compile(self, number: int, request: GenerateRequest) -> None:
+        """Waits for the grammar; ended by the client's abort or its disconnection. `Outbox.drain` tells the end of the engine."""
+        with contextlib.suppress(EngineUnavailable):
+            await self._submit(number, request)
+
+    async def _submit(self, number: int, request: GenerateRequest) -> None:
+        """Waits for what the engine's `submit` waits for. A refusal is an answer."""
+        try:
+            self._numbers[await self._engine.submit(request, outlet=self._outlet)] = number
+        except RequestRejected as error:
+            self.outbox.reject(number, error)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Callable
 from typing import TypeVar
 
 import aiohttp
@@ -19,9 +18,8 @@ from midflight.engines.wire import (
     STREAM_PATH,
     Abort,
     ClientFrame,
-    Hello,
     Rejected,
-    Step,
+    StepFrame,
     Submit,
     decode_engine_frame,
     decode_scores,
@@ -29,12 +27,12 @@ from midflight.engines.wire import (
     encode_rows,
     error_from,
     step_rows,
+    step_tops,
 )
 from midflight.errors import EngineError, EngineUnavailable, MidflightError
 from midflight.types import (
     Attestation,
     Capabilities,
-    Chunk,
     EngineHealth,
     Float32,
     GenerateRequest,
@@ -101,10 +99,21 @@ class RemoteEngine:
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest) -> _Answer:
-        """Sent when it is first iterated. Each wait is for a step of the engine, or for the loss of the connection, which raises
-        `EngineUnavailable`."""
-        return _Answer(request, next(self._counter), self._streams, self._send)
+    def generate(self, request: GenerateRequest) -> ChunkStream:
+        """Sends the request when it is first iterated, and aborts it when it is closed before its end. Each wait is for a step of the
+        engine, or for the loss of the connection, which raises `EngineUnavailable`."""
+        handle = next(self._counter)
+
+        def submit(stream: ChunkStream) -> None:
+            self._streams.open(handle, stream)
+            self._send(Submit(handle, request))
+
+        def abort() -> None:
+            if self._streams.close(handle):
+                with contextlib.suppress(EngineUnavailable):
+                    self._send(Abort(handle))
+
+        return ChunkStream(eager=request.eager, on_open=submit, on_close=abort)
 
     async def abort(self, request_id: str | None) -> None:
         await self._post("/abort", {"abort_all": True} if request_id is None else {"rid": request_id})
@@ -177,9 +186,9 @@ class RemoteEngine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 sending = tasks.create_task(_send_all(outbox, socket))
-                with contextlib.suppress(*_LOSSES):
-                    await self._receive_all(socket)
-                sending.cancel()
+                # In a task of its own, so that a frame does not pass through all the coroutines that wait for the connection's end.
+                receiving = tasks.create_task(self._receive_all(socket))
+                receiving.add_done_callback(lambda _: sending.cancel())
             raise error
         finally:
             self._outbox = None
@@ -187,23 +196,24 @@ class RemoteEngine:
             self._streams.fail(error)
 
     async def _receive_all(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Waits for frames of the engine; ended by the end of the connection."""
-        async for message in socket:
-            if message.type is not aiohttp.WSMsgType.BINARY:
-                continue
-            match decode_engine_frame(message.data):
-                case Hello() as hello:
-                    self._capabilities = hello.capabilities
-                    self._attached.set()
-                case Step() as frame:
+        """Waits for frames of the engine; ended by the end of the connection. What its loss means is for `_talk` to say."""
+        with contextlib.suppress(*_LOSSES):
+            async for message in socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    continue
+                frame = decode_engine_frame(message.data)
+                if isinstance(frame, StepFrame):
                     self._take_step(frame)
-                case Rejected() as rejected:
-                    error = error_from(rejected.code, rejected.message, rejected.param, rejected.retry_after_seconds)
-                    self._streams.reject(rejected.handle, error)
+                elif isinstance(frame, Rejected):
+                    self._streams.reject(frame.handle, error_from(frame.code, frame.message, frame.param, frame.retry_after_seconds))
+                else:
+                    self._capabilities = frame.capabilities
+                    self._attached.set()
 
-    def _take_step(self, frame: Step) -> None:
+    def _take_step(self, frame: StepFrame) -> None:
         rows = step_rows(frame)
-        self._streams.take(frame.version, rows, finishes=frame.finishes, attested=frame.attested)
+        tops = step_tops(frame) if frame.top_ids else ()
+        self._streams.take(frame.version, rows, tops, finishes=frame.finishes, attested=frame.attested)
         if frame.num_running:
             self._record(EngineStepped(self._name, frame.started, frame.ended, len(rows), frame.num_running))
 
@@ -219,44 +229,8 @@ class RemoteEngine:
         return EngineUnavailable(f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or wait for this one.")
 
 
-class _Answer:
-    """The chunks of one request. `aclose` aborts it if it has not ended."""
-
-    def __init__(self, request: GenerateRequest, handle: int, streams: ChunkStreams, send: Callable[[ClientFrame], None]) -> None:
-        self._request, self._handle, self._streams, self._send = request, handle, streams, send
-        self._stream: ChunkStream | None = None
-        self._closed = False
-
-    def __aiter__(self) -> _Answer:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._closed:
-            raise StopAsyncIteration
-        try:
-            if self._stream is None:
-                self._stream = self._streams.open(self._handle, self._request)
-                self._send(Submit(self._handle, self._request))
-            chunk = await self._stream.next()
-        except BaseException:
-            self._close()
-            raise
-        if chunk.finish is not None:
-            self._close()
-        return chunk
-
-    async def aclose(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        self._closed = True
-        if self._stream is not None and self._streams.close(self._handle, self._stream):
-            with contextlib.suppress(EngineUnavailable):
-                self._send(Abort(self._handle))
-
-
 async def _send_all(outbox: asyncio.Queue[ClientFrame], socket: aiohttp.ClientWebSocketResponse) -> None:
-    """Waits for frames to send; ended by its task group. What a lost connection means is for the receiver to say."""
+    """Waits for frames to send; ended when `_receive_all` has ended. What a lost connection means is for that to say."""
     with contextlib.suppress(*_LOSSES):
         while True:
             frames = [await outbox.get()]

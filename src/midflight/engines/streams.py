@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -12,25 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.errors import RequestRejected
-from midflight.types import Chunk, Finish, GenerateRequest, Segment, Version
+from midflight.types import Chunk, Finish, Segment, Version
 
 Ints = NDArray[np.int64]
-
-
-def _no_ints() -> Ints:
-    return np.empty(0, dtype=np.int64)
-
-
-def _no_floats() -> NDArray[np.float64]:
-    return np.empty(0)
-
-
-def _no_columns() -> Ints:
-    return np.empty((0, 0), dtype=np.int64)
-
-
-def _no_float_columns() -> NDArray[np.float64]:
-    return np.empty((0, 0))
+PATIENCE_SECONDS = 0.05
+"""How long tokens may gather for a caller that is not eager. If the engine dies, the caller loses no more than that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,15 +28,15 @@ class StepOutput:
     """
 
     version: Version
-    handles: Ints = field(default_factory=_no_ints)
-    token_ids: Ints = field(default_factory=_no_ints)
-    logprobs: NDArray[np.float64] = field(default_factory=_no_floats)
-    kv_versions: Ints = field(default_factory=_no_ints)
-    top_ids: Ints = field(default_factory=_no_columns)
+    handles: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    token_ids: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    kv_versions: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    top_ids: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1; W is 0 where nobody asks."""
-    top_logprobs: NDArray[np.float64] = field(default_factory=_no_float_columns)
+    top_logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """[R, W]"""
-    outlets: Ints = field(default_factory=_no_ints)
+    outlets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     finishes: tuple[tuple[int, int, Finish], ...] = ()
     """(handle, outlet, how it ended)"""
     failures: tuple[tuple[int, int, RequestRejected], ...] = ()
@@ -61,9 +48,7 @@ class StepOutput:
     num_running: int = 0
 
     def for_outlet(self, outlet: int) -> StepOutput:
-        """The part of one outlet."""
-        if len(self.touched) == 1:
-            return self
+        """The part of one outlet of several."""
         rows = np.flatnonzero(self.outlets == outlet)
         top_ids = self.top_ids[rows] if self.top_ids.size else self.top_ids
         width = int((top_ids >= 0).sum(1).max(initial=0))
@@ -84,11 +69,23 @@ class StepOutput:
             num_running=self.num_running,
         )
 
+    def rows(self) -> list[TokenRow]:
+        columns = (self.handles, self.token_ids, self.logprobs, self.kv_versions)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def tops(self) -> list[Top]:
+        """The alternatives of each row; empty where nobody asks. A row that asked has one at least, the sampled token."""
+        if not self.top_ids.size:
+            return []
+        pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+        rows = [tuple((i, p) for i, p in zip(*row, strict=True) if i >= 0) for row in pairs]
+        return [row or None for row in rows]
+
 
 Top: TypeAlias = "tuple[tuple[int, float], ...] | None"
 """The likeliest (id, log-probability) at a token's position; `None` for a request that did not ask."""
-TokenRow: TypeAlias = tuple[int, int, float, int, Top]
-"""One token: the handle of its request, the id, its log-probability, the version of the oldest key, alternatives."""
+TokenRow: TypeAlias = tuple[int, int, float, int]
+"""One token: the handle of its request, the id, its log-probability, the version of the oldest key."""
 
 
 class Outlet(Protocol):
@@ -100,12 +97,8 @@ class Outlet(Protocol):
         ...
 
 
-PATIENCE_SECONDS = 0.05
-"""How long a caller that is not eager lets tokens gather. What an engine's death can cost it is no more than that."""
-
-
 @dataclass(slots=True)
-class _Part:
+class _Gathered:
     """Tokens of one version that wait for the caller."""
 
     version: Version
@@ -116,73 +109,100 @@ class _Part:
     finish: Finish | None = None
     attested: tuple[Segment, ...] = ()
 
-    def chunk(self) -> Chunk:
-        ids, logprobs, top = tuple(self.token_ids), tuple(self.logprobs), tuple(self.top_logprobs)
-        return Chunk(ids, logprobs, self.version, self.kv_version, self.finish, top, self.attested)
-
 
 class ChunkStream:
-    """The chunks of one request. Bounded by the request's own `max_tokens`.
+    """The chunks of one request, as an iterator that ends after a chunk with `finish`. Bounded by the request's own `max_tokens`.
 
     Tokens that come while nobody reads become one chunk. An eager caller is woken by each, another by the first, the last, and
     in between when tokens have gathered for `PATIENCE_SECONDS`.
     """
 
-    def __init__(self, *, eager: bool) -> None:
-        self._parts: deque[_Part] = deque()
+    def __init__(
+        self, *, eager: bool, on_open: Callable[[ChunkStream], None] | None = None, on_close: Callable[[], None] | None = None
+    ) -> None:
+        """`on_open` is called when the stream is first read; `on_close` once, when nobody will read it any more."""
+        self._gathered: deque[_Gathered] = deque()
         self._error: Exception | None = None
-        self._arrived = asyncio.Event()
-        self._at_once = True
-        self._eager = eager
+        self._ready = asyncio.Event()
+        """Set only while tokens or an error wait for the caller."""
+        self._eager, self._at_once = eager, True
         self._timer: asyncio.TimerHandle | None = None
+        self._on_open, self._on_close = on_open, on_close
+        self._closed = False
+
+    # --- For who brings the tokens -----------------------------------------------------------------------------------
 
     def add(self, token_id: int, logprob: float, *, version: Version, kv_version: Version, top: Top = None) -> None:
-        part = self._parts[-1] if self._parts else None
+        part = self._gathered[-1] if self._gathered else None
         if part is None or part.version != version or part.kv_version != kv_version:
-            part = _Part(version, kv_version)
-            self._parts.append(part)
+            part = _Gathered(version, kv_version)
+            self._gathered.append(part)
         part.token_ids.append(token_id)
         part.logprobs.append(logprob)
         if top is not None:
             part.top_logprobs.append(top)
         if self._at_once:
             self._at_once = self._eager
-            self._arrived.set()
+            self._ready.set()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._arrived.set)
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._ready.set)
 
     def end(self, version: Version, finish: Finish, *, attested: tuple[Segment, ...] = ()) -> None:
-        """The last word: it goes with the tokens before it."""
-        if not self._parts:
-            self._parts.append(_Part(version, version))
-        self._parts[-1].finish, self._parts[-1].attested = finish, attested
-        self._arrived.set()
+        """Marks the request as finished; the finish goes with the last tokens that still wait."""
+        if not self._gathered:
+            self._gathered.append(_Gathered(version, version))
+        self._gathered[-1].finish, self._gathered[-1].attested = finish, attested
+        self._ready.set()
 
     def fail(self, error: Exception) -> None:
-        """Comes after the tokens before it."""
+        """Raises `error` to the caller after the tokens before it."""
         self._error = error
-        self._arrived.set()
+        self._ready.set()
 
-    async def next(self) -> Chunk:
-        """Waits for a chunk, which the decode thread delivers, or for the engine's end, which raises `EngineUnavailable`."""
-        while not self._parts or not self._arrived.is_set():
-            if self._error is not None:
+    # --- For the caller ----------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> ChunkStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """Waits for a chunk, which the engine delivers, or for `fail`, whose error it raises."""
+        if self._closed:
+            raise self._error or StopAsyncIteration
+        try:
+            if self._on_open is not None:
+                opened, self._on_open = self._on_open, None
+                opened(self)
+            await self._ready.wait()
+            if not self._gathered and self._error is not None:
                 raise self._error
-            await self._arrived.wait()
-            if not self._parts:
-                self._arrived.clear()
-        chunk = self._parts.popleft().chunk()
-        if not self._parts:
-            self.rest()
-        return chunk
+        except BaseException:
+            self.close()
+            raise
+        part = self._gathered.popleft()
+        if part.finish is not None:
+            self.close()
+        elif not self._gathered:
+            if self._error is None:
+                self._ready.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        ids, logprobs, top = tuple(part.token_ids), tuple(part.logprobs), tuple(part.top_logprobs)
+        return Chunk(ids, logprobs, part.version, part.kv_version, part.finish, top, part.attested)
 
-    def rest(self) -> None:
-        """Nothing waits to be read, or nobody reads any more: no timer is left."""
-        if self._error is None:
-            self._arrived.clear()
+    async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the iteration; leaves no timer behind."""
+        if self._closed:
+            return
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._on_close is not None:
+            self._on_close()
 
 
 class ChunkStreams:
@@ -191,17 +211,16 @@ class ChunkStreams:
     def __init__(self) -> None:
         self._streams: dict[int, ChunkStream] = {}
 
-    def open(self, handle: int, request: GenerateRequest) -> ChunkStream:
-        stream = self._streams[handle] = ChunkStream(eager=request.eager)
-        return stream
+    def open(self, handle: int, stream: ChunkStream) -> None:
+        """From here on `stream` gets what the request of this handle gets."""
+        self._streams[handle] = stream
 
-    def close(self, handle: int, stream: ChunkStream) -> bool:
+    def close(self, handle: int) -> bool:
         """Whether the request had not ended."""
-        stream.rest()
         return self._streams.pop(handle, None) is not None
 
     def put(self, step: StepOutput) -> None:
-        self.take(step.version, _rows(step), finishes=[(h, f) for h, _, f in step.finishes])
+        self.take(step.version, step.rows(), step.tops(), finishes=[(h, f) for h, _, f in step.finishes])
         for handle, _, error in step.failures:
             self.reject(handle, error)
 
@@ -209,19 +228,22 @@ class ChunkStreams:
         self,
         version: Version,
         rows: Iterable[TokenRow],
+        tops: Sequence[Top],
         *,
         finishes: Iterable[tuple[int, Finish]],
-        attested: Iterable[tuple[int, tuple[Segment, ...]]] = (),
+        attested: Sequence[tuple[int, tuple[Segment, ...]]] = (),
     ) -> None:
-        """What a step did, by handle; of requests that were closed meanwhile nothing is kept."""
+        """Gives each request what a step did for it. What is for requests that were closed meanwhile is dropped.
+
+        `tops` has one entry for each row, or none where nobody asks for alternatives.
+        """
         streams = self._streams
-        for handle, token, logprob, kv, top in rows:
+        for (handle, token, logprob, kv), top in zip(rows, tops or itertools.repeat(None), strict=False):
             if (stream := streams.get(handle)) is not None:
                 stream.add(token, logprob, version=version, kv_version=kv, top=top)
-        spans = dict(attested)
         for handle, finish in finishes:
             if (stream := streams.pop(handle, None)) is not None:
-                stream.end(version, finish, attested=spans.get(handle, ()))
+                stream.end(version, finish, attested=dict(attested).get(handle, ()))
 
     def reject(self, handle: int, error: Exception) -> None:
         """Ends one request with an error; an unknown one has been closed meanwhile."""
@@ -233,26 +255,3 @@ class ChunkStreams:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
-
-
-def step_chunks(step: StepOutput, finishes: dict[int, Finish]) -> list[tuple[int, Chunk]]:
-    """One chunk per token, and one without tokens per request that ended without one. `finishes` is used up."""
-    chunks = [
-        (h, Chunk((token,), (logprob,), step.version, kv, finishes.pop(h, None), (top,) if top else ()))
-        for h, token, logprob, kv, top in _rows(step)
-    ]
-    return chunks + [(h, Chunk((), (), step.version, step.version, finish)) for h, finish in finishes.items()]
-
-
-def _rows(step: StepOutput) -> Iterable[TokenRow]:
-    columns = (step.handles, step.token_ids, step.logprobs, step.kv_versions)
-    return zip(*(column.tolist() for column in columns), _likeliest(step), strict=True)
-
-
-def _likeliest(step: StepOutput) -> list[Top]:
-    """The alternatives of each row. One that asked has one at least, the sampled token."""
-    if not step.top_ids.size:
-        return [None] * len(step.handles)
-    pairs = zip(step.top_ids.tolist(), step.top_logprobs.tolist(), strict=True)
-    rows = [tuple((i, p) for i, p in zip(*row, strict=True) if i >= 0) for row in pairs]
-    return [row or None for row in rows]

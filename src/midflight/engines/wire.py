@@ -1,17 +1,19 @@
 """The multiplexed wire between a gateway and an engine: one WebSocket per client, one message per decode step.
 
-Frames are msgpack. What is per token travels as raw little-endian arrays with one entry per token.
+Frames are msgpack. What is per token travels as one raw little-endian array of rows. Rows to score and their scores travel over HTTP:
+msgpack there, raw little-endian float32 back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from midflight.engines.streams import StepOutput, TokenRow
+from midflight.engines.streams import StepOutput, TokenRow, Top
 from midflight.errors import EngineError, EngineUnavailable, MidflightError, Overloaded, RequestRejected
 from midflight.types import Capabilities, Chunk, Finish, Float32, GenerateRequest, Int32, Segment, Version
 
@@ -19,6 +21,9 @@ PREFIX: Final = "/engine/v1"
 """Of the routes between rollout process and engine."""
 STREAM_PATH: Final = PREFIX + "/stream"
 _END_OF_INTS: Final = 2**31
+_ROW: Final = struct.Struct("<iifi")
+"""One token on the wire: the handle of its request, its id, its log-probability, the version of its oldest key."""
+_ROW_DTYPE: Final = np.dtype([("handle", "<i4"), ("token_id", "<i4"), ("logprob", "<f4"), ("kv_version", "<i4")])
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -41,18 +46,12 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     capabilities: Capabilities
 
 
-class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
+class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine."""
 
     version: Version
-    handles: bytes
-    """int32; one that occurs several times got several tokens, in this order"""
-    token_ids: bytes
-    """int32"""
-    logprobs: bytes
-    """float32"""
-    kv_versions: bytes
-    """int32"""
+    rows: bytes
+    """One `_ROW` for each token; a request that got several has them in this order."""
     finishes: tuple[tuple[int, Finish], ...]
     started: float
     ended: float
@@ -77,55 +76,45 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):
 
 
 ClientFrame = Submit | Abort
-EngineFrame = Hello | Step | Rejected
+EngineFrame = Hello | StepFrame | Rejected
 
 encode = msgspec.msgpack.Encoder().encode
-_client_decoder = msgspec.msgpack.Decoder(list[ClientFrame])
-_engine_decoder = msgspec.msgpack.Decoder(EngineFrame)
+decode_client_frames = msgspec.msgpack.Decoder(list[ClientFrame]).decode
+"""A message of a client holds all that it had to say at that moment."""
+decode_engine_frame = msgspec.msgpack.Decoder(EngineFrame).decode
 
 
-def decode_client_frames(data: bytes) -> list[ClientFrame]:
-    """A message of a client holds all that it had to say at that moment."""
-    return _client_decoder.decode(data)
-
-
-def decode_engine_frame(data: bytes) -> EngineFrame:
-    return _engine_decoder.decode(data)
-
-
-def pack_step(step: StepOutput, numbers: dict[int, int]) -> Step:
+def pack_step(step: StepOutput, numbers: dict[int, int]) -> StepFrame:
     """`numbers` gives the client's number of each of the engine's handles."""
-    return Step(
+    rows = np.empty(len(step.handles), dtype=_ROW_DTYPE)
+    rows["handle"] = list(map(numbers.__getitem__, step.handles.tolist()))
+    rows["token_id"], rows["logprob"], rows["kv_version"] = step.token_ids, step.logprobs, step.kv_versions
+    return StepFrame(
         version=step.version,
-        handles=np.array([numbers[h] for h in step.handles.tolist()], dtype="<i4").tobytes(),
-        token_ids=step.token_ids.astype("<i4").tobytes(),
-        logprobs=step.logprobs.astype("<f4").tobytes(),
-        kv_versions=step.kv_versions.astype("<i4").tobytes(),
-        finishes=tuple((numbers[h], finish) for h, _, finish in step.finishes),
+        rows=rows.tobytes(),
+        finishes=tuple([(numbers[h], finish) for h, _, finish in step.finishes]) if step.finishes else (),
         started=step.started,
         ended=step.ended,
         num_running=step.num_running,
-        top_ids=step.top_ids.astype("<i4").tobytes(),
-        top_logprobs=step.top_logprobs.astype("<f4").tobytes(),
+        top_ids=step.top_ids.astype("<i4").tobytes() if step.top_ids.size else b"",
+        top_logprobs=step.top_logprobs.astype("<f4").tobytes() if step.top_ids.size else b"",
     )
 
 
-def pack_chunks(chunks: Sequence[tuple[int, Chunk]], *, started: float, ended: float, num_running: int) -> Step:
+def pack_chunks(chunks: Sequence[tuple[int, Chunk]], *, started: float, ended: float, num_running: int) -> StepFrame:
     """Chunks of one version, each with its client's number. A number may occur several times; its chunks are in order."""
+    rows = [(h, i, p, c.kv_version) for h, c in chunks for i, p in zip(c.token_ids, c.logprobs, strict=True)]
     width = max((len(top) for _, c in chunks for top in c.top_logprobs), default=0)
     tops = [_widened(top, width) for _, c in chunks for top in c.top_logprobs or ((),) * len(c.token_ids)] if width else []
-    return Step(
+    return StepFrame(
         version=chunks[0][1].version,
-        handles=_int_column(h for h, c in chunks for _ in c.token_ids),
-        token_ids=_int_column(i for _, c in chunks for i in c.token_ids),
-        logprobs=_float_column(p for _, c in chunks for p in c.logprobs),
-        kv_versions=_int_column(c.kv_version for _, c in chunks for _ in c.token_ids),
+        rows=np.array(rows, dtype=_ROW_DTYPE).tobytes(),
         finishes=tuple((h, c.finish) for h, c in chunks if c.finish is not None),
         started=started,
         ended=ended,
         num_running=num_running,
-        top_ids=_int_column(i for top in tops for i, _ in top),
-        top_logprobs=_float_column(p for top in tops for _, p in top),
+        top_ids=np.fromiter((i for top in tops for i, _ in top), dtype="<i4").tobytes(),
+        top_logprobs=np.fromiter((p for top in tops for _, p in top), dtype="<f4").tobytes(),
         attested=tuple((h, c.attested) for h, c in chunks if c.attested),
     )
 
@@ -139,36 +128,23 @@ def can_carry(chunk: Chunk) -> bool:
     return aligned and all(0 <= i < _END_OF_INTS for i in (*ints, *spans))
 
 
-def step_rows(frame: Step) -> list[TokenRow]:
-    """(handle, token, log-probability, version of its oldest key, alternatives) of each token, without arrays between."""
-    handles, tokens, kv = (_ints(column) for column in (frame.handles, frame.token_ids, frame.kv_versions))
-    logprobs = _floats(frame.logprobs)
+def step_rows(frame: StepFrame) -> list[TokenRow]:
+    """(handle, token, log-probability, version of its oldest key) of each token."""
+    return list(_ROW.iter_unpack(frame.rows))
+
+
+def step_tops(frame: StepFrame) -> list[Top]:
+    """The alternatives of each token; empty where nobody asks."""
     if not frame.top_ids:
-        return [(h, t, p, k, None) for h, t, p, k in zip(handles, tokens, logprobs, kv, strict=True)]
-    pairs = list(zip(_ints(frame.top_ids), _floats(frame.top_logprobs), strict=True))
-    width = len(pairs) // len(handles)
-    tops = [tuple(pair for pair in pairs[at : at + width] if pair[0] >= 0) or None for at in range(0, len(pairs), width)]
-    return list(zip(handles, tokens, logprobs, kv, tops, strict=True))
+        return []
+    ids, logprobs = np.frombuffer(frame.top_ids, dtype="<i4").tolist(), np.frombuffer(frame.top_logprobs, dtype="<f4").tolist()
+    pairs = list(zip(ids, logprobs, strict=True))
+    width = len(pairs) * _ROW.size // len(frame.rows)
+    return [tuple(pair for pair in pairs[at : at + width] if pair[0] >= 0) or None for at in range(0, len(pairs), width)]
 
 
 def _widened(top: tuple[tuple[int, float], ...], width: int) -> tuple[tuple[int, float], ...]:
     return top + ((-1, 0.0),) * (width - len(top))
-
-
-def _int_column(values: Iterable[int]) -> bytes:
-    return np.fromiter(values, dtype="<i4").tobytes()
-
-
-def _float_column(values: Iterable[float]) -> bytes:
-    return np.fromiter(values, dtype="<f4").tobytes()
-
-
-def _ints(column: bytes) -> list[int]:
-    return np.frombuffer(column, dtype="<i4").tolist()
-
-
-def _floats(column: bytes) -> list[float]:
-    return np.frombuffer(column, dtype="<f4").tolist()
 
 
 def error_from(code: str, message: str, param: str | None, retry_after_seconds: int | None = None) -> MidflightError:

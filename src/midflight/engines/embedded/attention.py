@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -23,21 +24,18 @@ class KvCache:
 
     def __init__(self, *, max_slots: int, max_context: int) -> None:
         self._max_slots, self._max_context = max_slots, max_context
-        self._slots, self._context = 0, 0
+        self._slots = 0
+        self.context = 0
+        """Positions a slot has room for now."""
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
-    @property
-    def context(self) -> int:
-        """Positions a slot has room for now."""
-        return self._context
-
     def reserve(self, *, slots: int, context: int) -> None:
         """Makes room for `slots` sequences of `context` tokens."""
-        if slots <= self._slots and context <= self._context:
+        if slots <= self._slots and context <= self.context:
             return
         self._slots = max(self._slots, min(self._max_slots, max(slots, 2 * self._slots)))
-        self._context = max(self._context, min(self._max_context, max(context, 2 * self._context, 32)))
+        self.context = max(self.context, min(self._max_context, max(context, 2 * self.context, 32)))
         for tensors in (self._keys, self._values):
             for layer, old in tensors.items():
                 tensors[layer] = self._grown(old)
@@ -60,11 +58,11 @@ class KvCache:
                 cache[targets, :, :length] = cache[sources, :, :length]
 
     def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._slots, like.shape[0], self._context, like.shape[-1])
+        return like.new_zeros(self._slots, like.shape[0], self.context, like.shape[-1])
 
     def _grown(self, old: Tensor) -> Tensor:
         slots, heads, context, size = old.shape
-        new = old.new_zeros(self._slots, heads, self._context, size)
+        new = old.new_zeros(self._slots, heads, self.context, size)
         new[:slots, :, :context] = old
         return new
 
@@ -77,49 +75,53 @@ def slot_rows(slots: Tensor, positions: Tensor, *, num_heads: int, context: int)
 
 ATTENTION: Final = "midflight_slots"
 """Name under which `transformers` finds `slot_attention`."""
+_UNKNOWN: Final = ("softcap", "s_aux")
+"""Options that change the attention weights themselves; ignoring one would serve another model."""
 
 
+@dataclass(slots=True, eq=False)
 class Bucket:
     """Sequences [b] of about equal query length, attended together as [b, Q] queries over [b, K] keys.
 
-    Its tokens are [start, end) of the flattened step. Only queries are padded here; linear layers never see padding.
+    Its tokens are [start, end) of the flattened step. Only queries are padded here; linear layers never see padding. `rows` and
+    `picks` are `None` where the queries are the tokens in order.
     """
 
-    def __init__(
-        self, slots: Tensor | slice, positions: Tensor, *, start: int, end: int, num_keys: int, rows: Tensor | None, picks: Tensor | None
-    ) -> None:
-        """`positions` [b, Q] of the queries. `rows` [b * Q]: the token (from `start`) of each query; `picks` [end - start]: the query of each token.
-
-        Both are `None` where the queries are the tokens in order.
-        """
-        self.slots, self.positions, self.rows, self.picks = slots, positions, rows, picks
-        self.start, self.end, self.num_keys = start, end, num_keys
-        self._masks: dict[int | None, Tensor] = {}
+    slots: Tensor | slice
+    positions: Tensor
+    """[b, Q] of the queries."""
+    start: int
+    end: int
+    num_keys: int
+    rows: Tensor | None = None
+    """[b * Q] the token (from `start`) of each query."""
+    picks: Tensor | None = None
+    """[end - start] the query of each token."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
+    """By window, made by the first layer of a step that asks for it."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[b, 1, Q, K]: 0 where a query may look (keys up to its own position, at most `window` of them), -inf elsewhere; made once per step."""
-        if window not in self._masks:
-            keys = torch.arange(self.num_keys, device=self.positions.device)
-            hidden = keys > self.positions[..., None]
-            if window is not None:
-                hidden |= keys <= self.positions[..., None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self._masks[window] = mask[:, None]
-        return self._masks[window]
+        """[b, 1, Q, K]: 0 where a query may look (keys up to its own position, at most `window` of them), -inf elsewhere."""
+        keys = torch.arange(self.num_keys, device=self.positions.device)
+        hidden = keys > self.positions[..., None]
+        if window is not None:
+            hidden |= keys <= self.positions[..., None] - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return mask[:, None]
 
 
-class StepTokens:
+@dataclass(slots=True, eq=False)
+class StepPlaces:
     """Where the N tokens of a step live, and how they attend; the same for all layers."""
 
-    def __init__(self, cache: KvCache, *, slots: Tensor, positions: Tensor, buckets: list[Bucket]) -> None:
-        self.cache, self.buckets = cache, buckets
-        self._slots, self._positions = slots, positions
-        self._rows: dict[int, Tensor] = {}
-
-    def rows(self, num_heads: int) -> Tensor:
-        if num_heads not in self._rows:
-            self._rows[num_heads] = slot_rows(self._slots, self._positions, num_heads=num_heads, context=self.cache.context)
-        return self._rows[num_heads]
+    cache: KvCache
+    slots: Tensor
+    """[N]"""
+    positions: Tensor
+    """[N]"""
+    buckets: list[Bucket]
+    rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """For `KvCache.write`, by the number of key heads, made by the first layer of a step that has so many."""
 
 
 def slot_attention(
@@ -130,7 +132,7 @@ def slot_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    midflight_step: StepTokens | None = None,
+    midflight_step: StepPlaces | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Query, key and value are [1, heads, N, D] over the flattened tokens of a step; returns [1, N, heads, D].
@@ -139,20 +141,29 @@ def slot_attention(
     """
     if midflight_step is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options)  # pyright: ignore[reportArgumentType]
-    _refuse(options)
+    for name in _UNKNOWN:
+        if options.get(name) is not None:
+            raise NotSupported(
+                f"running the model: its attention uses {name!r}, which the embedded engine does not compute. Use another model or engine."
+            )
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
-    step = midflight_step
-    step.cache.write(layer, key[0], value[0], rows=step.rows(key.shape[1]))
-    queries = query[0].transpose(0, 1)
-    outputs = [_attend(queries[b.start : b.end], layer, step, b, scaling=scaling, window=sliding_window) for b in step.buckets]
+    step, num_heads = midflight_step, key.shape[1]
+    if num_heads not in step.rows:
+        step.rows[num_heads] = slot_rows(step.slots, step.positions, num_heads=num_heads, context=step.cache.context)
+    step.cache.write(layer, key[0], value[0], rows=step.rows[num_heads])
+    queries, outputs = query[0].transpose(0, 1), list[Tensor]()
+    for bucket in step.buckets:
+        outputs.append(_attend(queries[bucket.start : bucket.end], layer, step.cache, bucket, scaling=scaling, window=sliding_window))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
-def _attend(queries: Tensor, layer: int, step: StepTokens, bucket: Bucket, *, scaling: float | None, window: int | None) -> Tensor:
+def _attend(queries: Tensor, layer: int, cache: KvCache, bucket: Bucket, *, scaling: float | None, window: int | None) -> Tensor:
     if bucket.rows is not None:
         queries = queries[bucket.rows]
-    keys, values = step.cache.read(layer, bucket.slots, length=bucket.num_keys)
-    mask = bucket.mask(window, queries.dtype)
+    if window not in bucket.masks:
+        bucket.masks[window] = bucket.mask(window, queries.dtype)
+    keys, values = cache.read(layer, bucket.slots, length=bucket.num_keys)
+    mask = bucket.masks[window]
     num, length = bucket.positions.shape
     heads, kv_heads = queries.shape[1], keys.shape[1]
     if length == 1:
@@ -165,15 +176,6 @@ def _attend(queries: Tensor, layer: int, step: StepTokens, bucket: Bucket, *, sc
         out = scaled_dot_product_attention(split, keys, values, attn_mask=mask, scale=scaling, enable_gqa=heads != kv_heads)
         out = out.transpose(1, 2).reshape(num * length, heads, -1)
     return out if bucket.picks is None else out[bucket.picks]
-
-
-def _refuse(options: dict[str, object]) -> None:
-    """Attention variants that change the weights themselves; ignoring one would serve another model."""
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise NotSupported(
-                f"running the model: its attention uses {name!r}, which the embedded engine does not compute. Use another model or engine."
-            )
 
 
 AttentionInterface.register(ATTENTION, slot_attention)

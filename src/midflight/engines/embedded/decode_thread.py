@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.streams import StepOutput
 from midflight.errors import EngineUnavailable
 
 R = TypeVar("R")
+_Command: TypeAlias = tuple[Callable[[], Any], "Future[Any] | None"]
+"""What to do, and whom to tell the result."""
 
 
 class DecodeThread:
     """Runs commands between two steps, and steps while there is work. Commands may be posted from any thread, also before `run`."""
 
-    def __init__(self, scheduler: Scheduler, deliver: Callable[[StepOutput], None]) -> None:
-        self._scheduler, self._deliver = scheduler, deliver
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._changed = threading.Condition()
-        self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
+        self._commands: deque[_Command] = deque()
         self._quiet: list[Future[None]] = []
         self._ended: EngineUnavailable | None = None
 
@@ -41,14 +43,19 @@ class DecodeThread:
         self._append(lambda: self._quiet.append(future), None)
         return future
 
-    def run(self) -> None:
+    def run(self, deliver: Callable[[StepOutput], object]) -> None:
         """Waits for commands while there is no work; ended by `stop`. An error of a step ends it and is raised."""
         error = EngineUnavailable("the engine was stopped. Send the request to another engine.")
+        busy = False
         try:
-            while self._run_commands():
-                if self._scheduler.has_work():
-                    self._deliver(self._scheduler.step())
-                self._settle_quiet()
+            while (commands := self._next_commands(busy)) is not None:
+                for command, future in commands:
+                    _run(command, future)
+                if self._scheduler.has_work() if commands else busy:
+                    deliver(self._scheduler.step())
+                if self._quiet:
+                    self._settle_quiet()
+                busy = self._scheduler.has_work()
         except Exception as cause:
             error = EngineUnavailable(f"the decode loop crashed: {cause!r}. Restart the engine; requests may be resumed elsewhere.")
             error.__cause__ = cause
@@ -74,19 +81,18 @@ class DecodeThread:
             self._commands.append((command, future))
             self._changed.notify()
 
-    def _run_commands(self) -> bool:
-        """Runs what was posted, in order, after waiting for it if there is nothing else to do. False at the end."""
+    def _next_commands(self, busy: bool) -> Sequence[_Command] | None:
+        """What was posted, in order; waits for it unless there is other work. `None` at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._commands or self._scheduler.has_work())
+            while not (busy or self._commands or self._ended is not None):
+                self._changed.wait()
             if self._ended is not None:
-                return False
+                return None
             commands, self._commands = self._commands, deque()
-        for command, future in commands:
-            _run(command, future)
-        return True
+            return commands
 
     def _settle_quiet(self) -> None:
-        if self._quiet and (self._scheduler.is_quiet() or self._scheduler.paused is None):
+        if self._scheduler.is_quiet() or self._scheduler.paused is None:
             waiting, self._quiet = self._quiet, []
             for future in waiting:
                 if future.set_running_or_notify_cancel():

@@ -19,7 +19,7 @@ from midflight.engines.embedded.runner import Runner, portions, token_logprobs
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights
-from midflight.engines.streams import ChunkStreams, Outlet, StepOutput, step_chunks
+from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput
 from midflight.engines.validation import check_request, check_rows
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import WeightReceiver
@@ -48,8 +48,8 @@ _LOCAL = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """A finished generation; the tuples have the length of `token_ids`."""
+class Generated:
+    """What `generate_all` gives for one request; the tuples have the length of `token_ids`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -89,8 +89,8 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(
             runner, max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context, version=version
         )
-        self._thread = DecodeThread(self._scheduler, self._deliver)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = DecodeThread(self._scheduler)
+        self._runs = False
         self._counter = itertools.count(1)
         self._live: dict[int, str] = {}
         """Request id by handle, of requests that have not ended."""
@@ -118,10 +118,11 @@ class EmbeddedEngine:
 
     async def run(self) -> None:
         """Decodes until cancelled. A crash of the decode loop ends every open request with `EngineUnavailable`, and this call too."""
-        self._loop = asyncio.get_running_loop()
+        self._runs = True
+        deliver = partial(asyncio.get_running_loop().call_soon_threadsafe, self._on_step)
         error = EngineUnavailable("the engine was stopped. Send the request to another engine.")
         try:
-            await asyncio.to_thread(self._thread.run)
+            await asyncio.to_thread(self._thread.run, deliver)
         except EngineUnavailable as crash:
             error = crash
             raise
@@ -134,19 +135,17 @@ class EmbeddedEngine:
     # --- Requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end; the first also for `prepared`."""
-        submission = await self.prepared(request, outlet=_LOCAL)
-        stream = self._local.open(submission.handle, request)
+        """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end; the first also for `submit`."""
+        handle = await self.submit(request, outlet=_LOCAL)
+        stream = ChunkStream(eager=request.eager)
+        self._local.open(handle, stream)
         try:
-            self.submit(submission)
-            while True:
-                chunk = await stream.next()
+            async for chunk in stream:
                 yield chunk
-                if chunk.finish is not None:
-                    return
         finally:
-            if self._local.close(submission.handle, stream):
-                self.abort_handles(frozenset({submission.handle}))
+            stream.close()
+            if self._local.close(handle):
+                self.abort_handles(frozenset({handle}))
 
     async def abort(self, request_id: str | None) -> None:
         self._compiling = {t: known for t, known in self._compiling.items() if request_id not in (None, known)}
@@ -155,7 +154,7 @@ class EmbeddedEngine:
             await asyncio.wrap_future(self._thread.call(lambda: self._scheduler.abort(handles)))
 
     def open_outlet(self, outlet: Outlet) -> int:
-        """Registers a receiver of whole steps; its number goes to `prepared`."""
+        """Registers a receiver of whole steps; its number goes to `submit`."""
         number = next(self._counter)
         self._outlets[number] = outlet
         return number
@@ -165,55 +164,52 @@ class EmbeddedEngine:
         self._outlets.pop(number, None)
         self.abort_handles(handles)
 
-    async def prepared(self, request: GenerateRequest, *, outlet: int) -> Submission:
-        """Checks a request, to be queued by `submit`. `RequestRejected` if it is not in order.
+    async def submit(self, request: GenerateRequest, *, outlet: int) -> int:
+        """Queues a request and returns its handle, which appears in the steps given to its outlet. `RequestRejected` if it is not in order.
 
         Waits only where it has a grammar: for those before it to be compiled, and for the thread that compiles it.
         """
         self._check(request)
         if request.sampling.grammar is None:
-            return self._submission(request, outlet)
-        ticket = next(self._counter)
-        self._compiling[ticket] = request.request_id
-        try:
-            async with self._one_compilation:
-                constraint = await asyncio.to_thread(self._constraint, request)
-            return self._submission(request, outlet, constraint, aborted=ticket not in self._compiling)
-        finally:
-            self._compiling.pop(ticket, None)
-
-    def submit(self, submission: Submission) -> None:
-        """Queues a prepared request; its handle appears in the steps given to its outlet."""
+            submission = self._submission(request, outlet)
+        else:
+            submission = await self._compiled(request, outlet)
         self._thread.post(lambda: self._scheduler.submit(submission))
-        self._live[submission.handle] = submission.request.request_id
+        self._live[submission.handle] = request.request_id
+        return submission.handle
 
     def abort_handles(self, handles: frozenset[int]) -> None:
         """Ends these requests without waiting for it."""
         with contextlib.suppress(EngineUnavailable):
             self._thread.post(lambda: self._scheduler.abort(handles))
 
-    def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Generates in the calling thread, where `run` does not: for warm starts and tests. In the order of `requests`.
 
         The error of a request whose grammar fails is raised when all others have ended.
         """
-        if self._loop is not None:
+        if self._runs:
             raise EngineError("generating inline: the engine's loop runs. Use `generate` while it does.")
         for request in requests:
             self._check(request)
         submissions = [self._submission(r, _LOCAL, self._constraint(r)) for r in requests]
         for submission in submissions:
             self._scheduler.submit(submission)
-        chunks: dict[int, list[Chunk]] = {s.handle: [] for s in submissions}
+        rows: dict[int, list[tuple[int, float, Version, Version]]] = {s.handle: [] for s in submissions}
+        tops: dict[int, list[tuple[tuple[int, float], ...]]] = {s.handle: [] for s in submissions}
+        finishes: dict[int, Finish] = {}
         failures: list[Exception] = []
         while self._scheduler.has_work():
             step = self._scheduler.step()
-            for handle, chunk in step_chunks(step, {h: f for h, _, f in step.finishes}):
-                chunks[handle].append(chunk)
+            for handle, token_id, logprob, kv_version in step.rows():
+                rows[handle].append((token_id, logprob, step.version, kv_version))
+            for handle, top in zip(step.handles.tolist(), step.tops(), strict=False):
+                tops[handle] += [top] if top else []
+            finishes.update((handle, finish) for handle, _, finish in step.finishes)
             failures += [error for _, _, error in step.failures]
         if failures:
             raise failures[0]
-        return [_joined(chunks[s.handle]) for s in submissions]
+        return [_generated(rows[s.handle], tuple(tops[s.handle]), finishes[s.handle]) for s in submissions]
 
     async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
         """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the decode thread.
@@ -300,6 +296,17 @@ class EmbeddedEngine:
 
     # --- Between the threads -----------------------------------------------------------------------------------------
 
+    async def _compiled(self, request: GenerateRequest, outlet: int) -> Submission:
+        """Waits for a grammar's turn and its compilation. An abort meanwhile is kept in the submission."""
+        ticket = next(self._counter)
+        self._compiling[ticket] = request.request_id
+        try:
+            async with self._one_compilation:
+                constraint = await asyncio.to_thread(self._constraint, request)
+            return self._submission(request, outlet, constraint, aborted=ticket not in self._compiling)
+        finally:
+            self._compiling.pop(ticket, None)
+
     def _check(self, request: GenerateRequest) -> None:
         check_request(request, vocab_size=self._capabilities.vocab_size, max_context=self._capabilities.max_context)
 
@@ -316,18 +323,15 @@ class EmbeddedEngine:
         ends = () if sampling.ignore_eos else tuple(sorted(self._tokenizer.eos_token_ids))
         return Submission(next(self._counter), outlet, request, (*ends, *sampling.stop_token_ids), matcher, constraint, aborted)
 
-    def _deliver(self, step: StepOutput) -> None:
-        """Called by the decode thread, once per step."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._on_step, step)
-
     def _on_step(self, step: StepOutput) -> None:
-        for handle, _, _ in (*step.finishes, *step.failures):
-            self._live.pop(handle, None)
+        """Called on the event loop, once per step."""
+        if step.finishes or step.failures:
+            for handle, _, _ in (*step.finishes, *step.failures):
+                self._live.pop(handle, None)
         for number in step.touched:
             outlet = self._outlets.get(number)
             if outlet is not None:
-                outlet.put(step.for_outlet(number))
+                outlet.put(step if len(step.touched) == 1 else step.for_outlet(number))
         if step.num_running:
             self._record(EngineStepped(self._name, step.started, step.ended, len(step.token_ids), step.num_running))
 
@@ -348,14 +352,8 @@ def _capabilities(model: PreTrainedModel, *, max_context: int, max_running: int)
     )
 
 
-def _joined(chunks: list[Chunk]) -> Generation:
-    finish = chunks[-1].finish
-    assert finish is not None
-    return Generation(
-        token_ids=tuple(t for c in chunks for t in c.token_ids),
-        logprobs=tuple(p for c in chunks for p in c.logprobs),
-        versions=tuple(c.version for c in chunks for _ in c.token_ids),
-        kv_versions=tuple(c.kv_version for c in chunks for _ in c.token_ids),
-        finish=finish,
-        top_logprobs=tuple(top for c in chunks for top in c.top_logprobs),
-    )
+def _generated(
+    rows: list[tuple[int, float, Version, Version]], top_logprobs: tuple[tuple[tuple[int, float], ...], ...], finish: Finish
+) -> Generated:
+    token_ids, logprobs, versions, kv_versions = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return Generated(token_ids, logprobs, versions, kv_versions, finish, top_logprobs)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.engines.embedded.attention import ATTENTION, Bucket, KvCache, StepTokens
+from midflight.engines.embedded.attention import ATTENTION, Bucket, KvCache, StepPlaces
 from midflight.types import Float32, Int32
 
 Ints = NDArray[np.int64]
@@ -28,6 +28,10 @@ class StepBatch:
     counts: Ints
     tokens: Ints
     """All tokens, flattened [N]."""
+    positions: Ints
+    """[N]"""
+    token_slots: Ints
+    """[N]"""
     wanted: NDArray[np.bool_]
     """Whether the logits of the sequence's last token are needed."""
 
@@ -47,21 +51,16 @@ class Runner:
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits [R, V] of the wanted sequences' last tokens; keys and values of all tokens are stored."""
         offsets = np.cumsum(batch.counts) - batch.counts
-        sequence = np.repeat(np.arange(len(batch.slots)), batch.counts)
-        positions = np.arange(len(batch.tokens)) - (offsets - batch.starts)[sequence]
-        self._cache.reserve(slots=int(batch.slots.max()) + 1, context=int(positions.max()) + 1)
-        positions_on = self._put(positions)
-        step = StepTokens(
-            self._cache, slots=self._put(batch.slots[sequence]), positions=positions_on, buckets=self._buckets(batch, offsets, positions)
-        )
+        self._cache.reserve(slots=int(batch.slots.max()) + 1, context=int(batch.positions.max()) + 1)
+        tokens, positions, slots = self._put(np.stack((batch.tokens, batch.positions, batch.token_slots))).unbind()
         last = (offsets + batch.counts - 1)[batch.wanted]
         out = self.model(
-            input_ids=self._put(batch.tokens)[None],
-            position_ids=positions_on[None],
+            input_ids=tokens[None],
+            position_ids=positions[None],
             attention_mask=self._no_mask,
             use_cache=False,
-            logits_to_keep=self._put(last),
-            midflight_step=step,
+            logits_to_keep=0 if len(last) == len(batch.tokens) else self._put(last),  # 0 is all
+            midflight_step=StepPlaces(self._cache, slots, positions, self._buckets(batch, offsets, positions, slots)),
         )
         return out.logits[0]
 
@@ -73,43 +72,48 @@ class Runner:
 
     def _probe(self) -> None:
         """A model whose attention cannot be served fails when it is loaded, not under a request."""
-        one = np.ones(1, dtype=np.int64)
-        self.forward(StepBatch(slots=one - 1, starts=one - 1, counts=one, tokens=one - 1, wanted=one == 1))
+        zero = np.zeros(1, dtype=np.int64)
+        self.forward(StepBatch(zero, zero, zero + 1, tokens=zero, positions=zero, token_slots=zero, wanted=zero == 0))
 
-    def _buckets(self, batch: StepBatch, offsets: Ints, positions: Ints) -> list[Bucket]:
-        """Single tokens in one bucket; longer chunks share one only where padding at most doubles them."""
-        buckets: list[Bucket] = []
-        classes = np.ceil(np.log2(batch.counts)).astype(np.int64)
-        edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
-        for first, last in itertools.pairwise(edges):
-            start, end = int(offsets[first]), int(offsets[last - 1] + batch.counts[last - 1])
-            part = slice(first, last)
-            make = self._single_bucket if batch.counts[first] == 1 else self._chunk_bucket
-            buckets.append(make(batch.slots[part], batch.counts[part], positions[start:end], start=start))
+    def _buckets(self, batch: StepBatch, offsets: Ints, positions: Tensor, slots: Tensor) -> list[Bucket]:
+        """Single tokens in one bucket; longer chunks share one only where padding at most doubles them.
+
+        `positions` and `slots` [N] of all tokens, on the device.
+        """
+        num_single = int(np.searchsorted(batch.counts, 1, side="right"))
+        buckets = [self._single_bucket(batch, num_single, positions, slots)] if num_single else []
+        if num_single < len(batch.counts):
+            classes = np.ceil(np.log2(batch.counts[num_single:])).astype(np.int64)
+            edges = num_single + np.flatnonzero(np.diff(classes)) + 1
+            for first, last in itertools.pairwise([num_single, *edges.tolist(), len(batch.counts)]):
+                start, end = int(offsets[first]), int(offsets[last - 1] + batch.counts[last - 1])
+                buckets.append(self._chunk_bucket(batch, slice(first, last), positions, start=start, end=end))
         return buckets
 
-    def _single_bucket(self, slots: Ints, counts: Ints, positions: Ints, *, start: int) -> Bucket:
+    def _single_bucket(self, batch: StepBatch, num: int, positions: Tensor, slots: Tensor) -> Bucket:
         """Where the slots are nearly a range, the whole range is read as a view: an idle row in it costs less than gathering all."""
-        num, low, high = len(slots), int(slots[0]), int(slots[-1]) + 1
-        common = {"start": start, "end": start + num, "num_keys": int(positions.max()) + 1}
-        if high - low > num + num // 2:
-            return Bucket(self._put(slots), self._put(positions)[:, None], rows=None, picks=None, **common)
-        if high - low == num:
-            return Bucket(slice(low, high), self._put(positions)[:, None], rows=None, picks=None, **common)
+        low, high = int(batch.slots[0]), int(batch.slots[num - 1]) + 1
+        num_keys = int(batch.positions[:num].max()) + 1
+        if high - low == num or high - low > num + num // 2:
+            where = slice(low, high) if high - low == num else slots[:num]
+            return Bucket(where, positions[:num, None], start=0, end=num, num_keys=num_keys)
         rows, padded = np.zeros(high - low, dtype=np.int64), np.zeros((high - low, 1), dtype=np.int64)
-        rows[slots - low], padded[slots - low, 0] = np.arange(num), positions
-        return Bucket(slice(low, high), self._put(padded), rows=self._put(rows), picks=self._put(slots - low), **common)
+        picks = batch.slots[:num] - low
+        rows[picks], padded[picks, 0] = np.arange(num), batch.positions[:num]
+        where = slice(low, high)
+        return Bucket(where, self._put(padded), start=0, end=num, num_keys=num_keys, rows=self._put(rows), picks=self._put(picks))
 
-    def _chunk_bucket(self, slots: Ints, counts: Ints, positions: Ints, *, start: int) -> Bucket:
-        num, longest = len(slots), int(counts[-1])
-        common = {"start": start, "end": start + len(positions), "num_keys": int(positions.max()) + 1}
+    def _chunk_bucket(self, batch: StepBatch, part: slice, positions: Tensor, *, start: int, end: int) -> Bucket:
+        counts, slots = batch.counts[part], self._put(batch.slots[part])
+        num, longest = len(counts), int(counts[-1])
+        num_keys = int(batch.positions[start:end].max()) + 1
         if counts[0] == longest:
-            return Bucket(self._put(slots), self._put(positions.reshape(num, longest)), rows=None, picks=None, **common)
+            return Bucket(slots, positions[start:end].reshape(num, longest), start=start, end=end, num_keys=num_keys)
         filled = np.arange(longest) < counts[:, None]
         rows, padded = np.zeros((num, longest), dtype=np.int64), np.zeros((num, longest), dtype=np.int64)
-        rows[filled], padded[filled] = np.arange(len(positions)), positions
-        picks = np.flatnonzero(filled)
-        return Bucket(self._put(slots), self._put(padded), rows=self._put(rows.reshape(-1)), picks=self._put(picks), **common)
+        rows[filled], padded[filled] = np.arange(end - start), batch.positions[start:end]
+        rows_on, picks = self._put(rows.reshape(-1)), self._put(np.flatnonzero(filled))
+        return Bucket(slots, self._put(padded), start=start, end=end, num_keys=num_keys, rows=rows_on, picks=picks)
 
     def _put(self, values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

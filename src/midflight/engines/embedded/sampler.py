@@ -10,6 +10,7 @@ Before temperature the logits are adjusted, in this order: penalties, bias, gram
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -107,7 +108,7 @@ def _on(values: NDArray[np.generic], like: Tensor) -> Tensor:
 
 
 def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
-    return _on(values, like)[:, None]
+    return torch.from_numpy(values).to(like.device)[:, None]
 
 
 def _signed(value: int) -> int:
@@ -133,8 +134,8 @@ class SamplingBatch:
     """The unsigned seed's bits."""
     positions: NDArray[np.int64]
     """Absolute index that the sampled token will have."""
-    suppressed: NDArray[np.int64]
-    """[R, W] ids that may not be sampled, padded with -1."""
+    suppressed: NDArray[np.int64] | None
+    """[R, W] ids that may not be sampled, padded with -1; `None`: none in any row."""
     penalties: Penalties | None = None
     biases: Biases | None = None
     masks: Masks | None = None
@@ -160,7 +161,15 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
 
     Temperature 0 is greedy, with all mass (log-probability 0) on the chosen token, which is then the only likely one.
     """
-    logits = _suppress(_adjusted(logits.double(), batch), batch.suppressed)
+    logits = logits.double()
+    if batch.penalties is not None:
+        logits = penalised(logits, batch.penalties)
+    if batch.biases is not None:
+        logits = biased(logits, batch.biases)
+    if batch.masks is not None:
+        logits = masked(logits, batch.masks)
+    if batch.suppressed is not None:
+        logits = _suppress(logits, batch.suppressed)
     greedy = batch.temperature == 0
     temperature = _column(np.where(greedy, 1.0, batch.temperature), logits)
     log_p = torch.log_softmax(logits / temperature, dim=-1)
@@ -174,16 +183,24 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         if batch.num_top is not None:
             log_p = torch.where(_column(greedy, logits), _certain(token_ids, like=log_p), log_p)
     logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
-    return Sampled(token_ids.cpu().numpy(), np.where(greedy, 0.0, logprobs), *_likeliest(log_p, batch.num_top))
+    top_ids, top_logprobs = (
+        _likeliest(log_p, batch.num_top) if batch.num_top is not None else (np.empty((len(log_p), 0), np.int64), np.empty((len(log_p), 0)))
+    )
+    return Sampled(token_ids.cpu().numpy(), np.where(greedy, 0.0, logprobs), top_ids, top_logprobs)
 
 
 def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
     """Noise [R, V] in float64: g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) + 1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA)."""
     key = torch.from_numpy(positions + 1).to(device) * _GAMMA + _mix(torch.from_numpy(seeds.copy()).to(device))
-    ids = torch.arange(1, vocab_size + 1, device=device) * _GAMMA
-    bits = _mix(_mix(key)[:, None] + ids)
+    bits = _mix(_mix(key)[:, None] + _strides(vocab_size, device))
     u = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
     return u.log_().neg_().log_().neg_()
+
+
+@cache
+def _strides(vocab_size: int, device: torch.device) -> Tensor:
+    """(j + 1) GAMMA of each id j."""
+    return torch.arange(1, vocab_size + 1, device=device) * _GAMMA
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -194,14 +211,6 @@ def _mix(z: Tensor) -> Tensor:
     z *= _MULTIPLIER_2
     z ^= (z >> 31) & (2**33 - 1)
     return z
-
-
-def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    if batch.penalties is not None:
-        logits = penalised(logits, batch.penalties)
-    if batch.biases is not None:
-        logits = biased(logits, batch.biases)
-    return logits if batch.masks is None else masked(logits, batch.masks)
 
 
 def _suppress(logits: Tensor, suppressed: NDArray[np.int64]) -> Tensor:
@@ -245,11 +254,11 @@ def _certain(token_ids: Tensor, *, like: Tensor) -> Tensor:
     return torch.full_like(like, -torch.inf).scatter_(-1, token_ids[:, None], 0.0)
 
 
-def _likeliest(log_p: Tensor, num_top: NDArray[np.int64] | None) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _likeliest(log_p: Tensor, num_top: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The `num_top` [R] likeliest ids of each row of [R, V] that are possible at all, and their log-probabilities."""
-    width = 0 if num_top is None else min(int(num_top.max(initial=0)), log_p.shape[-1])
+    width = min(int(num_top.max(initial=0)), log_p.shape[-1])
     ids, logprobs = np.full((len(log_p), width), -1), np.zeros((len(log_p), width))
-    if num_top is None or not width:
+    if not width:
         return ids, logprobs
     rows = np.flatnonzero(num_top)
     part = log_p[_on(rows, log_p)]

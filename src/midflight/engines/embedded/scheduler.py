@@ -56,13 +56,13 @@ class Scheduler:
         if self._finishes:
             return True
         if self.paused is None:
-            return bool(self._waiting) or self.num_running > 0
+            return bool(self._waiting) or self._table.num_active > 0
         return not self.is_quiet()
 
     def is_quiet(self) -> bool:
         """Whether the engine is paused and will produce no token until `resume`."""
         if self.paused is PauseMode.DRAIN:
-            return self.num_running == 0 and not self._may_admit()
+            return self._table.num_active == 0 and not self._may_admit()
         return self.paused is not None
 
     # --- Verbs from outside, between two steps -----------------------------------------------------------------------
@@ -116,13 +116,15 @@ class Scheduler:
     def step(self) -> StepOutput:
         """Runs one step if there is anything to run, and gives out what ended since the last."""
         started = time.monotonic()
-        batch = None if self.is_quiet() else self._schedule()
+        batch = None if self.paused is not None and self.is_quiet() else self._schedule()
         if batch is None:
             return self._flush(StepOutput(version=self.version, started=started, ended=time.monotonic()))
-        touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self.num_running
+        touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self._table.num_active
         logits = self._runner.forward(batch)
         self._mark_cached(batch)
-        slots, logits, masks = self._constrained(batch.slots[batch.wanted], logits)
+        slots, masks = batch.slots[batch.wanted], None
+        if self._table.constrained[slots].any():
+            slots, logits, masks = self._constrained(slots, logits)
         sampled = sample(logits, self._table.sampling(slots, masks)) if len(slots) else _nothing_sampled()
         kv_versions = self._postprocess(slots, sampled.token_ids)
         return self._flush(
@@ -144,8 +146,9 @@ class Scheduler:
 
     def _schedule(self) -> StepBatch | None:
         """Admits what fits, then decodes all and prefills in order of arrival, within the token budget."""
-        self._admit()
         table = self._table
+        if self._waiting or table.blocked.any():
+            self._admit()
         ready = np.flatnonzero(table.active & ~table.blocked)
         if not len(ready):
             return None
@@ -175,6 +178,8 @@ class Scheduler:
             starts=starts,
             counts=counts,
             tokens=table.tokens[slots[sequence], positions],
+            positions=positions,
+            token_slots=slots[sequence],
             wanted=starts + counts == table.length[slots],
         )
 
@@ -190,8 +195,6 @@ class Scheduler:
     def _constrained(self, slots: Ints, logits: Tensor) -> tuple[Ints, Tensor, Masks | None]:
         """What grammars allow. A request whose grammar allows nothing ends here, alone: the slots and logits [R, V] left are the others'."""
         rows = np.flatnonzero(self._table.constrained[slots])
-        if not len(rows):
-            return slots, logits, None
         kept, allowed = np.ones(len(slots), dtype=np.bool_), list[NDArray[np.bool_]]()
         for row in rows.tolist():
             try:
@@ -244,7 +247,7 @@ class Scheduler:
         copies: list[tuple[int, int, int]] = []
         for slot in np.flatnonzero(self._table.blocked).tolist():
             self._place(slot, copies)
-        while self._table.has_room() and self._may_admit():
+        while self._waiting and self._table.has_room() and self._may_admit():
             slot = self._table.admit(self._waiting.popleft())
             self._prompts.overwrite(slot)
             self._place(slot, copies)

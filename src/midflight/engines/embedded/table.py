@@ -62,11 +62,8 @@ class SlotTable:
         """Rows that need more than the arrays here say; a step in which there is none pays for none."""
         self.num_top = np.zeros(n, dtype=np.int64)
         self.submissions: list[Submission | None] = [None] * n
+        self.num_active = 0
         self._free = list(range(n))
-
-    @property
-    def num_active(self) -> int:
-        return len(self.submissions) - len(self._free)
 
     def has_room(self) -> bool:
         return bool(self._free)
@@ -74,6 +71,7 @@ class SlotTable:
     def admit(self, submission: Submission) -> int:
         """Takes the lowest free slot, so that running slots stay nearly a range."""
         slot = heapq.heappop(self._free)
+        self.num_active += 1
         request, sampling = submission.request, submission.request.sampling
         self.submissions[slot] = submission
         self.handles[slot], self.outlets[slot] = submission.handle, submission.outlet
@@ -97,6 +95,7 @@ class SlotTable:
         self.submissions[slot] = None
         self.active[slot] = self.blocked[slot] = self.leading[slot] = False
         heapq.heappush(self._free, slot)
+        self.num_active -= 1
         return submission
 
     def prompt(self, slot: int) -> tuple[int, ...]:
@@ -112,8 +111,8 @@ class SlotTable:
     def sampling(self, slots: Ints, masks: Masks | None = None) -> SamplingBatch:
         """How to sample the next token of each slot. Where a grammar leaves only ends of turn, it wins over `min_tokens`."""
         below = self.length[slots] < self.least[slots]
-        suppressed = np.where(below[:, None], self.stop_ids[slots], -1)
-        if masks is not None:
+        suppressed = np.where(below[:, None], self.stop_ids[slots], -1) if below.any() else None
+        if masks is not None and suppressed is not None:
             masks, nothing_else = masks.without(suppressed[masks.rows])
             suppressed[masks.rows[nothing_else]] = -1
         return SamplingBatch(

@@ -154,12 +154,10 @@ class ServerEngine:
         self._running[running] = None
         running.reading = self._tasks.create_task(self._read(running))
         try:
-            while True:
-                chunk = await running.stream.next()
+            async for chunk in running.stream:
                 yield chunk
-                if chunk.finish is not None:
-                    return
         finally:
+            running.stream.close()
             if not running.ended:
                 self._leave(running)
                 self._tell_abort(running)

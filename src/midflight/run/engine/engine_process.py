@@ -10,7 +10,7 @@ from midflight.config.derived import served_dtype
 from midflight.config.sections import Config
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.stream import serve_stream
+from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
 from midflight.run.messages import EngineSpec, Launcher, Ready
 from midflight.run.parts import serve_while
@@ -40,6 +40,6 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
     engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
-    app = build_app(engine, serve_stream, token=spec.token, scorer=engine)
+    app = build_app(engine, relay_steps, token=spec.token, scorer=engine)
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))

@@ -14,9 +14,8 @@ from starlette.websockets import WebSocket
 
 from midflight.config.sections import Config
 from midflight.engines.app import EngineRoutes
-from midflight.engines.embedded.stream import serve_stream
 from midflight.engines.metrics import EngineCollector
-from midflight.engines.relay import ServedEngine, relay
+from midflight.engines.relay import ServedEngine, relay, relay_steps
 from midflight.engines.servers.engine import ServerEngine
 from midflight.gateway.http.http import build_app
 from midflight.observe.prometheus import Metrics
@@ -43,7 +42,7 @@ async def serve_engine(config: Config, model: Path, *, host: str, port: int, tok
         site = OneEngineSite(config, model, listener, url=f"http://{host}:{listener.getsockname()[1]}", token=token, ready=ready)
         if config.engine.kind == "embedded":
             engine = await asyncio.to_thread(make_engine, config, model, name=NAME, version=0)
-            await serve_while(engine.run(), site.serve(engine, serve_stream, scorer=engine))
+            await serve_while(engine.run(), site.serve(engine, relay_steps, scorer=engine))
             return
 
         async def serve(engine: ServerEngine) -> None:
