@@ -98,12 +98,13 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def grammar_of(body: BaseModel, *, prefix: str = "") -> tuple[str, Grammar] | None:
     """The name of the field that says what the answer must match, and the grammar. Two such fields are refused."""
+    sent = body.model_fields_set
+    if sent.isdisjoint(_READERS):
+        return None
     found = [
         (prefix + name, grammar)
         for name, read in _READERS.items()
-        if name in body.model_fields_set
-        and (value := getattr(body, name, None)) is not None
-        and (grammar := read(value, prefix + name)) is not None
+        if name in sent and (value := getattr(body, name, None)) is not None and (grammar := read(value, prefix + name)) is not None
     ]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)

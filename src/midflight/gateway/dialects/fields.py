@@ -206,17 +206,17 @@ def _refuse_unknown(body: Body, *, prefix: str) -> None:
         if remedy:
             raise RequestRejected(f"{param} is not supported here: {remedy}.", param=param)
         raise RequestRejected(f"unknown field {param!r}: leave it out.{nearest(name, type(body).model_fields)}", param=param)
-    sent = body.model_fields_set
-    for name in (name for name in type(body).model_fields if name in sent):
-        for place, inner in _bodies(prefix + name, getattr(body, name)):
+    held = {name: value for name in body.model_fields_set if isinstance(value := getattr(body, name), (Body, list))}
+    for name in held if len(held) < 2 else [name for name in type(body).model_fields if name in held]:
+        for place, inner in _bodies(prefix + name, held[name]):
             _refuse_unknown(inner, prefix=f"{place}.")
 
 
-def _bodies(place: str, value: object) -> list[tuple[str, Body]]:
+def _bodies(place: str, value: Body | list[object]) -> list[tuple[str, Body]]:
     """The bodies that a field holds, with their places. Of a list only the first entry is looked at, because lists of ids are long."""
     if isinstance(value, Body):
         return [(place, value)]
-    if isinstance(value, list) and value and isinstance(value[0], Body):
+    if value and isinstance(value[0], Body):
         return [(f"{place}.{k}", item) for k, item in enumerate(cast("list[Body]", value))]
     return []
 
