@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from smoke import options_of
 
 from midflight.models.load import make_model
 from midflight.trainer.checkpoint import save_checkpoint, stage
@@ -30,16 +31,17 @@ SIZES = {"demo": (128, 384, 4, 262), "100 M": (768, 2048, 12, 16384)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None)
-    options = parser.parse_args()
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    options = options_of(parser, rounds=1, models=["demo"])
     print(
         "| model | MB | held by the whole save | held by the copy | ratio | write beside the steps | stall |\n|---|---|---|---|---|---|---|"
     )
-    for name, sizes in SIZES.items():
+    for name in options.models:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            print(row(name, trainer(*sizes), Path(folder), rounds=options.rounds))
+            print(row(name, trainer(*SIZES[name]), Path(folder), rounds=options.rounds))
 
 
 def trainer(width: int, inner: int, depth: int, vocabulary: int) -> Trainer:

@@ -30,6 +30,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from smoke import options_of
 from torch import Tensor, nn
 
 from midflight.models.load import make_model
@@ -46,11 +47,11 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4, 3e-4])
     parser.add_argument("--steps", type=int, default=8, help="published, after as many that let AdamW's averages settle")
     parser.add_argument("--pretrain", type=int, default=150)
-    options = parser.parse_args()
+    options = options_of(parser, rates=[1e-4], steps=3, pretrain=2)
     torch.manual_seed(0)
     model = make_model(vocab_size=512, hidden_size=256, intermediate_size=768, num_layers=6, num_heads=4, num_kv_heads=2, max_context=256, seed=0, dtype="float32")  # fmt: skip
     data = batches()

@@ -10,6 +10,7 @@ import argparse
 import time
 
 import torch
+from smoke import options_of
 from transformers import DynamicCache, PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
@@ -69,11 +70,12 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=8)
     parser.add_argument("--group", type=int, default=8, help="how often each prompt is asked")
     parser.add_argument("--seconds", type=float, default=2.0, help="time of each measurement")
-    options = parser.parse_args()
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32, 64], help="requests that are decoded together")
+    options = options_of(parser, seconds=0.05, running=[1, 8])
     torch.set_num_threads(1)
     tokenizer = Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END}))
     print(f"{'running':>8} {'engine tok/s':>13} {'bare tok/s':>11} {'ratio':>6}")
-    for running in (1, 8, 32, 64):
+    for running in options.running:
         asked = prompts(2 * running, group=options.group, length=options.prompt)
         engine = EmbeddedEngine(
             model(), tokenizer=tokenizer, name="bench", receiver=NoWeights(), record=unheard,

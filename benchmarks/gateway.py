@@ -22,11 +22,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+from smoke import options_of
 
 HERE = Path(__file__).parent
 UNGUARDED = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
@@ -56,7 +57,7 @@ class Side:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", type=Path, help="virtual environment with litellm[proxy] and sglang-router")
@@ -64,7 +65,8 @@ def main() -> None:
     parser.add_argument(
         "--step-us", type=int, default=0, help="pause of the trivial engine between steps: above 0 no token waits for another"
     )
-    options = parser.parse_args()
+    parser.add_argument("--pauses", type=float, nargs="+", default=[0.1, 1.0, 5.0], help="seconds of each pause")
+    options = options_of(parser, seconds=0.2, rounds=1, sessions=20, pauses=[0.05])
     with contextlib.ExitStack() as stack:
         sides = list(started(stack, options.peers, step_us=options.step_us))
         results: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
@@ -75,7 +77,7 @@ def main() -> None:
                         results[side.name, kind].append(measured(side, connections, options.seconds, stream=stream))
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
         report(sides, results)
-        asyncio.run(pauses(next(side for side in sides if side.name == "midflight")))
+        asyncio.run(pauses(next(side for side in sides if side.name == "midflight"), options.pauses))
     if options.sessions:
         subprocess.run([sys.executable, HERE / "gateway_memory.py", str(options.sessions)], check=True)
 
@@ -122,10 +124,10 @@ def peer_sides(stack: contextlib.ExitStack, peers: Path, upstream_port: int) -> 
 
 
 def measured(side: Side, connections: int, seconds: float, *, stream: bool) -> dict[str, float]:
-    command = [sys.executable, HERE / "gateway_load.py", str(side.port), str(connections), str(seconds)]
+    command = [sys.executable, HERE / "gateway_sides.py", "load", str(side.port), str(connections), str(seconds)]
     command += ["--stream"] * stream + (["--keys", str(side.keys)] if side.keys else [])
     before = side.cpu_seconds()
-    result = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     spent = side.cpu_seconds() - before
     per = "tokens_per_second" if stream else "rps"
     result["cpu_us"] = 1e6 * spent / max(1.0, result[per] * seconds)
@@ -155,7 +157,7 @@ def report(sides: list[Side], results: dict[tuple[str, str], list[dict[str, floa
             print(f"requests per second, midflight / {other.name}: {median(ours, '32', 'rps') / median(other, '32', 'rps'):.2f}")
 
 
-async def pauses(side: Side, *, clients: int = 64, pause_seconds: tuple[float, ...] = (0.1, 1.0, 5.0)) -> None:
+async def pauses(side: Side, pause_seconds: Sequence[float], *, clients: int = 64) -> None:
     """How long after `continue` a client that waits through a pause has its answer, beside an answer without a pause."""
     base = f"http://127.0.0.1:{side.port}"
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -189,7 +191,7 @@ async def pauses(side: Side, *, clients: int = 64, pause_seconds: tuple[float, .
 
 
 @contextlib.contextmanager
-def running(command: list[object], **options: object) -> Generator[subprocess.Popen[bytes]]:
+def running(command: Sequence[object], **options: object) -> Generator[subprocess.Popen[bytes]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **UNGUARDED}
     settings = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
     process = subprocess.Popen([str(part) for part in command], env=environment, start_new_session=True, **settings)  # type: ignore[call-overload]

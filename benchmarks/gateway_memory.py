@@ -1,23 +1,27 @@
-"""Memory of the gateway with many live sessions of 2 000 tokens over four turns: `python gateway_memory.py SESSIONS`."""
+"""Memory of the gateway with many live sessions of 2 000 tokens over four turns: `python gateway_memory.py [SESSIONS]`."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
+
+from smoke import options_of
 
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import Limits
 from midflight.gateway.sessions.call import Asked, CompletionCall, Messages
 from midflight.observe.prometheus import Metrics
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Chunk, Finish, FinishReason, GroupKey, RolloutKey, SamplingParams
+from midflight.types import Chunk, Finish, FinishReason, GroupKey, Json, RolloutKey, SamplingParams
 
 TURNS, PROMPT, ANSWER = 4, 247, 250
 """Per turn: 247 letters of the user, 250 tokens of answer, and the template's three marks."""
@@ -44,12 +48,12 @@ async def main(sessions: int) -> None:
         write_byte_tokenizer(Path(folder))
         tokenizer = Tokenizer.load(Path(folder))
     limits = Limits(max_context=8192, vocab_size=262)
-    gateway = Gateway(InstantGenerator(), tokenizer, Metrics(), model="policy", limits=limits, max_sessions=sessions)
+    gateway = Gateway(cast(Generator, InstantGenerator()), tokenizer, Metrics().apply, model="policy", limits=limits, max_sessions=sessions)
     empty, started = resident_mb(), time.process_time()
     for number in range(sessions):
         handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
-        messages: list[dict[str, object]] = []
+        messages: list[dict[str, Json]] = []
         for turn in range(TURNS):
             messages.append({"role": "user", "content": f"{number:06d}.{turn:02d}".ljust(PROMPT, "q")})
             call = CompletionCall(sources=(Messages(tuple(messages)),), asked=Asked(max_tokens=ANSWER))
@@ -65,4 +69,6 @@ async def main(sessions: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sessions", type=int, nargs="?", default=10_000)
+    asyncio.run(main(options_of(parser, sessions=20).sessions))

@@ -1,4 +1,4 @@
-"""The two ends of a handover, as `handover.py` runs them: a trainer in a process of its own, and an engine behind our wire.
+"""The two ends of a handover, as `handover.py` runs them: a trainer in a process of its own, and an engine behind our wire with its streams.
 
 The trainer's functions run in a `ProcessPoolExecutor` of one worker, so that what it does takes nothing from the streams but cores.
 """
@@ -9,12 +9,14 @@ import asyncio
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +30,10 @@ from midflight.engines.remote import RemoteEngine
 from midflight.engines.servers.http import ServerClient
 from midflight.models.load import make_model
 from midflight.models.names import named_tensors
+from midflight.ports import Engine
 from midflight.run.engine.companion import started
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
-from midflight.types import Version, WeightManifest
+from midflight.types import GenerateRequest, SamplingParams, Version, WeightManifest
 from midflight.types.facts import unheard
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher
@@ -40,6 +43,9 @@ PYTHONS = {
 }
 HEAD_DIM = 64
 T = TypeVar("T")
+PROMPT_TOKENS = 16
+Window = tuple[float, float]
+"""Beginning and end, on the clock of `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +115,13 @@ def timed(deed: Callable[[], T]) -> tuple[T, Cost]:
     return result, Cost(time.perf_counter() - began, time.thread_time() - cpu)
 
 
-_TRAINER: Trainer
+_trainer: Trainer
 """Of the worker process."""
 
 
 def begin(size: Size, folder: Path) -> None:
-    global _TRAINER
-    _TRAINER = Trainer(size, folder)
+    global _trainer
+    _trainer = Trainer(size, folder)
 
 
 class RemoteTrainer:
@@ -146,7 +152,62 @@ class RemoteTrainer:
 
 
 def _call(name: str, *given: object) -> object:
-    return getattr(_TRAINER, name)(*given)
+    return getattr(_trainer, name)(*given)
+
+
+# --- Streams ---------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def streaming(engine: Engine, num: int, *, max_tokens: int) -> AsyncGenerator[Streams]:
+    """`num` answers under way. They are aborted at the end; one that ends before is asked again."""
+    streams = Streams(num)
+    async with asyncio.TaskGroup() as tasks:
+        reading = [tasks.create_task(streams.read(engine, i, max_tokens=max_tokens)) for i in range(num)]
+        yield streams
+        for task in reading:
+            task.cancel()
+
+
+class Streams:
+    """`answers[stream]` are the times of the tokens of its answers; between answers there is no gap."""
+
+    def __init__(self, num: int) -> None:
+        self._answers: list[list[list[float]]] = [[] for _ in range(num)]
+        self._moved = asyncio.Event()
+
+    async def read(self, engine: Engine, number: int, *, max_tokens: int) -> None:
+        """One answer after the other, until cancelled."""
+        prompt = tuple((7 * number + i) % 256 for i in range(PROMPT_TOKENS))
+        sampling = SamplingParams(max_tokens=max_tokens - PROMPT_TOKENS, ignore_eos=True, seed=number)
+        while True:
+            self._answers[number].append([])
+            async with aclosing(engine.generate(GenerateRequest(str(number), prompt, PROMPT_TOKENS, sampling))) as chunks:  # pyright: ignore
+                async for _ in chunks:
+                    self._answers[number][-1].append(time.perf_counter())
+                    self._moved.set()
+
+    async def each_has(self, more: int) -> None:
+        """Waits until each stream has moved so many times more; ended by that, or by an error of a stream, which raises."""
+        goals = [count + more for count in self._counts()]
+        while any(count < goal for count, goal in zip(self._counts(), goals, strict=True)):
+            self._moved.clear()
+            await self._moved.wait()
+
+    def normal_gap(self, without: Window) -> float:
+        """Median of the gaps that do not touch the window."""
+        return statistics.median(b - a for gaps in self._gaps() for a, b in gaps if b < without[0] or a > without[1])
+
+    def largest_gap(self, window: Window) -> float:
+        """Of each stream the largest gap that touches the window; their median."""
+        largest = (max((b - a for a, b in gaps if b >= window[0] and a <= window[1]), default=None) for gaps in self._gaps())
+        return statistics.median(gap for gap in largest if gap is not None)
+
+    def _counts(self) -> list[int]:
+        return [sum(map(len, answers)) for answers in self._answers]
+
+    def _gaps(self) -> list[list[Window]]:
+        return [[gap for times in answers for gap in pairwise(times)] for answers in self._answers]
 
 
 # --- The engine ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ sys.path.insert(0, str(HERE))
 
 from learning_report import Result, read_results, report, write_docs  # noqa: E402
 from overlap_runs import cpu_seconds  # noqa: E402
+from smoke import SETTINGS, options_of  # noqa: E402
 
 from midflight.observe.journal import History, StepLine, read_journal  # noqa: E402
 from midflight.observe.memory import descendants  # noqa: E402
@@ -69,6 +70,8 @@ class Plan:
 def main() -> None:
     options = _options()
     results = options.resume_from or options.folder / "results.jsonl"
+    if options.smoke:
+        results.unlink(missing_ok=True)
     if results.exists() and options.resume_from is None:
         raise SystemExit(f"{results} holds runs already: go on with them by --resume-from {results}, or move the file away.")
     plans = _plans(options.seeds, options.only)
@@ -97,7 +100,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--write-docs", action="store_true", help="puts table and picture into docs/")
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
     parser.add_argument("--config", type=Path, default=HERE.parent / "configs" / "demo.toml")
-    return parser.parse_args()
+    parser.add_argument("--set", nargs="+", default=[], metavar="OPTION", help="of every run")
+    return options_of(parser, steps=2, seeds=[0], only=["async-1/default"], set=SETTINGS, folder=Path("runs/smoke/learning"))
 
 
 def _plans(seeds: Sequence[int], only: Sequence[str]) -> list[Plan]:
@@ -113,7 +117,7 @@ def _model(options: argparse.Namespace) -> Path:
     start = options.folder / "model" / "start"
     if not (start / "config.json").exists():
         print(f"making the model to start from in {start}", flush=True)
-        if _train(options.config, options.folder / "model", ("run.steps=1",)).wait():
+        if _train(options.config, options.folder / "model", ("run.steps=1", *options.set)).wait():
             raise SystemExit(f"the model was not made; see {options.folder / 'model' / 'output.txt'}")
     return start
 
@@ -144,7 +148,7 @@ def _run(options: argparse.Namespace, plan: Plan, model: Path | None) -> Result:
     mine = ("run.name=learning", f"run.steps={options.steps}", f"run.seed={plan.seed}", *CORRECTIONS[plan.correction])
     aged = AGED.get(plan.mode)
     mode, late = (MODES[plan.mode], 0.0) if aged is None else (_aged(aged), LATE_SECONDS * (aged + 1))
-    process = _train(options.config, folder, (*always, *mine, *mode), late=late)
+    process = _train(options.config, folder, (*always, *mine, *mode, *options.set), late=late)
     try:
         cpu = _cpu_readings(process)
     finally:
@@ -181,7 +185,8 @@ def _result(plan: Plan, folder: Path, cpu: Sequence[tuple[float, float]]) -> Res
     began, ended = _phase(history)
     # The journal's clock began when its last line, which is of the last evaluation, was written, less what that line says.
     origin = (folder / "metrics.jsonl").stat().st_mtime - history.evaluations[-1].seconds
-    used = np.interp([origin + began, origin + ended], *zip(*cpu, strict=True))
+    times, spent = zip(*cpu, strict=True)
+    used = np.interp([origin + began, origin + ended], times, spent)
     ages = _ages(history.steps)
     return Result(
         mode=plan.mode,

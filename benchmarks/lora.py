@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from smoke import options_of
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.weights import EngineWeights
@@ -19,19 +20,21 @@ from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import named_tensors
 from midflight.weights.transports.select import publisher, receiver
 
-SIZES = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "max_context": 256}  # fmt: skip
 RANKS = (None, 64, 16, 4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", type=int, default=9, help="versions handed over in each row; medians are told")
-    options = parser.parse_args()
+    options = options_of(parser, versions=2)
     print("| trained | numbers | bytes a version | share | publish s | stage s |")
     print("|---|---|---|---|---|---|")
     whole = 0
     for rank in RANKS:
-        model = make_model(**SIZES, seed=0, dtype="float32")
+        model = make_model(
+            vocab_size=16384, hidden_size=512, intermediate_size=1536, num_layers=8, num_heads=8, num_kv_heads=4, max_context=256,
+            seed=0, dtype="float32",
+        )  # fmt: skip
         if rank is not None:
             add_adapters(model, lora_config(model, rank=rank, alpha=2 * rank), seed=0)
         sent, seconds = handed_over(model, versions=options.versions)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 from delta import PRETRAIN_RATE, Tensors, batches, train, versions
+from smoke import options_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -48,13 +49,13 @@ MODES = (PauseMode.KEEP, PauseMode.RECOMPUTE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-5, 1e-4, 4e-4])
     parser.add_argument("--commits", type=int, default=4, help="in each answer")
     parser.add_argument("--every", type=int, default=64, help="tokens between them")
     parser.add_argument("--answers", type=int, default=64)
     parser.add_argument("--pretrain", type=int, default=300)
-    options = parser.parse_args()
+    options = options_of(parser, rates=[1e-4], commits=1, every=4, answers=8, pretrain=2)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, data = new_model(), batches()

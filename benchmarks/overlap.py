@@ -25,6 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.g
 sys.path.insert(0, str(HERE))
 
 from overlap_runs import Measured, generation_alone, ring, training_alone  # noqa: E402
+from smoke import SETTINGS, options_of  # noqa: E402
 
 from midflight.config import Config, load_config  # noqa: E402
 
@@ -58,7 +59,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, default=8, help="rollout.max_staleness of the asynchronous run")
     parser.add_argument("--folder", type=Path, default=Path("runs/overlap"))
     parser.add_argument("--config", type=Path, default=HERE.parent / "configs" / "demo.toml")
-    return parser.parse_args()
+    parser.add_argument("--set", nargs="+", default=[], metavar="OPTION", help="of every run, such as engine.max_running=64")
+    return options_of(
+        parser, rounds=1, steps=2, warmup=2, sync_steps=1, delay=0.0, in_flight=4, set=SETTINGS, folder=Path("runs/smoke/overlap")
+    )
 
 
 def _round(options: argparse.Namespace, model: Path) -> tuple[Measured, ...]:
@@ -89,6 +93,7 @@ def _config(options: argparse.Namespace, model: Path, name: str, *, steps: int, 
             f"rollout.max_in_flight={options.in_flight}",
             f"rollout.max_staleness={staleness}",
             "rollout.buffer_groups=none",
+            *options.set,
         ],
     )
 
@@ -97,7 +102,8 @@ def _model(options: argparse.Namespace) -> Path:
     folder = options.folder / "model"
     if not (folder / "start" / "config.json").exists():
         print(f"making the model to start from in {folder}", flush=True)
-        command = [sys.executable, "-m", "midflight", "train", options.config, "--folder", folder, "--set", "run.steps=1"]
+        settings = [word for setting in ("run.steps=1", *options.set) for word in ("--set", setting)]
+        command = [sys.executable, "-m", "midflight", "train", options.config, "--folder", folder, *settings]
         subprocess.run([str(part) for part in command], check=True)
     return folder / "start"
 

@@ -12,12 +12,12 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from midflight.config.sections import Config
 from midflight.observe.journal import read_journal
 from midflight.run.api.client import RolloutClient
 from midflight.run.launcher.ring import Ring
-from midflight.run.messages import Message, ModelReady, Progress, Ready
+from midflight.run.messages import Message, ModelReady, Progress, Purpose, Ready
 from midflight.run.parts import serve_while
 from midflight.run.service import StepDone
 from midflight.run.trainer.training import TrainingLoop
@@ -55,7 +55,7 @@ def ring(config: Config, *, warmup: int) -> Measured:
     """A whole training run, as `midflight train` does it."""
     fresh(config)
     watch = Watch()
-    watch.ring = Ring(config, on_message=watch.hear)
+    watch.ring = Ring(config, on_message=watch.hear, control_token=secrets.token_urlsafe())
     asyncio.run(watch.ring.train(resume=False))
     return watch.measured(config, warmup=warmup)
 
@@ -63,17 +63,17 @@ def ring(config: Config, *, warmup: int) -> Measured:
 def generation_alone(config: Config, model: Path, *, warmup: int) -> tuple[Measured, list[PackedBatch]]:
     """Also returns batches to train on."""
     fresh(config)
-    watch, steps = Watch(), NoSteps()
-    watch.ring = Ring(config, on_message=watch.hear, model=ModelReady(str(model), 0))
+    watch, steps, token = Watch(), NoSteps(), secrets.token_urlsafe()
+    watch.ring = Ring(config, on_message=watch.hear, control_token=token, model=ModelReady(str(model), 0))
 
     async def main() -> None:
-        await serve_while(_take_all(config, model, watch, steps), watch.ring.serve(purpose="train"))
+        await serve_while(_take_all(config, model, watch, steps, token=token), watch.ring.serve(purpose=Purpose.TRAIN))
 
     asyncio.run(main())
     return watch.measured(config, warmup=warmup), steps.batches[-KEPT_BATCHES:]
 
 
-async def _take_all(config: Config, model: Path, watch: Watch, steps: NoSteps) -> None:
+async def _take_all(config: Config, model: Path, watch: Watch, steps: NoSteps, *, token: str) -> None:
     """Waits for the rollout process to serve, then for its batches; ended by the number of steps."""
     from midflight.models.load import load_model
     from midflight.models.names import named_tensors
@@ -83,7 +83,7 @@ async def _take_all(config: Config, model: Path, watch: Watch, steps: NoSteps) -
     loaded = load_model(model, dtype=config.model.dtype, device="cpu")
     with publisher(config.weights.transport, name=config.run.name, folder=config.run.folder / "weights") as weights:
         outbox = SameWeights(weights.publish(0, named_tensors(loaded)))
-        async with RolloutClient(url, token=watch.ring.token) as service:
+        async with RolloutClient(url, token=token) as service:
             await TrainingLoop(
                 steps,
                 outbox,
@@ -106,10 +106,15 @@ class NoSteps:
     def num_steps(self) -> int:
         return self.version
 
-    def step(self, batch: PackedBatch) -> SimpleNamespace:
+    def step(self, batch: PackedBatch) -> NoReport:
         self.batches.append(batch)
         self.version += 1
-        return SimpleNamespace(metrics={})
+        return NoReport()
+
+
+@dataclass(frozen=True)
+class NoReport:
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class SameWeights:
@@ -167,7 +172,8 @@ class Watch:
     def _used(self, name: str, start: float, end: float) -> float:
         """CPU seconds of a process between two times of the run, by its readings; the last report comes when it has ended."""
         readings = [(seconds, cpu[name]) for seconds, cpu in zip(self._seconds, self._cpu, strict=True) if name in cpu]
-        return float(np.diff(np.interp([start, end], *zip(*readings, strict=True)))[0])
+        times, used = zip(*readings, strict=True)
+        return float(np.diff(np.interp([start, end], times, used))[0])
 
 
 def _median(values: Sequence[float | None]) -> float:

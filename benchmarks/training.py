@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.g
 sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
-from training_batches import SHAPES, Shape, write  # noqa: E402
+import torch  # noqa: E402
+from smoke import options_of  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+
+from midflight.models.load import make_model, save_model  # noqa: E402
+from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer  # noqa: E402
 
 UNMEASURED = 2
 """Steps of a process before those that count: allocations, caches, the optimiser's first state."""
@@ -74,14 +79,16 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", type=Path, default=Path(".venv-trl/bin/python"), help="interpreter with trl")
     parser.add_argument("--parts", nargs="+", choices=("step", "reward"), default=("step", "reward"))
-    parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES], choices=[shape.name for shape in SHAPES])
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("--sides", nargs="+", choices=("midflight", "trl"), default=("midflight", "trl"))
+    parser.add_argument("--shapes", nargs="+", default=names[:-1], choices=names)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of part `step`")
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION", help="of our side in part `step`, such as trainer.compile=true")
     parser.add_argument(
         "--races",
         nargs="+",
         default=("short", "larger", "vocabulary", "long"),
-        choices=("short", "larger", "vocabulary", "long"),
+        choices=("short", "larger", "vocabulary", "long", "smoke"),
         help="of part `reward`",
     )
     parser.add_argument("--reward-rounds", type=int, default=1, help="rounds of part `reward`, some minutes each")
@@ -89,7 +96,64 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--trl-threads", type=int, default=1, help="of trl in part `reward`; more made it slower on busy cores")
     parser.add_argument("--folder", type=Path, default=Path("runs/training"))
     parser.add_argument("--json", type=Path, default=None)
-    return parser.parse_args()
+    return options_of(parser, sides=["midflight"], shapes=["smoke"], races=["smoke"], rounds=1, steps=1, folder=Path("runs/smoke/training"))
+
+
+# --- What both sides train on ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One step to compare: a model's vocabulary, and the lengths of what it trains on, in tokens."""
+
+    name: str
+    spread: bool
+    """Completions of 8 to 64 tokens, each length as likely as another; else all have 64."""
+    vocab_size: int = VOCAB_SIZE
+    num_groups: int = 8
+    group_size: int = 8
+    prompt: int = 32
+    longest: int = 64
+    shortest: int = 8
+
+
+SHAPES = (
+    Shape("equal", spread=False),
+    Shape("spread", spread=True),
+    Shape("spread-32k", spread=True, vocab_size=32_000),
+    Shape("spread-150k", spread=True, vocab_size=150_000),
+    Shape("smoke", spread=True, num_groups=2, group_size=2),
+)
+
+
+def write(shape: Shape, folder: Path) -> None:
+    """The model (3.2 M parameters with a byte vocabulary, float32) and the batch of a shape."""
+    write_byte_tokenizer(folder)
+    model = make_model(
+        vocab_size=shape.vocab_size, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2,
+        max_context=256, seed=0, dtype="float32",
+    )  # fmt: skip
+    save_model(model, folder)
+    draw = np.random.default_rng(0)
+    size = shape.num_groups * shape.group_size
+    lengths = draw.integers(shape.shortest, shape.longest + 1, size) if shape.spread else np.full(size, shape.longest)
+    lengths[0] = shape.longest
+    prompts = draw.integers(0, 256, (shape.num_groups, shape.prompt))
+    completions = draw.integers(0, 256, int(lengths.sum()))
+    # In the thousands, so that the small constants which the two sides add to a group's deviation don't show.
+    rewards = draw.normal(0, 1000, size).astype(np.float32)
+    logprobs = _logprobs(model, np.repeat(prompts, shape.group_size, axis=0), completions, lengths)
+    np.savez(folder / "batch.npz", prompts=prompts, completions=completions, lengths=lengths, rewards=rewards, logprobs=logprobs)
+    (folder / "shape.json").write_text(json.dumps(asdict(shape)))
+
+
+@torch.inference_mode()
+def _logprobs(model: PreTrainedModel, prompts: np.ndarray, completions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    found = []
+    for prompt, answer in zip(prompts, np.split(completions, np.cumsum(lengths)[:-1]), strict=True):
+        logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)])
+    return torch.cat(found).numpy()
 
 
 # --- The step --------------------------------------------------------------------------------------------------------
@@ -98,7 +162,8 @@ def _options() -> argparse.Namespace:
 def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     folder = options.folder / shape.name
     write(shape, folder)
-    commands = {"midflight": [sys.executable, HERE / "training_ours.py"], "trl": [options.trl_python, HERE / "training_trl.py", "step"]}
+    every = {"midflight": [sys.executable, HERE / "training_ours.py"], "trl": [options.trl_python, HERE / "training_trl.py", "step"]}
+    commands = {name: every[name] for name in options.sides}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for _ in range(options.rounds):
         for name, command in commands.items():
@@ -106,9 +171,11 @@ def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
             found = _measured([*command, folder, folder / f"{name}.json", UNMEASURED + options.steps, *more], folder / f"{name}.json")
             runs[name].append(found)
     sides = {name: _side(found) for name, found in runs.items()}
-    difference = _difference(*(folder / f"{name}.npz" for name in commands))
-    print(f"{shape.name}: gradients differ by {difference:.1e} of their norm", flush=True)
-    return {"shape": shape.name, "gradients_differ": difference, **{name: vars(side) | {"rate": side.rate} for name, side in sides.items()}}
+    found: dict[str, Any] = {"shape": shape.name, **{name: vars(side) | {"rate": side.rate} for name, side in sides.items()}}
+    if len(sides) == 2:
+        found["gradients_differ"] = _difference(*(folder / f"{name}.npz" for name in commands))
+        print(f"{shape.name}: gradients differ by {found['gradients_differ']:.1e} of their norm", flush=True)
+    return found
 
 
 def _measured(command: Sequence[object], result: Path) -> dict[str, Any]:
@@ -139,16 +206,20 @@ def _difference(ours: Path, theirs: Path) -> float:
 
 
 def _step_table(found: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| step | tokens | midflight: s (CPU) | tokens/s | memory | trl: s (CPU) | tokens/s | memory | times as fast (CPU) | memory of trl's |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| step | side | tokens | s (CPU) | tokens/s | memory | trl's / this: s (CPU) | this / trl's: memory |", "|---" * 8 + "|"]
     for row in found:
-        a, b = row["midflight"], row["trl"]
-        sides = " | ".join(f"{s['wall']:.2f} ({s['cpu']:.2f}) | {s['rate']:,.0f} | {s['memory']:,.0f} MiB" for s in (a, b))
-        ratios = f"**{b['wall'] / a['wall']:.2f}** ({b['cpu'] / a['cpu']:.2f}) | {a['memory'] / b['memory']:.0%}"
-        lines.append(f"| {row['shape']} | {a['tokens']} | {sides} | {ratios} |")
+        for name, side in ((name, row[name]) for name in ("midflight", "trl") if name in row):
+            ratios = _ratios(row["trl"], side) if "trl" in row and name != "trl" else " | "
+            lines.append(
+                f"| {row['shape']} | {name} | {side['tokens']} | {side['wall']:.2f} ({side['cpu']:.2f}) | {side['rate']:,.0f} "
+                f"| {side['memory']:,.0f} MiB | {ratios} |"
+            )
     return "\n" + "\n".join(lines) + "\n"
+
+
+def _ratios(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    times = f"**{theirs['wall'] / ours['wall']:.2f}** ({theirs['cpu'] / ours['cpu']:.2f})"
+    return f"{times} | {ours['memory'] / theirs['memory']:.0%}"
 
 
 if __name__ == "__main__":

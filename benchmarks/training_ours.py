@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from training_meter import Meter, peak_mib, reset_peak, resident_mib
+from training_both import Meter, peak_mib, reset_peak, resident_mib
 
 from midflight.config import load_config
 from midflight.models.load import load_model
@@ -26,7 +26,12 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     trainer, batch, meter = _trainer(folder, options, longest=shape["longest"]), _batch(folder, shape), Meter()
     before = resident_mib()
     reset_peak()
-    saving = trainer.optimizer.register_step_pre_hook(lambda *_: _save_gradient(trainer, out.with_suffix(".npz")))
+
+    def save(*_: object) -> None:
+        _save_gradient(trainer, out.with_suffix(".npz"))
+
+    saving = trainer.optimizer.register_step_pre_hook(save)
+    tokens = 0.0
     for _ in range(steps):
         now = trainer.version
         current = replace(batch, train_version=now, versions=np.full_like(batch.versions, now))
@@ -34,7 +39,8 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
         report = trainer.step(current)
         meter.end()
         saving.remove()
-    meter.write(out, peak_mib=peak_mib(), loaded_mib=before, tokens=report.num_tokens)
+        tokens = report.num_tokens
+    meter.write(out, peak_mib=peak_mib(), loaded_mib=before, tokens=tokens)
 
 
 def _trainer(folder: Path, options: list[str], *, longest: int) -> Trainer:
@@ -68,7 +74,7 @@ def _batch(folder: Path, shape: dict[str, Any]) -> PackedBatch:
 
 
 def _save_gradient(trainer: Trainer, path: Path) -> None:
-    np.savez(path, **{name: p.grad.numpy() for name, p in named_parameters(trainer.model) if p.grad is not None})
+    np.savez(path, allow_pickle=False, **{name: p.grad.numpy() for name, p in named_parameters(trainer.model) if p.grad is not None})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training_meter import peak_mib
+from training_both import peak_mib
 
 from midflight.config import load_config
 from midflight.config.sections import Config
@@ -47,6 +47,10 @@ class Race:
     vocab_size: int = VOCAB_SIZE
     """Beyond the tokenizer's 262 tokens lie rows that are never right, as in models with a padded vocabulary."""
     target: float = 0.6
+    steps: int = 400
+    """At most."""
+    more: tuple[str, ...] = ()
+    """Other settings."""
 
 
 _SPELLING = ("target_accuracy=0.42", "evaluate_every=5")
@@ -54,6 +58,13 @@ RACES = {
     "short": Race(HERE / "training_reward.toml", _SPELLING),
     "larger": Race(HERE / "training_reward.toml", _SPELLING, hidden_size=256),
     "vocabulary": Race(HERE / "training_reward.toml", _SPELLING, hidden_size=256, vocab_size=32_000),
+    "smoke": Race(
+        HERE / "training_reward.toml",
+        ("target_accuracy=0.99", "max_steps=2", "evaluate_every=50"),
+        hidden_size=32,
+        steps=2,
+        more=("environment.sources.0.heldout=4", "rollout.groups_per_step=2", "rollout.group_size=2"),
+    ),
     # It learns what sentences look like; the reward asks for something else.
     "long": Race(HERE / "training_reward_long.toml", ("target_accuracy=0.99", "max_steps=40", "evaluate_every=50")),
 }
@@ -64,10 +75,11 @@ def compare(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     race = RACES[name]
     folder = options.folder / name
     model, plan = _model(folder, race), folder / "plan"
-    commands = {
+    every = {
         "midflight": [sys.executable, HERE / "training_reward.py", plan, folder / "midflight.json"],
         "trl": [options.trl_python, HERE / "training_trl.py", "reward", plan, folder / "trl.json"],
     }
+    commands = {side: every[side] for side in options.sides}
     rounds: list[dict[str, Any]] = []
     for seed in range(options.reward_rounds):
         _write_plan(name, _config(race, folder / "ours", model, seed=seed), plan, model)
@@ -95,16 +107,24 @@ def table(name: str, rounds: list[dict[str, Any]]) -> str:
             f"| {side} | {statistics.median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f}) | {steps:g} | {pace:.2f} | {cpu:.2f} "
             f"| {max(run['peak_mib'] for run in found):,.0f} MiB |"
         )
-    ratio = statistics.median(row["trl"]["seconds"] / row["midflight"]["seconds"] for row in rounds)
+    ratios = [row["trl"]["seconds"] / row["midflight"]["seconds"] for row in rounds if len(row) == 2]
     reached = all(run["reached"] for row in rounds for run in row.values())
-    return "\n" + "\n".join(lines) + f"\n\n{ratio:.1f} times as fast{'' if reached else '; NOT ALL RUNS REACHED IT'}"
+    words = [f"{statistics.median(ratios):.1f} times as fast"] if ratios else []
+    return "\n" + "\n".join([*lines, "", "; ".join(words if reached else [*words, "NOT ALL RUNS REACHED IT"])])
 
 
 # --- What both start from --------------------------------------------------------------------------------------------
 
 
 def _config(race: Race, folder: Path, model: Path, *, seed: int) -> Config:
-    options = [f"run.folder={folder}", f"run.seed={seed}", f"run.stop_at_reward={race.target}", f"model.path={model}"]
+    options = [
+        f"run.folder={folder}",
+        f"run.seed={seed}",
+        f"run.stop_at_reward={race.target}",
+        f"run.steps={race.steps}",
+        f"model.path={model}",
+        *race.more,
+    ]
     return load_config(race.config, options)
 
 
@@ -118,7 +138,7 @@ def _model(folder: Path, race: Race) -> Path:
             num_kv_heads=2, max_context=384, seed=0, dtype="float32",
         )  # fmt: skip
         save_model(made, folder / "random")
-        warm = [*(f"warm_start.{option}" for option in race.warm_start), f"model.path={folder / 'random'}", "run.steps=1"]
+        warm = [*(f"warm_start.{option}" for option in race.warm_start), f"model.path={folder / 'random'}", "run.steps=1", *race.more]
         command = [sys.executable, "-m", "midflight", "train", race.config, "--folder", folder / "first"]
         subprocess.run([str(part) for part in [*command, *(word for option in warm for word in ("--set", option))]], check=True)
     return start

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from training_meter import Meter, peak_mib, reset_peak, resident_mib
-from training_rewards import REWARDS
+from training_both import REWARDS, Meter, peak_mib, reset_peak, resident_mib
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 

@@ -212,16 +212,16 @@ def run(
 
 def load(folder: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a Hugging Face folder. Its tokenizer must be the one of section 1."""
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True).to(dtype)
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True).type(dtype)
 
 
 def make(*, hidden_size: int = 64, num_layers: int = 2, seed: int = 0) -> PreTrainedModel:
     """A tiny decoder with random weights."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, "head_dim": hidden_size // 4, "vocab_size": VOCAB}
-    heads = {"num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2}
-    ends = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ends, max_position_embeddings=256, tie_word_embeddings=True))
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=VOCAB, hidden_size=hidden_size, intermediate_size=3 * hidden_size, head_dim=hidden_size // 4, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=END, pad_token_id=PAD, max_position_embeddings=256, tie_word_embeddings=True,
+    ))  # fmt: skip
 
 
 def warm_up(model: PreTrainedModel, tasks: Sequence[Task], *, steps: int, learning_rate: float = 3e-3) -> None:

@@ -1,10 +1,20 @@
-"""Time and memory of processes. Imports nothing of either side: it runs in both environments."""
+"""What both sides of `training.py` import: time and memory of processes, and the rewards of its races.
+
+It runs in both environments, so it needs neither Midflight nor trl.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from midflight.types import Task
 
 MIB = 1024
 """In the kernel's unit."""
@@ -49,3 +59,26 @@ class Meter:
 
     def write(self, path: Path, **more: object) -> None:
         path.write_text(json.dumps({"wall": self.wall, "cpu": self.cpu, **more}))
+
+
+# --- Rewards ---------------------------------------------------------------------------------------------------------
+
+
+def exact(reply: str, expected: str) -> float:
+    return float(reply.strip() == expected.strip())
+
+
+def share_of_e(reply: str, expected: str) -> float:
+    """Share of the letter E in the reply; what it has less than `expected` counts as other letters."""
+    return reply.count("E") / max(len(reply), len(expected))
+
+
+REWARDS: Mapping[str, Callable[[str, str], float]] = {"short": exact, "larger": exact, "vocabulary": exact, "long": share_of_e}
+"""By race."""
+
+
+async def write_e(task: Task, client: AsyncOpenAI) -> float:
+    """One question, one reply, scored by `share_of_e`."""
+    question, expected = str(task.data["question"]), str(task.data["answer"])
+    completion = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": question}])
+    return share_of_e(completion.choices[0].message.content or "", expected)
