@@ -3,14 +3,26 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
+# Processes that share the tests: one for each core, where there is memory for it. A file's tests stay together, for what they share.
+WORKERS ?= 2
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-clients test-engines engines lint format clean
+.PHONY: demo test test-clients test-engines benchmarks-smoke nightly engines lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest $(PARALLEL) tests
+
+# Every benchmark in its smoke form, which says only that it runs.
+benchmarks-smoke: $(VENV)/.dev
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers' $(PARALLEL:loadfile=worksteal) tests/benchmarks
+
+# What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
+nightly: $(VENV)/.dev
+	HYPOTHESIS_PROFILE=explore $(MAKE) test
+	$(MAKE) test-clients test-engines benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -140,10 +142,15 @@ def segments(folder: Path) -> list[Path]:
     return list(SHARED.glob(f"{segment_name(folder)}*"))
 
 
+_ports = itertools.count(20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) + os.getpid() % 500)
+
+
 def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return made.getsockname()[1]
+    """One that nothing takes before it is used: below those that the system gives out, and in a range of this worker's own."""
+    while True:
+        with socket.socket() as made, contextlib.suppress(OSError):
+            made.bind(("127.0.0.1", port := next(_ports)))
+            return port
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:

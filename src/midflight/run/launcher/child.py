@@ -108,6 +108,7 @@ def main() -> int:
     die_with_parent()
     part = Part(sys.argv[1])
     launcher = Launcher()
+    gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth
     try:
         run = part_main(part, sys.argv[2:])
     except Exception as error:
@@ -120,7 +121,6 @@ def main() -> int:
         spec = decode_spec(line)
         assert isinstance(spec, {Part.ENGINE: EngineSpec, Part.ROLLOUT: RolloutSpec, Part.TRAINER: TrainerSpec}[part])
         gc.freeze()  # modules live as long as the process; only what a run makes is worth looking at
-        gc.set_threshold(GC_THRESHOLD)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_until_asked(run, spec, launcher))
     except asyncio.CancelledError:
