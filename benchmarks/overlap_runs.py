@@ -23,11 +23,10 @@ import numpy as np
 
 from midflight.config.sections import Config
 from midflight.observe.journal import read_journal
-from midflight.run.api.client import RolloutClient
+from midflight.run.api.service import RolloutClient, StepDone
 from midflight.run.launcher.ring import Ring
 from midflight.run.messages import Message, ModelReady, Progress, Purpose, Ready
 from midflight.run.parts import serve_while
-from midflight.run.service import StepDone
 from midflight.run.trainer.training import TrainingLoop
 from midflight.types import PackedBatch, Version, WeightManifest
 

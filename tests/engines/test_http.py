@@ -92,7 +92,7 @@ def test_i9_a_lost_connection_ends_open_requests_at_once_and_a_new_one_serves_ag
             async with attached(url) as remote:
                 chunks = remote.generate(ask(max_tokens=50))
                 await until_tokens(chunks, 1)
-                for protocol in list(remote._session.connector._acquired):  # type: ignore[union-attr]
+                for protocol in list(remote._http._session.connector._acquired):  # type: ignore[union-attr]
                     protocol.transport.abort()
                 with pytest.raises(EngineUnavailable, match="cut off"):
                     await until_tokens(chunks, 50)

@@ -25,8 +25,8 @@ from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedSessions
 from midflight.gateway.http.http import build_app
 from midflight.run.api.routes import TrainerRoutes, info_route
+from midflight.run.api.service import StepDone
 from midflight.run.api.session_routes import SessionRoutes
-from midflight.run.service import StepDone
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, pack
 from midflight.types import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SamplingParams, Task, Trajectory, Version, WeightManifest

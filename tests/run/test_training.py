@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from midflight.run.service import StepDone
+from midflight.run.api.service import StepDone
 from midflight.run.trainer.training import TrainingLoop
 from midflight.testing.simulated_trainer import SimulatedTrainer
 from midflight.types import PackedBatch, Version, WeightManifest

@@ -42,6 +42,7 @@ from midflight.types import (
     WeightManifest,
 )
 from midflight.types.facts import EngineStepped, Record
+from midflight.wire.client import LOSSES, Answered, HttpClient
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -51,7 +52,7 @@ _HEARTBEAT_SECONDS = 15.0
 """A peer that answers no ping for this long is gone."""
 _MAX_OUTBOX = 65_536
 """Frames not yet sent: more than any gateway has requests; beyond it the connection is as good as lost."""
-_LOSSES = (aiohttp.ClientError, OSError, msgspec.DecodeError, EngineUnavailable)
+_LOSSES = (*LOSSES, msgspec.DecodeError, EngineUnavailable)
 """Ways to lose a connection. Anything else is a fault of ours and ends `run`."""
 
 
@@ -60,9 +61,8 @@ class RemoteEngine:
 
     def __init__(self, name: str, url: str, *, token: str | None, record: Record) -> None:
         self._name, self._url, self._record = name, url, record
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = HttpClient(url, lost=self._unavailable, token=token)
         self._capabilities: Capabilities | None = None
-        self._session: aiohttp.ClientSession | None = None
         self._outbox: asyncio.Queue[ClientFrame] | None = None
         self._attached = asyncio.Event()
         self._streams = ChunkStreams()
@@ -81,13 +81,8 @@ class RemoteEngine:
 
     async def run(self) -> None:
         """Attaches, and attaches again whenever the connection is lost, until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-        async with aiohttp.ClientSession(self._url, headers=self._headers, timeout=timeout) as session:
-            self._session = session
-            try:
-                await self._stay_attached(session)
-            finally:
-                self._session = None
+        async with self._http:
+            await self._stay_attached()
 
     async def connect(self, *, seconds: float) -> None:
         """Waits until `run` has attached; `EngineUnavailable` after `seconds`."""
@@ -151,24 +146,20 @@ class RemoteEngine:
         Without a connection nothing is asked: a frozen process still lets itself be connected to, and would never answer. While
         there is one, its heartbeat ends it; the answer's deadline is the caller's.
         """
-        if self._session is None or not self._attached.is_set():
+        if not self._attached.is_set():
             raise self._unavailable("is not attached")
-        try:
-            async with self._session.request(method, PREFIX + path, data=body) as answer:
-                content = await answer.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unavailable(f"did not answer {path}: {error!r}") from error
+        answer = await self._http.call(method, PREFIX + path, body)
         if answer.status >= 400:
-            raise _refusal(self._name, path, answer.status, content)
-        return content
+            raise _refusal(self._name, path, answer)
+        return answer.content
 
     # --- The connection ----------------------------------------------------------------------------------------------
 
-    async def _stay_attached(self, session: aiohttp.ClientSession) -> None:
+    async def _stay_attached(self) -> None:
         delay = _FIRST_DELAY
         while True:
             try:
-                async with session.ws_connect(STREAM_PATH, heartbeat=_HEARTBEAT_SECONDS, max_msg_size=0) as socket:
+                async with self._http.socket(STREAM_PATH, heartbeat_seconds=_HEARTBEAT_SECONDS) as socket:
                     delay = _FIRST_DELAY
                     await self._talk(socket)
             except _LOSSES as error:
@@ -248,12 +239,12 @@ def _decoded(content: bytes, kind: type[R]) -> R:
         ) from error
 
 
-def _refusal(name: str, path: str, status: int, content: bytes) -> Exception:
+def _refusal(name: str, path: str, answer: Answered) -> Exception:
     """The error of an answer in OpenAI's shape."""
     try:
-        body = json.loads(content)["error"]
+        body = json.loads(answer.content)["error"]
         if body["code"] == MidflightError.code:
             return EngineError(f"engine {name!r}: {path}: {body['message']}")
         return error_from(str(body["code"]), str(body["message"]), body.get("param"))
     except (ValueError, KeyError, TypeError):
-        return EngineError(f"engine {name!r}: {path} answered {status} {content[:200]!r}. Check that the URL is an engine's.")
+        return EngineError(f"engine {name!r}: {path} answered {answer.status} {answer.content[:200]!r}. Check that the URL is an engine's.")

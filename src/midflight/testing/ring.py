@@ -20,12 +20,12 @@ from midflight.environments.tasks import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase
 from midflight.ports import Engine, SessionHandle
+from midflight.run.api.service import RolloutService
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.agents import Agents
 from midflight.run.rollout.serving import Serving
 from midflight.run.rollout.system import RolloutSystem
-from midflight.run.service import RolloutService
 from midflight.run.trainer.training import Outbox, Stage, Steps, TrainingLoop
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from midflight.run.service import RolloutService, StepDone
+from midflight.run.api.service import RolloutService, StepDone
 from midflight.types import PackedBatch, Version, WeightManifest
 
 

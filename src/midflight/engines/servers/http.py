@@ -9,8 +9,9 @@ import aiohttp
 import msgspec
 
 from midflight.errors import EngineError, EngineUnavailable, Overloaded, RequestRejected
+from midflight.wire.client import HttpClient
 
-_CONNECT_SECONDS = 5.0
+_JSON = {"Content-Type": "application/json"}
 _LINE_BYTES = 2**24
 """Of one event: the longest answers are told in one, where a server repeats what it said."""
 _QUESTION_SECONDS = 10.0
@@ -27,17 +28,14 @@ class ServerClient:
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url
-        self._session: aiohttp.ClientSession | None = None
+        self._http = HttpClient(url, lost=self.unavailable, line_bytes=_LINE_BYTES)
 
     async def __aenter__(self) -> ServerClient:
-        connections = aiohttp.TCPConnector(limit=0)  # the engine admits, and a request waits there and not here
-        self._session = aiohttp.ClientSession(self.url, connector=connections, read_bufsize=_LINE_BYTES)
+        await self._http.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-        self._session = None
+        await self._http.__aexit__(*exc)
 
     async def get(self, path: str) -> object:
         return _json(await self._call("GET", path, None, seconds=_QUESTION_SECONDS))
@@ -54,41 +52,26 @@ class ServerClient:
         return frozenset(map(str, paths))
 
     async def _call(self, method: str, path: str, body: object, *, seconds: float) -> bytes:
-        async with self._request(method, path, body, seconds=seconds) as answer:
-            content = await self._content(answer, path)
+        answer = await self._http.call(method, path, _encoded(body), headers=_JSON, seconds=seconds)
         if answer.status >= 300:
-            raise EngineError(f"{self._who} answered {path} with {answer.status}: {_shown(content)}. Look at its log.")
-        return content
+            raise EngineError(f"{self._who} answered {path} with {answer.status}: {_shown(answer.content)}. Look at its log.")
+        return answer.content
 
     async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
         """Data of each server-sent event but the closing `[DONE]`, for as long as they come. `RequestRejected` where the server refuses
         the request."""
-        async with self._request("POST", path, body, seconds=None) as answer:
+        async with self._http.open("POST", path, _encoded(body), headers=_JSON) as answer:
             if answer.status != 200:
-                raise self._refusal(answer, path, await self._content(answer, path))
+                raise self._refusal(answer, path, await answer.read())
             try:
                 async for line in answer.content:
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                         yield data
-            except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise self.unavailable(f"broke off an answer: {error!r}") from error
+            except ValueError as error:
+                raise self.unavailable(f"broke off its answer to {path} with a line that is too long: {error!r}") from error
 
     def unavailable(self, what: str) -> EngineUnavailable:
         return EngineUnavailable(f"{self._who} {what}. Send the request to another engine, or wait for this one.")
-
-    def _request(self, method: str, path: str, body: object, *, seconds: float | None) -> _Request:
-        if self._session is None:
-            raise self.unavailable("is not attached")
-        data = None if body is None else msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"} if data is not None else {}
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        return _Request(self, path, self._session.request(method, path, data=data, headers=headers, timeout=timeout, allow_redirects=False))
-
-    async def _content(self, answer: aiohttp.ClientResponse, path: str) -> bytes:
-        try:
-            return await answer.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise self.unavailable(f"broke off its answer to {path}: {error!r}") from error
 
     def _refusal(self, answer: aiohttp.ClientResponse, path: str, content: bytes) -> Exception:
         said = f"{self._who} answered {path} with {answer.status}: {_shown(content)}"
@@ -104,20 +87,8 @@ class ServerClient:
         return f"engine {self.name!r} at {self.url}"
 
 
-class _Request:
-    """A request as a context; not to be reached is `EngineUnavailable`."""
-
-    def __init__(self, client: ServerClient, path: str, context: aiohttp.client._RequestContextManager) -> None:  # pyright: ignore[reportPrivateUsage]
-        self._client, self._path, self._context = client, path, context
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        try:
-            return await self._context.__aenter__()
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._client.unavailable(f"did not answer {self._path}: {error!r}") from error
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._context.__aexit__(*exc)  # pyright: ignore[reportArgumentType]
+def _encoded(body: object) -> bytes | None:
+    return None if body is None else msgspec.json.encode(body)
 
 
 def _json(content: bytes) -> object:

@@ -22,9 +22,9 @@ from starlette.routing import BaseRoute
 from midflight.config.sections import Config
 from midflight.errors import RequestRejected
 from midflight.run.api.batches import batch_as_lists
+from midflight.run.api.service import PREFIX, TakesWithin
 from midflight.run.api.session_routes import WaitSeconds
 from midflight.run.api.steps import DoneBody, ModelTensors, StepBook
-from midflight.run.service import PREFIX, TakesWithin
 from midflight.trajectories.packing import to_bytes
 from midflight.types import Delta, PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.files import check_readable, manifest_of

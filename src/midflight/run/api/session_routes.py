@@ -23,7 +23,7 @@ from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
 from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.batches import rows_as_lists
-from midflight.run.service import PREFIX
+from midflight.run.api.service import PREFIX
 from midflight.trajectories.packing import pack, to_bytes
 from midflight.types import Batch, Group, Json, SamplingParams, Trajectory, Version
 from midflight.types.generation import LEAST_TEMPERATURE

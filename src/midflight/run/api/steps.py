@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
 from midflight.models.adapter import served_weights
-from midflight.run.service import StepDone
+from midflight.run.api.service import StepDone
 from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.files import read_specs
 

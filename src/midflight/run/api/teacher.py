@@ -18,8 +18,8 @@ from starlette.routing import BaseRoute
 
 from midflight.errors import EngineError, EngineUnavailable, NotSupported, RequestTimeout
 from midflight.ports import Scorer
+from midflight.run.api.service import PREFIX
 from midflight.run.messages import TEACHER
-from midflight.run.service import PREFIX
 from midflight.trajectories.packing import teacher_is_finite
 from midflight.types import Float32, Int32, PackedBatch
 from midflight.wire.edge import with_client

@@ -19,6 +19,7 @@ from midflight.config import derived
 from midflight.config.sections import Config, RolloutSection
 from midflight.environments.tasks import SeededStream, Source
 from midflight.observe.status import Phase
+from midflight.run.api.service import StepDone
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.agents import Agents
@@ -26,7 +27,6 @@ from midflight.run.rollout.ages import GroupAges
 from midflight.run.rollout.evaluations import Evaluations, Phases
 from midflight.run.rollout.records import Records
 from midflight.run.rollout.rollouts import Fates, Recorded, Rollouts
-from midflight.run.service import StepDone
 from midflight.trajectories.packing import pack
 from midflight.trajectories.recovery import Recovered
 from midflight.trajectories.store import Store

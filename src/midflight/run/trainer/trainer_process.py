@@ -20,7 +20,7 @@ from midflight.errors import ConfigError
 from midflight.models.load import export_model, load_model, make_model
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
-from midflight.run.api.client import RolloutClient
+from midflight.run.api.service import RolloutClient
 from midflight.run.messages import Launcher, ModelReady, TrainerSpec
 from midflight.run.trainer.lineage import PublishedVersions
 from midflight.run.trainer.team import Team, follow

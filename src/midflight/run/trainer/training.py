@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from midflight.run.service import RolloutService, StepDone
+from midflight.run.api.service import RolloutService, StepDone
 from midflight.types import PackedBatch, Version, WeightManifest
 
 REWARD_WINDOW = 20
