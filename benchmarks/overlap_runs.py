@@ -25,8 +25,7 @@ from midflight.config.sections import Config
 from midflight.observe.journal import read_journal
 from midflight.run.api.service import RolloutClient, StepDone
 from midflight.run.launcher.ring import Ring
-from midflight.run.messages import Message, ModelReady, Progress, Purpose, Ready
-from midflight.run.parts import serve_while
+from midflight.run.parts import Message, ModelReady, Progress, Purpose, Ready, serve_while
 from midflight.run.trainer.training import TrainingLoop
 from midflight.types import PackedBatch, Version, WeightManifest
 
@@ -55,7 +54,7 @@ def ring(config: Config, *, warmup: int) -> Measured:
     fresh(config)
     watch = Watch()
     watch.ring = Ring(config, on_message=watch.hear, control_token=secrets.token_urlsafe())
-    asyncio.run(watch.ring.train(resume=False))
+    asyncio.run(watch.ring.run(Purpose.TRAIN))
     return watch.measured(config, warmup=warmup)
 
 
@@ -66,7 +65,7 @@ def generation_alone(config: Config, model: Path, *, warmup: int) -> tuple[Measu
     watch.ring = Ring(config, on_message=watch.hear, control_token=token, model=ModelReady(str(model), 0))
 
     async def main() -> None:
-        await serve_while(_take_all(config, model, watch, steps, token=token), watch.ring.serve(purpose=Purpose.TRAIN))
+        await serve_while(_take_all(config, model, watch, steps, token=token), watch.ring.run(Purpose.ROLLOUTS))
 
     asyncio.run(main())
     return watch.measured(config, warmup=warmup), steps.batches[-KEPT_BATCHES:]
@@ -223,8 +222,7 @@ def _train(config_json: str, model: str, batches: list[PackedBatch], warmup: int
 async def _train_all(config: Config, model: Path, replay: Replay) -> None:
     from midflight.models.load import load_model
     from midflight.models.names import named_tensors
-    from midflight.run.trainer.lineage import PublishedVersions
-    from midflight.run.trainer.trainer_process import ModelWeights
+    from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions
     from midflight.trainer.configure import trainer_of
     from midflight.weights.transports.select import publisher
 

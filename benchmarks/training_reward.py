@@ -28,7 +28,7 @@ from training_both import peak_mib
 from midflight.config import load_config
 from midflight.config.sections import Config
 from midflight.models.load import make_model, save_model
-from midflight.run.messages import Message, ModelReady, Progress, Ready
+from midflight.run.parts import Message, ModelReady, Progress, Purpose, Ready
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
 HERE = Path(__file__).parent
@@ -220,7 +220,7 @@ def main(plan: Path, out: Path) -> None:
     config = Config.model_validate_json((plan / "config.json").read_text())
     fresh(config)
     watch = Watch(config)
-    asyncio.run(watch.ring.train(resume=False))
+    asyncio.run(watch.ring.run(Purpose.TRAIN))
     steps = read_journal(config.run.folder / "metrics.jsonl").steps
     out.write_text(json.dumps(watch.found([(step.trainer or {}).get("reward/mean") or 0.0 for step in steps], steps=config.run.steps)))
 

@@ -18,8 +18,7 @@ from midflight.environments.tasks import SeededStream, Source
 from midflight.models.load import load_model
 from midflight.models.names import named_tensors
 from midflight.run.engine.engine_process import make_engine
-from midflight.run.trainer.lineage import PublishedVersions
-from midflight.run.trainer.trainer_process import ModelWeights, first_model
+from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, first_model
 from midflight.testing.ring import open_ring
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.configure import trainer_of

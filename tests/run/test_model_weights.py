@@ -13,8 +13,7 @@ from torch import Tensor
 
 from midflight.models.load import make_model
 from midflight.models.names import in_dtype, named_tensors
-from midflight.run.trainer.lineage import PublishedVersions
-from midflight.run.trainer.trainer_process import ModelWeights
+from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 

@@ -13,9 +13,8 @@ from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, S
 from midflight.run.launcher.child import failure_of
 from midflight.run.launcher.launch import clear, main_task, prepare
 from midflight.run.launcher.ring import PartFailed, error_of, remove_left, segment_name, staging
-from midflight.run.messages import Failed, Restarted, Verdict, decode_message, encode
-from midflight.run.parts import PartLost, serve_while
-from midflight.run.trainer.lineage import PublishedVersions
+from midflight.run.parts import Failed, PartLost, Restarted, Verdict, decode_message, encode, serve_while
+from midflight.run.trainer.trainer_process import PublishedVersions
 from midflight.wire.server import listen
 
 

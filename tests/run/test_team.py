@@ -8,8 +8,7 @@ import pytest
 import torch
 from tests.trainer.fixtures import batch, tiny_model, trainer
 
-from midflight.run.messages import Alarm
-from midflight.run.parts import PartLost
+from midflight.run.parts import Alarm, PartLost
 from midflight.run.trainer.team import Team, together
 from midflight.trainer.model.parallel import Ranks
 from midflight.trainer.step import StepReport

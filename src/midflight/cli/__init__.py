@@ -1,5 +1,5 @@
 """The command line. Nothing here imports torch, and `--help` imports no configuration either."""
 
-from midflight.cli.main import main
+from midflight.cli.commands import main
 
 __all__ = ["main"]

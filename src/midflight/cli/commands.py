@@ -1,13 +1,21 @@
-"""The commands and their options. What they do is in `midflight.run.launcher.launch`, imported when a command runs."""
+"""The command line, from `sys.argv` to an exit status. What a command does is in `run.launcher.launch`, imported when it runs."""
 
 from __future__ import annotations
 
 import json
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.main import get_command
+
+from midflight.errors import Blame, MidflightError
+
+FAILED, WRONG_CONFIG, INTERRUPTED = 1, 2, 130
+"""Exit statuses beside 0. A wrong configuration and wrong usage are one."""
 
 app = typer.Typer(
     name="midflight",
@@ -69,9 +77,19 @@ def train(
     debug: Debug = False,
 ) -> int:
     """Trains a model: engines generate while the trainer takes steps."""
-    from midflight.cli import actions
+    from midflight.cli import checked
 
-    return actions.train(config, overrides or [], dry_run=dry_run, resume=resume, folder=folder)
+    checked_config = checked.config_of_run(config, overrides or [], folder)
+    own_loss = checked.own_loss(checked_config)
+    if dry_run:
+        from midflight.cli.dry_run import print_report
+
+        print_report(checked_config, own_loss=own_loss)
+        return 0
+    checked.check_engine(checked_config)
+    from midflight.run.launcher import launch
+
+    return launch.train(checked_config, resume=resume)
 
 
 @app.command()
@@ -83,9 +101,13 @@ def rollouts(
     debug: Debug = False,
 ) -> int:
     """Runs engines and rollouts for a trainer of your own, which draws batches and publishes weights over HTTP."""
-    from midflight.cli import actions
+    from midflight.cli import checked
 
-    return actions.rollouts(config, overrides or [], folder=folder, token=control_token)
+    checked_config = checked.config_of_run(config, overrides or [], folder)
+    checked.check_engine(checked_config)
+    from midflight.run.launcher import launch
+
+    return launch.rollouts(checked_config, token=control_token)
 
 
 @app.command()
@@ -105,12 +127,15 @@ def serve(
     debug: Debug = False,
 ) -> int:
     """Serves a model over the OpenAI API: engines, ours or vLLM or SGLang servers, and gateway, no trainer."""
-    from midflight.cli import actions
+    from midflight.cli import checked
 
     given = _given(max_running, max_context, device, name, engine, engine_urls or [])
-    return actions.serve(
-        model, {"engine.count": engines, "gateway.port": port, "gateway.host": host, **given}, overrides or [], token=control_token
-    )
+    given = {"engine.count": engines, "gateway.port": port, "gateway.host": host, **given}
+    config = checked.config_of_model(model, given, overrides or [])
+    checked.check_engine(config)
+    from midflight.run.launcher import launch
+
+    return launch.serve(config, token=control_token)
 
 
 @app.command()
@@ -129,10 +154,14 @@ def engine(
     debug: Debug = False,
 ) -> int:
     """Serves a model with one engine alone: native generation and its control plane."""
-    from midflight.cli import actions
+    from midflight.cli import checked
 
     given = _given(max_running, max_context, device, name, kind, [] if engine_url is None else [engine_url])
-    return actions.engine(model, given, overrides or [], host=host, port=port, token=control_token)
+    config = checked.config_of_model(model, given, overrides or [])
+    checked.check_engine(config)
+    from midflight.run.launcher import launch
+
+    return launch.engine(config, host=host, port=port, token=control_token)
 
 
 def _given(
@@ -158,9 +187,15 @@ def evaluate(
     debug: Debug = False,
 ) -> int:
     """Scores a model folder on the held-out tasks of a configuration."""
-    from midflight.cli import actions
+    from midflight.cli import checked
+    from midflight.models.sizes import sizes_of
 
-    return actions.evaluate(config, model, overrides or [], folder=folder)
+    checked_config = checked.config_of_file(config, overrides or [], folder)
+    sizes_of(model)
+    checked.check_engine(checked_config)
+    from midflight.run.launcher import launch
+
+    return launch.evaluate(checked_config, model)
 
 
 @app.command("new-model")
@@ -170,9 +205,16 @@ def new_model(
     debug: Debug = False,
 ) -> int:
     """Makes a small model with random weights and a byte tokenizer, to try the other commands with."""
-    from midflight.cli import actions
+    from midflight.cli import checked
 
-    return actions.new_model(folder, overrides or [])
+    config = checked.config_of_file(None, overrides or [], None)
+    checked.check_new(folder)
+    from midflight.run.launcher import launch
+
+    status = launch.new_model(config, folder)
+    if status == 0:
+        typer.echo(f"made {folder}; serve it: midflight serve --model {folder}")
+    return status
 
 
 @app.callback(invoke_without_command=True)
@@ -184,3 +226,37 @@ def version(
 
         typer.echo(f"midflight {installed('midflight')}")
         raise typer.Exit
+
+
+# --- Exit statuses ---------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Errors meant for users become one clear message; their traceback is shown with `--debug`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return get_command(app).main(args=given, prog_name="midflight", standalone_mode=False) or 0
+    except MidflightError as error:
+        return _report(error, debug="--debug" in given)
+    except typer.Exit as done:
+        return done.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        return _usage(error)
+
+
+def _report(error: MidflightError, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    sys.stderr.write(f"midflight: {error}\n")
+    return WRONG_CONFIG if error.blame is Blame.CONFIG else FAILED
+
+
+def _usage(error: Exception) -> int:
+    """A wrong option is the user's, and shows its own help; anything else is ours, and keeps its traceback."""
+    show, status = getattr(error, "show", None), getattr(error, "exit_code", None)
+    if show is None or not isinstance(status, int):
+        raise error
+    show()
+    return status

@@ -26,7 +26,7 @@ from midflight.run.parts import serve_while
 from midflight.run.rollout.agents import Agents
 from midflight.run.rollout.serving import Serving
 from midflight.run.rollout.system import RolloutSystem
-from midflight.run.trainer.training import Outbox, Stage, Steps, TrainingLoop
+from midflight.run.trainer.training import Stage, Steps, TrainingLoop, WeightsOutlet
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Version
@@ -64,7 +64,7 @@ class Ring:
     async def train(
         self,
         trainer: Steps,
-        outbox: Outbox,
+        outlet: WeightsOutlet,
         *beside: Coroutine[object, object, None],
         service: RolloutService | None = None,
         stage: Stage = lambda: lambda: None,
@@ -72,7 +72,7 @@ class Ring:
         """The whole run: `run.steps` steps. Waits for its end; see `serve`. `service` may stand between trainer and system, to slow or to watch."""
         loop = TrainingLoop(
             trainer,
-            outbox,
+            outlet,
             service or self.system,
             steps=self.config.run.steps,
             prefetch=self.config.rollout.max_staleness > 0,

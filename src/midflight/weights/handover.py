@@ -49,7 +49,7 @@ class Handover:
     `rolling`: each engine is committed when it has staged, one at a time, so that the others keep generating. `barrier`: when
     all have staged, all pause, then all commit, then all resume, so that no two versions are served at the same time.
 
-    Whatever fails, times out or is cancelled, at whatever point, each engine ends in one of two ways (I7, DECISIONS 18): it runs on
+    Whatever fails, times out or is cancelled, at whatever point, each engine ends in one of two ways (I7): it runs on
     weights that it attested whole, or it is in quarantine, where `rejoin` or the next `publish` fetches it. The fleet tells
     the observer of quarantines and rejoins; commits are told here.
     """

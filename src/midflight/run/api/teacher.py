@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute
 from midflight.errors import EngineError, EngineUnavailable, NotSupported, RequestTimeout
 from midflight.ports import Scorer
 from midflight.run.api.service import PREFIX
-from midflight.run.messages import TEACHER
+from midflight.run.parts import TEACHER
 from midflight.trajectories.packing import teacher_is_finite
 from midflight.types import Float32, Int32, PackedBatch
 from midflight.wire.edge import with_client
@@ -71,7 +71,7 @@ class ScoreBody(StrictBody, frozen=True):
     rows: Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
 
 
-class Scores(msgspec.Struct, frozen=True):
+class RowScores(msgspec.Struct, frozen=True):
     """For each row as many numbers as it has tokens."""
 
     logprobs: list[list[float]]
@@ -86,7 +86,7 @@ def score_route(teacher: Teacher | None, *, token: str) -> BaseRoute:
             raise NotSupported("scoring: this run has no teacher. Start it with distillation.teacher.")
         token_ids, offsets = _flat(rows)
         scores = await with_client(request.receive, teacher.score(token_ids, offsets))
-        return json_answer(Scores([part.tolist() for part in np.split(scores, offsets[1:-1])]))
+        return json_answer(RowScores([part.tolist() for part in np.split(scores, offsets[1:-1])]))
 
     return route(PREFIX + "/score", score, token=token)
 

@@ -34,8 +34,7 @@ from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
 from midflight.models.sizes import sizes_of
 from midflight.run.engine import leash
-from midflight.run.messages import EngineSpec, Launcher, Ready
-from midflight.run.parts import ServerLost, serve_while
+from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.select import receiver
 from midflight.wire.server import serve_app

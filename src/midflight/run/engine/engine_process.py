@@ -12,8 +12,7 @@ from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
-from midflight.run.messages import EngineSpec, Launcher, Ready
-from midflight.run.parts import serve_while
+from midflight.run.parts import EngineSpec, Launcher, Ready, serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.types.facts import unheard
 from midflight.weights.transports.select import receiver

@@ -1,7 +1,7 @@
-"""The entry of every child process: `python -m midflight.run.launcher.child PART`, behind it the environment's name, or the engine's kind.
+"""A part of the run in a process of its own, from both ends: `Child` in the launcher, and `main` in the process. Torch-free until a part runs.
 
-It reads one spec from standard input, runs its part until that ends or the launcher asks it to, and reports a failure with
-its traceback. It never outlives the launcher.
+`python -m midflight.run.launcher.child PART`, behind it the environment's name or the engine's kind, reads one spec from standard
+input, runs the part until that ends or the launcher asks it to, and reports a failure with its traceback. It never outlives the launcher.
 """
 
 from __future__ import annotations
@@ -11,17 +11,35 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from midflight.errors import ConfigError, RunFailed, StoreFailed, first_error
-from midflight.run.messages import EngineSpec, Failed, Launcher, Part, RolloutSpec, Spec, TrainerSpec, Verdict, decode_spec
-from midflight.run.parts import PartLost, ServerLost
+from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, first_error
+from midflight.run.launcher.endpoint import TOKEN_VARIABLE
+from midflight.run.parts import (
+    EngineSpec,
+    Failed,
+    Launcher,
+    Message,
+    PartLost,
+    ProcessKind,
+    RolloutSpec,
+    ServerLost,
+    Spec,
+    TrainerSpec,
+    Verdict,
+    decode_message,
+    decode_spec,
+    encode,
+)
 
 STOP_SECONDS = 2.5
 """A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""
@@ -30,26 +48,146 @@ GC_THRESHOLD = 50_000
 """Allocations between two collections: one request of an agent makes thousands of objects, nearly all freed by counting."""
 
 
+class PartFailed(RunFailed):
+    """A process ended that should not have, and a restart may help."""
+
+
+# --- In the launcher -------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A part of the run in a process of its own.
+
+    It imports what it needs as soon as it is started and waits for its spec on standard input; messages come back as JSON
+    lines. Everything it prints goes to its log. It lives in its own session, so that a Ctrl-C in the terminal reaches the
+    launcher alone, and dies with the launcher.
+    """
+
+    def __init__(
+        self,
+        part: ProcessKind,
+        name: str,
+        *,
+        log: Path,
+        environ: Mapping[str, str],
+        sockets: Sequence[socket.socket] = (),
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.part, self.name, self.log, self._arguments = part, name, log, tuple(arguments)
+        self._environ, self._sockets = environ, tuple(sockets)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "midflight.run.launcher.child", self.part, *self._arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**{name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}, **self._environ},
+                pass_fds=[s.fileno() for s in self._sockets],
+                start_new_session=True,
+                limit=2**24,
+            )
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def tell(self, spec: Spec) -> None:
+        """Sends the spec. Waits for the pipe only; ended by the child reading it or dying."""
+        stdin = self.process.stdin
+        assert stdin is not None
+        with suppress(ConnectionError):
+            stdin.write(encode(spec) + b"\n")
+            await stdin.drain()
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Everything the child says, in order; ends when it closes its end, which it does at the latest by dying."""
+        stdout = self.process.stdout
+        assert stdout is not None
+        while line := await stdout.readline():
+            yield decode_message(line)
+
+    async def ended(self) -> int:
+        """Waits for the exit status; ended by the child."""
+        return await self.process.wait()
+
+    def died(self, status: int) -> RunFailed:
+        """The error for an end that nobody asked for, with the last lines of its log."""
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        lines = self.log.read_text(errors="replace").splitlines()[-20:] if self.log.exists() else []
+        return RunFailed(f"{self.name} ended with {how}; the end of {self.log}:\n" + "\n".join(lines))
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)  # Not by asyncio's own, which may take the exit status from the one who waits for it.
+
+
+async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
+    """Asks every child to end, and kills those that have not after `seconds`. Nothing is left running (I9)."""
+    live = [child for child in children if child.running]
+    for child in live:
+        child.signal(signal.SIGTERM)
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                for child in live:
+                    await child.ended()
+    finally:  # a cancellation does not wait, and leaves nothing either
+        for child in live:
+            child.signal(signal.SIGKILL)
+    for child in live:
+        await child.ended()
+
+
+def error_of(name: str, said: Failed) -> MidflightError:
+    """The launcher's error for a part's last words: what a user can mend is one message, a crash has its traceback (I9)."""
+    match said.verdict:
+        case Verdict.CONFIG:
+            return ConfigError(said.error)
+        case Verdict.FINAL:
+            return RunFailed(said.error)
+        case Verdict.LOST:
+            return PartLost(f"{name}: {said.error}")
+        case Verdict.CRASH:
+            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip())
+
+
+# --- In the process --------------------------------------------------------------------------------------------------
+
+
 def die_with_parent() -> None:
     """Linux ends this process when its parent dies, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def part_main(part: Part, arguments: Sequence[str]) -> Callable[[Any, Launcher], Awaitable[None]]:
+def part_main(part: ProcessKind, arguments: Sequence[str]) -> Callable[[Any, Launcher], Awaitable[None]]:
     """Imports a part, which for trainer and embedded engine means torch. Done before the spec is known: it takes seconds.
 
     The environment comes with the rollout process: one that cannot be imported is found now, not after the warm start.
     """
-    if part is Part.ENGINE and list(arguments) == ["embedded"]:
+    if part is ProcessKind.ENGINE and list(arguments) == ["embedded"]:
         from midflight.run.engine.engine_process import run_engine
 
         return run_engine
-    if part is Part.ENGINE:
+    if part is ProcessKind.ENGINE:
         from midflight.run.engine.companion import run_companion
 
         return run_companion
-    if part is Part.ROLLOUT:
+    if part is ProcessKind.ROLLOUT:
         from midflight.environments.registry import load_environment
         from midflight.run.rollout.rollout_process import run_rollout
 
@@ -106,7 +244,7 @@ def stop(task: asyncio.Task[None]) -> None:
 
 def main() -> int:
     die_with_parent()
-    part = Part(sys.argv[1])
+    part = ProcessKind(sys.argv[1])
     launcher = Launcher()
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth
     try:
@@ -119,7 +257,7 @@ def main() -> int:
         if not line:
             return 0
         spec = decode_spec(line)
-        assert isinstance(spec, {Part.ENGINE: EngineSpec, Part.ROLLOUT: RolloutSpec, Part.TRAINER: TrainerSpec}[part])
+        assert isinstance(spec, {ProcessKind.ENGINE: EngineSpec, ProcessKind.ROLLOUT: RolloutSpec, ProcessKind.TRAINER: TrainerSpec}[part])
         gc.freeze()  # modules live as long as the process; only what a run makes is worth looking at
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_until_asked(run, spec, launcher))

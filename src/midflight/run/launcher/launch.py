@@ -25,8 +25,7 @@ from midflight.observe.summary import Summary, summarise, summary_table, write_s
 from midflight.observe.terminal import Terminal
 from midflight.run.launcher.endpoint import ControlToken, control_token, exposure, is_loopback
 from midflight.run.launcher.ring import PartFailed, Ring
-from midflight.run.messages import Alarm, Message, ModelReady, Progress, Purpose, Ready, Restarted, WarmStart
-from midflight.run.parts import serve_while
+from midflight.run.parts import Alarm, Message, ModelReady, Progress, Purpose, Ready, Restarted, WarmStart, serve_while
 
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""
@@ -65,13 +64,13 @@ class Run:
     async def roll_out(self, model: ModelReady, hear: Callable[[Message], None]) -> None:
         """Rollouts for a trainer that is not ours. Ended by its `finish`, or by the death of a part: the weights are the trainer's."""
         ring = Ring(self._config, on_message=hear, control_token=self._token.value, model=model)
-        await serve_while(ring.serve(purpose=Purpose.ROLLOUTS), self._watch_memory())
+        await serve_while(ring.run(Purpose.ROLLOUTS), self._watch_memory())
 
     async def _attempts(self, *, resume: bool) -> None:
         restarts = self._config.run.restarts
         while True:
             try:
-                return await Ring(self._config, on_message=self.hear, control_token=self._token.value).train(resume=resume)
+                return await Ring(self._config, on_message=self.hear, control_token=self._token.value).run(Purpose.TRAIN, resume=resume)
             except BaseExceptionGroup as failures:
                 failure = first_error(failures)
                 if not isinstance(failure, PartFailed) or restarts == 0:
@@ -213,7 +212,7 @@ def serve(config: Config, *, token: str | None) -> int:
             elif isinstance(message, Restarted):
                 terminal.say(f"{message.error}\n{message.part} is started again; {message.left} restarts are left.")
 
-        return main_task(Ring(config, on_message=hear, control_token=chosen.value, model=model).serve(purpose=Purpose.SERVE))
+        return main_task(Ring(config, on_message=hear, control_token=chosen.value, model=model).run(Purpose.SERVE))
 
 
 def evaluate(config: Config, model: Path) -> int:
@@ -228,7 +227,7 @@ def evaluate(config: Config, model: Path) -> int:
                 terminal.show(last)
 
         ring = Ring(config, on_message=hear, control_token=control_token(None).value, model=_model(model))
-        status = main_task(ring.serve(purpose=Purpose.EVALUATE))
+        status = main_task(ring.run(Purpose.EVALUATE))
         for source in last.sources:
             score = source.heldout_last if source.heldout_last is not None else source.heldout_before
             terminal.say(f"{source.name}: {score:.4f} ({source.num_heldout} tasks)" if score is not None else f"{source.name}: no score")

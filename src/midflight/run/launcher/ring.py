@@ -20,35 +20,34 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from midflight.config.derived import num_engines
 from midflight.config.sections import Config
-from midflight.errors import ConfigError, MidflightError, RunFailed, first_error
+from midflight.errors import first_error
+from midflight.run.launcher.child import Child, PartFailed, error_of, stop_all
 from midflight.run.launcher.endpoint import Endpoint, remove_endpoint, write_endpoint
-from midflight.run.launcher.process import Child, stop_all
-from midflight.run.messages import (
+from midflight.run.parts import (
     TEACHER,
     EngineSpec,
     Failed,
     Message,
     ModelReady,
-    Part,
+    PartLost,
+    ProcessKind,
     Purpose,
     Ready,
     Restarted,
     RolloutSpec,
     Spec,
     TrainerSpec,
-    Verdict,
+    serve_while,
 )
-from midflight.run.parts import PartLost, serve_while
 from midflight.weights.transports.files import SHARED, remove_stale
 from midflight.wire.server import listen
 
@@ -58,10 +57,6 @@ LAST_WORDS_SECONDS = 0.5
 """To read what ended processes left in their pipes."""
 OWN_REASON_SECONDS = 1.0
 """For a part that was lost to say why itself: its message is on its way when its connections break."""
-
-
-class PartFailed(RunFailed):
-    """A process ended that should not have, and a restart may help."""
 
 
 def segment_name(folder: Path) -> str:
@@ -111,15 +106,11 @@ class Ring:
         self._segment = segment_name(Path(config.run.folder))
         self.children: list[Child] = []
 
-    async def train(self, *, resume: bool) -> None:
-        """Returns when the trainer has finished all steps and its last version is evaluated and exported."""
-        await self._run(lambda: self._trainer(resume=resume), purpose=Purpose.TRAIN)
+    async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
+        """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its last step, evaluated and exported.
 
-    async def serve(self, *, purpose: Purpose) -> None:
-        """Engines and gateway without a trainer of ours; see `Purpose` for what ends it. Serving ends only by cancellation."""
-        await self._run(None, purpose=purpose)
-
-    async def _run(self, trainer: Callable[[], Coroutine[Any, Any, None]] | None, *, purpose: Purpose) -> None:
+        `resume`: the trainer goes on from its last checkpoint.
+        """
         gateway = self._config.gateway
         self._socket = listen(gateway.host, gateway.port)
         self._engines = self._engine_parts(purpose)
@@ -129,10 +120,10 @@ class Ring:
         engines = [self._engine(part) for part in self._engines]
         rollout = self._rollout(purpose)
         try:
-            if trainer is None:
-                await serve_while(rollout, *engines)
+            if purpose is Purpose.TRAIN:
+                await serve_while(self._trainer(resume=resume), rollout, *engines)
             else:
-                await serve_while(trainer(), rollout, *engines)
+                await serve_while(rollout, *engines)
         finally:
             for made in (self._socket, *(part.listener for part in self._engines)):
                 made.close()
@@ -163,7 +154,7 @@ class Ring:
             await serve_while(first, *others)
 
     async def _rank(self, spec: TrainerSpec) -> None:
-        trainer = await self._start(Part.TRAINER, f"trainer{spec.rank or ''}")
+        trainer = await self._start(ProcessKind.TRAINER, f"trainer{spec.rank or ''}")
         await trainer.tell(spec)
         try:
             await self._follow(trainer)
@@ -172,7 +163,7 @@ class Ring:
             raise PartFailed(str(lost)) from lost
 
     async def _rollout(self, purpose: Purpose) -> None:
-        rollout = await self._start(Part.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
+        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
         addresses = {part.name: part.address for part in self._engines}
         teacher = addresses.pop(TEACHER, None)
 
@@ -212,7 +203,7 @@ class Ring:
             )
 
         while True:
-            engine = await self._start(Part.ENGINE, name, sockets=[made], arguments=[part.kind])
+            engine = await self._start(ProcessKind.ENGINE, name, sockets=[made], arguments=[part.kind])
             try:
                 await self._brief_and_follow(engine, spec)
                 failure = PartFailed(f"{name} ended, though nobody asked it to")
@@ -225,10 +216,10 @@ class Ring:
             engine.signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
             await engine.ended()
 
-    async def _start(self, part: Part, name: str, *, sockets: Sequence[socket.socket] = (), arguments: Sequence[str] = ()) -> Child:
-        threads = {Part.ENGINE: self._config.engine.threads, Part.TRAINER: self._config.trainer.threads}.get(part, 1)
+    async def _start(self, part: ProcessKind, name: str, *, sockets: Sequence[socket.socket] = (), arguments: Sequence[str] = ()) -> Child:
+        threads = {ProcessKind.ENGINE: self._config.engine.threads, ProcessKind.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if part is Part.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        if part is ProcessKind.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
         child = Child(part, name, log=log, environ=environ, sockets=sockets, arguments=arguments)
@@ -275,16 +266,3 @@ class Ring:
             self._on_message(message)
         if (status := await child.ended()) != 0:
             raise PartFailed(str(child.died(status)))
-
-
-def error_of(name: str, said: Failed) -> MidflightError:
-    """The launcher's error for a part's last words: what a user can mend is one message, a crash has its traceback (I9)."""
-    match said.verdict:
-        case Verdict.CONFIG:
-            return ConfigError(said.error)
-        case Verdict.FINAL:
-            return RunFailed(said.error)
-        case Verdict.LOST:
-            return PartLost(f"{name}: {said.error}")
-        case Verdict.CRASH:
-            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip())

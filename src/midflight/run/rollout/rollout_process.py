@@ -25,8 +25,7 @@ from midflight.observe.status import Phase
 from midflight.run.api.routes import TrainerRoutes, info_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.teacher import Teacher, score_route
-from midflight.run.messages import TEACHER, Launcher, Progress, Purpose, Ready, RolloutSpec
-from midflight.run.parts import serve_while
+from midflight.run.parts import TEACHER, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
 from midflight.run.rollout.agents import Agents
 from midflight.run.rollout.serving import Serving
 from midflight.run.rollout.system import RolloutSystem, held_out

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from midflight.models.names import named_tensors
-from midflight.run.messages import Alarm
-from midflight.run.parts import PartLost
+from midflight.run.parts import Alarm, PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.model.parallel import PATIENCE, Ranks
 from midflight.trainer.step import StepReport

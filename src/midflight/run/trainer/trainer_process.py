@@ -21,8 +21,7 @@ from midflight.models.load import export_model, load_model, make_model
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.run.api.service import RolloutClient
-from midflight.run.messages import Launcher, ModelReady, TrainerSpec
-from midflight.run.trainer.lineage import PublishedVersions
+from midflight.run.parts import Launcher, ModelReady, TrainerSpec
 from midflight.run.trainer.team import Team, follow
 from midflight.run.trainer.training import TrainingLoop
 from midflight.run.trainer.warm_start import warm_start
@@ -40,6 +39,30 @@ from midflight.weights.transports.select import publisher as make_publisher
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+class PublishedVersions:
+    """The highest version ever published, in a file that is replaced before the version reaches any engine: no number is used again, also
+    after a crash."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def highest(self) -> Version | None:
+        try:
+            return int(self._path.read_text())
+        except FileNotFoundError:
+            return None
+
+    def note(self, version: Version) -> None:
+        draft = self._path.with_suffix(".writing")
+        draft.write_text(str(version))
+        draft.replace(self._path)
+
+    def resumed_as(self, checkpoint: Version) -> Version:
+        """The number under which the weights of a checkpoint go on: its own, unless later ones were handed out."""
+        highest = self.highest()
+        return checkpoint if highest is None or highest <= checkpoint else highest + 1
 
 
 def first_model(section: ModelSection, folder: Path, *, seed: int) -> Path:
@@ -155,7 +178,7 @@ def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
 
 
 class ModelWeights:
-    """The outbox of the trainer: every version is noted before its bytes can reach an engine (DECISIONS 1).
+    """The trainer's `WeightsOutlet`: every version is noted before its bytes can reach an engine.
 
     Weights leave in `dtype`, that which engines serve in, so that a fingerprint is of what is served.
     `release` is called while another thread publishes, so versions are given back at the next publication: a publisher has one caller.

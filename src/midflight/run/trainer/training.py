@@ -25,7 +25,7 @@ Stage = Callable[[], Callable[[], object]]
 """Copies the trainer's state, and returns what puts the copy on disk. Both block; the trainer may step on before the second is called."""
 
 MAX_HANDOVERS = 2
-"""One under way and one that waits for it. The outbox holds one version more: the one that is live."""
+"""One under way and one that waits for it. The outlet holds one version more: the one that is live."""
 
 
 class Report(Protocol):
@@ -43,7 +43,7 @@ class Steps(Protocol):
     def step(self, batch: PackedBatch) -> Report: ...
 
 
-class Outbox(Protocol):
+class WeightsOutlet(Protocol):
     """Where the trainer's weights are put for the engines."""
 
     def publish(self, version: Version) -> WeightManifest:
@@ -58,7 +58,7 @@ class Outbox(Protocol):
 class TrainingLoop:
     """Steps while generation goes on.
 
-    With `prefetch` the next batch is drawn during a step; without it (`max_staleness` 0, DECISIONS 2) after the step. The
+    With `prefetch` the next batch is drawn during a step; without it (`max_staleness` 0) after the step. The
     handover of version v runs beside the steps after it, at most `MAX_HANDOVERS` at once: a slow engine slows the trainer
     before it falls behind without bound. A version's bytes stay until the next one is live everywhere, so that an engine
     which restarts can always fetch the current version.
@@ -70,7 +70,7 @@ class TrainingLoop:
     def __init__(
         self,
         trainer: Steps,
-        outbox: Outbox,
+        outlet: WeightsOutlet,
         service: RolloutService,
         *,
         steps: int,
@@ -79,7 +79,7 @@ class TrainingLoop:
         save_every: int,
         stop_at_reward: float | None = None,
     ) -> None:
-        self._trainer, self._outbox, self._service = trainer, outbox, service
+        self._trainer, self._outlet, self._service = trainer, outlet, service
         self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
         self._stage, self._save_every = stage, save_every
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
@@ -98,7 +98,7 @@ class TrainingLoop:
                     drawn = tasks.create_task(self._service.take(batch.train_version + 1))
                 done = await self._step(batch)
                 if len(handovers) == MAX_HANDOVERS:
-                    await handovers.popleft()  # whose end frees a slot of the outbox
+                    await handovers.popleft()  # whose end frees a slot of the outlet
                 handovers.append(tasks.create_task(self._hand_over(await self._publish(), done, after=handovers[-1])))
                 if not self._prefetch and not self._over():
                     drawn = tasks.create_task(self._service.take(self._trainer.version))
@@ -121,7 +121,7 @@ class TrainingLoop:
 
     async def _publish(self) -> WeightManifest:
         """Copies the weights out before the next step may change them."""
-        return await asyncio.to_thread(self._outbox.publish, self._trainer.version)
+        return await asyncio.to_thread(self._outlet.publish, self._trainer.version)
 
     async def _hand_over(self, manifest: WeightManifest, done: StepDone | None = None, *, after: asyncio.Task[None] | None = None) -> None:
         """Reports the step; waits for the handover before it, and until every engine serves this version or is in quarantine."""
@@ -131,7 +131,7 @@ class TrainingLoop:
             await after
         await self._service.publish(manifest)
         if self._live is not None:
-            self._outbox.release(self._live)
+            self._outlet.release(self._live)
         self._live = manifest.version
 
     async def _copied(self, *, after: asyncio.Task[None] | None = None) -> Callable[[], object]:

@@ -15,7 +15,7 @@ from midflight.environments.single_turn import exact_match
 from midflight.environments.tasks import Source
 from midflight.errors import StepSkipped
 from midflight.models.names import named_tensors
-from midflight.run.messages import WarmStart
+from midflight.run.parts import WarmStart
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.optimizer import Schedule
 from midflight.trainer.sft import Example, SupervisedTrainer
