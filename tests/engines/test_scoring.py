@@ -176,7 +176,7 @@ def test_an_engine_that_is_lost_while_it_scores_is_an_error_at_once_and_its_next
         async with running(engine), asyncio.TaskGroup() as tasks:
             dying = tasks.create_task(until_asked())
             async with attached(f"http://127.0.0.1:{port}") as remote:
-                with pytest.raises(EngineUnavailable, match="did not answer /score"):
+                with pytest.raises(EngineUnavailable, match="did not answer /engine/v1/score"):
                     await remote.score(*ragged(), temperature=1.0)
                 await dying
                 waiting = tasks.create_task(remote.score(*ragged(), temperature=1.0))
