@@ -1,1 +1,1 @@
-"""Bytes in, bytes out: routes, bodies, server-sent events, and the same application in memory."""
+"""Bytes in, bytes out: the routes of agents and of the operator, and answers whole or as events."""
