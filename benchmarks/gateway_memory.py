@@ -16,7 +16,7 @@ from smoke import options_of
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.sessions.call import Asked, CompletionCall, Messages
 from midflight.observe.prometheus import Metrics
 from midflight.text.byte_tokenizer import write_byte_tokenizer
@@ -47,7 +47,7 @@ async def main(sessions: int) -> None:
     with TemporaryDirectory() as folder:
         write_byte_tokenizer(Path(folder))
         tokenizer = Tokenizer.load(Path(folder))
-    limits = Limits(max_context=8192, vocab_size=262)
+    limits = EngineLimits(max_context=8192, vocab_size=262)
     gateway = Gateway(cast(Generator, InstantGenerator()), tokenizer, Metrics().apply, model="policy", limits=limits, max_sessions=sessions)
     empty, started = resident_mb(), time.process_time()
     for number in range(sessions):

@@ -108,7 +108,7 @@ class Sessions(Protocol):
         ...
 
 
-class Fleet(Protocol):
+class EngineFleet(Protocol):
     """The engines behind the gateway, as the handover sees them. Synchronous but for `hold`."""
 
     def engines(self) -> tuple[Engine, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from midflight.gateway.sessions.match import Matcher
-from midflight.gateway.sessions.node import Prompt
-from midflight.gateway.sessions.tree import TokenTree
+from midflight.gateway.sessions.history import Prompt
+from midflight.gateway.sessions.tree import Matcher, TokenTree
 from midflight.text import ChatTemplate, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat
 from midflight.types import Finish, FinishReason, Segment, Turn

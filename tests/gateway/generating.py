@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sequence
 
 from midflight.gateway.answers.answer import Answer, TopLogprobs
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.sessions.node import Prompt
+from midflight.gateway.sessions.history import Prompt
 from midflight.gateway.sessions.session import Session
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Tokenizer

@@ -14,7 +14,7 @@ from tests.facts import Facts
 
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.http.http import build_app
 from midflight.testing.script import Script, play, scripted_tokenizer
 from midflight.text import Tokenizer
@@ -106,7 +106,7 @@ class Offered:
 
 
 def make_gateway(generator: ScriptedGenerator, record: Record = unheard, **options: Any) -> Gateway:
-    limits = options.pop("limits", Limits(max_context=256, vocab_size=262))
+    limits = options.pop("limits", EngineLimits(max_context=256, vocab_size=262))
     gateway = Gateway(generator, generator.tokenizer, record, model="policy", limits=limits, **options)
     gateway.address = "http://memory"
     return gateway

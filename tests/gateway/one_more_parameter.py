@@ -54,8 +54,8 @@ CLIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "completions": (CompletionExchange, {"model": "m", "prompt": "hi"}),
     "responses": (ResponsesExchange, {"model": "m", "input": "hi"}),
 }
-WITH = plan.Limits(max_context=256, vocab_size=99, features=frozenset({Feature.PENALTIES}))
-WITHOUT = plan.Limits(max_context=256, vocab_size=99)
+WITH = plan.EngineLimits(max_context=256, vocab_size=99, features=frozenset({Feature.PENALTIES}))
+WITHOUT = plan.EngineLimits(max_context=256, vocab_size=99)
 DEFAULTS: Any = SamplingParams(max_tokens=8)
 
 

@@ -12,7 +12,7 @@ import httpx2
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
@@ -36,7 +36,7 @@ class Site:
         self.control = Control(self.fleet, generator)
         self.health = HealthWatch(self.fleet, interval_seconds=0.2, stall_seconds=1.0)
         self.gateway = Gateway(
-            generator, scripted_tokenizer(), unheard, model="policy", limits=Limits(4096, 262, features=CAPABLE.features)
+            generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262, features=CAPABLE.features)
         )
         self.gateway.address = "http://memory"
 

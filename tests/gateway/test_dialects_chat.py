@@ -12,7 +12,7 @@ from tests.gateway.offered import KEY, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import News
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.exchange import Reply, call_id
 from midflight.gateway.sessions.call import Asked, CompletionCall, Messages, ToolChoice
@@ -267,7 +267,7 @@ def answered(pieces: list[Piece], *, finish: FinishReason = FinishReason.STOP, *
     )
 
     spoken = ChatExchange(json.dumps(CHAT | fields).encode())
-    gateway = make_gateway(ScriptedGenerator(), limits=Limits(2048, 262, frozenset(Feature)))
+    gateway = make_gateway(ScriptedGenerator(), limits=EngineLimits(2048, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), spoken.call)
     reply = Reply(job, "policy", 7, gateway.tokenizer)
     prompt = job.answers[0].prompt
@@ -437,7 +437,7 @@ SPOKEN = (
 )
 def test_what_a_model_writes_as_calls_reaches_the_sdk_whole_and_streamed(fields: dict[str, Any], names: list[str]) -> None:
     async def main() -> None:
-        async with offered(ScriptedGenerator(texts=[SPOKEN] * 2), limits=Limits(2048, 262)) as it:
+        async with offered(ScriptedGenerator(texts=[SPOKEN] * 2), limits=EngineLimits(2048, 262)) as it:
             asked: dict[str, Any] = {"model": "policy", "messages": CHAT["messages"], "max_tokens": 300, "logprobs": True, **fields}
             whole = (await it.sdk().chat.completions.create(**asked)).choices[0]
             stream = await it.sdk().chat.completions.create(**asked, stream=True)
@@ -459,7 +459,7 @@ def test_what_a_model_writes_as_calls_reaches_the_sdk_whole_and_streamed(fields:
 
 def test_an_agent_that_sends_its_calls_back_stays_on_one_branch() -> None:
     async def main() -> None:
-        async with offered(ScriptedGenerator(texts=[SPOKEN, "Sunny.<|end|>"]), limits=Limits(2048, 262)) as it:
+        async with offered(ScriptedGenerator(texts=[SPOKEN, "Sunny.<|end|>"]), limits=EngineLimits(2048, 262)) as it:
             handle = it.gateway.open(KEY, sampling=SamplingParams(max_tokens=300), tracked=True)
             client = it.sdk(base_url=handle.base_url)
             asked: dict[str, Any] = {"model": "policy", "tools": [WEATHER, CLOCK]}

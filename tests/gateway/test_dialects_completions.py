@@ -11,7 +11,7 @@ from tests.gateway.offered import ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import News
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.sessions.call import Asked, CompletionCall
@@ -77,7 +77,7 @@ def test_a_fault_names_its_place_and_the_remedy(fields: dict[str, Any], param: s
 def answered(**fields: object) -> tuple[Any, list[Any]]:
     """The whole answer and the stream of a model that says "xyz", where 121 stood beside "A" and 122 beside another "z"."""
     exchange = CompletionExchange(json.dumps(TEXT | fields).encode())
-    gateway = make_gateway(ScriptedGenerator(), limits=Limits(256, 262, frozenset(Feature)))
+    gateway = make_gateway(ScriptedGenerator(), limits=EngineLimits(256, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), exchange.call)
     reply, prompt, ids, logprobs = Reply(job, "policy", 7, gateway.tokenizer), job.answers[0].prompt, (120, 121, 122), (-1.0, -2.0, -3.0)
     top = (((120, -1.0),), ((65, -0.5),), ((122, -3.0), (66, -4.0))) if exchange.call.asked.number("top_logprobs") else ()

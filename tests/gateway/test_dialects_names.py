@@ -10,7 +10,7 @@ import pytest
 from tests.gateway.offered import ScriptedGenerator, offered
 
 from midflight.errors import RequestRejected
-from midflight.gateway.answers.plan import Limits, params_for
+from midflight.gateway.answers.plan import EngineLimits, params_for
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Exchange
@@ -98,7 +98,7 @@ def test_what_cannot_be_done_is_refused_by_the_clients_own_name(dialect: str, fi
         call = exchange.call
         if call.tool_choice == "required" and call.asked.grammar is None:  # the gateway's grammar of the call that must come
             call = _forced(call)
-        params_for(call, 10, defaults=None, limits=Limits(max_context=40, vocab_size=99))
+        params_for(call, 10, defaults=None, limits=EngineLimits(max_context=40, vocab_size=99))
     assert caught.value.param == param
     if "max" not in param:
         assert str(caught.value).startswith(param)
@@ -121,7 +121,7 @@ def test_a_grammar_that_an_engine_refuses_is_named_as_the_client_named_it(path: 
 
     async def main() -> None:
         refusing = ScriptedGenerator(error=RequestRejected("constraining the answer: no.", param="grammar"))
-        async with offered(refusing, limits=Limits(max_context=256, vocab_size=262, features=frozenset(Feature))) as it:
+        async with offered(refusing, limits=EngineLimits(max_context=256, vocab_size=262, features=frozenset(Feature))) as it:
             answer = await it.http.post(path, json=fields if path == "/generate" else {"model": "policy", **fields})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

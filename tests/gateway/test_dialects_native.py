@@ -9,7 +9,7 @@ import pytest
 from tests.gateway.offered import ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import RequestRejected
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.sessions.call import Asked, CompletionCall, Text, TokenIds
@@ -91,7 +91,7 @@ def test_batches_are_texts_or_ids() -> None:
 def answered(**fields: object) -> tuple[Any, list[Any]]:
     """The whole answer and the stream of a model that says "xy", where 121 stood beside "A"."""
     exchange = NativeExchange(json.dumps(NATIVE | {"sampling_params": {"stop": "yz"}} | fields).encode())
-    gateway = make_gateway(ScriptedGenerator(), limits=Limits(256, 262, frozenset(Feature)))
+    gateway = make_gateway(ScriptedGenerator(), limits=EngineLimits(256, 262, frozenset(Feature)))
     job = gateway.prepare(gateway.session_for(path_token=None, api_key=None), exchange.call)
     reply, prompt, ids, logprobs = Reply(job, "policy", 7, gateway.tokenizer), job.answers[0].prompt, (120, 121), (-1.0, -2.0)
     top = (((120, -1.0),), ((65, -0.5), (121, -2.0))) if exchange.call.asked.number("top_logprobs") else ()

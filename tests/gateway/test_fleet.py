@@ -11,8 +11,8 @@ from midflight.allowance import Allowance
 from midflight.errors import ConfigError, EngineUnavailable, WeightsCorrupt
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet, Lease
-from midflight.gateway.fleet.health import HealthWatch, Progress
-from midflight.ports import Fleet as FleetPort
+from midflight.gateway.fleet.health import HealthWatch, StallWatch
+from midflight.ports import EngineFleet
 from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
@@ -42,7 +42,7 @@ def manifest(version: int) -> WeightManifest:
 
 
 def test_it_is_the_fleet_of_the_handover() -> None:
-    fleet: FleetPort = fleet_of(ScriptedEngine("a"), ScriptedEngine("b"))
+    fleet: EngineFleet = fleet_of(ScriptedEngine("a"), ScriptedEngine("b"))
     assert [e.name for e in fleet.engines()] == ["a", "b"]
     with pytest.raises(ConfigError, match="'a': the name is taken"):
         fleet_of(ScriptedEngine("a"), ScriptedEngine("a"))
@@ -205,7 +205,7 @@ def reading(num_tokens: int, *, running: int = 1, paused: bool = False) -> Engin
 
 
 def test_equal_token_counts_with_work_for_the_deadline_are_a_stall() -> None:
-    progress = Progress(stall_seconds=10)
+    progress = StallWatch(stall_seconds=10)
     assert progress.read("a", reading(5), now=0) is None
     assert progress.read("a", reading(5), now=9.9) is None
     assert progress.read("a", reading(6), now=10) is None, "a token was made"
@@ -214,7 +214,7 @@ def test_equal_token_counts_with_work_for_the_deadline_are_a_stall() -> None:
 
 @pytest.mark.parametrize("excuse", [reading(5, running=0), reading(5, paused=True)])
 def test_no_work_and_a_pause_excuse(excuse: EngineHealth) -> None:
-    progress = Progress(stall_seconds=10)
+    progress = StallWatch(stall_seconds=10)
     for now in range(0, 100, 5):
         assert progress.read("a", excuse, now=now) is None
     assert progress.read("a", reading(5), now=100) is None
@@ -222,7 +222,7 @@ def test_no_work_and_a_pause_excuse(excuse: EngineHealth) -> None:
 
 
 def test_an_engine_held_by_us_is_excused_and_a_silent_one_is_not() -> None:
-    progress = Progress(stall_seconds=10)
+    progress = StallWatch(stall_seconds=10)
     for now in (0, 20, 40):
         assert progress.read("a", reading(5), now=now, excused=True) is None
     assert progress.read("a", None, now=45) is None

@@ -13,7 +13,7 @@ from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, off
 from tests.text.written import CODER, model
 
 from midflight.engines.embedded.grammar import Grammars
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import MessageFormat
@@ -22,7 +22,7 @@ from midflight.types import Feature, Finish, FinishReason, GenerateRequest
 HI = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"], "additionalProperties": False}
 POINT = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
-ALL = Limits(max_context=4000, vocab_size=262, features=frozenset(Feature))
+ALL = EngineLimits(max_context=4000, vocab_size=262, features=frozenset(Feature))
 FORMAT = {"type": "json_schema", "name": "point", "schema": POINT}
 
 REQUESTS: dict[str, dict[str, Any]] = {

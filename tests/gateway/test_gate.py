@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from midflight.allowance import Allowance
-from midflight.gateway.fleet.gate import Holds, Line
+from midflight.gateway.fleet.routing import Holds, Line
 from midflight.testing.virtual_time import run_virtual
 
 

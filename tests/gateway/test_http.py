@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 from tests.gateway.offered import DEFAULTS, KEY, RecordingControl, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import EngineUnavailable, NoEngine
-from midflight.gateway.http.http import build_app
-from midflight.gateway.http.stream import KEEP_ALIVE_SECONDS
+from midflight.gateway.http.http import KEEP_ALIVE_SECONDS, build_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode, Reason
 from midflight.types.facts import RequestFailed

@@ -12,7 +12,7 @@ from tests.gateway.offered import DEFAULTS
 from midflight.errors import Overloaded, SessionClosed
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
@@ -38,7 +38,7 @@ class InstantGenerator:
 def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_is_refused() -> None:
     async def main() -> None:
         generator = InstantGenerator()
-        gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=Limits(4096, 262), max_sessions=SESSIONS)
+        gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262), max_sessions=SESSIONS)
         call = CompletionCall((Messages(({"role": "user", "content": "q" * (PROMPT - 3)},)),))
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()

@@ -16,7 +16,7 @@ from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, mak
 
 from midflight.errors import EngineUnavailable, NoEngine, RequestRejected
 from midflight.gateway.answers.answer import Answer, News
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.sessions.call import Asked, Messages, ToolChoice
@@ -394,7 +394,7 @@ def test_an_answer_sent_back_goes_on_from_its_tokens_and_counting_leaves_no_trac
 def test_a_tool_is_called_and_its_result_continues_the_recorded_turn() -> None:
     async def main() -> None:
         texts = [TOLD + "<|end|>", "Sunny.<|end|>"]
-        async with offered(ScriptedGenerator(texts=texts), limits=Limits(max_context=2000, vocab_size=262)) as it:
+        async with offered(ScriptedGenerator(texts=texts), limits=EngineLimits(max_context=2000, vocab_size=262)) as it:
             handle = it.gateway.open(KEY, sampling=DEFAULTS, tracked=True)
             first = await post(it, handle.base_url, tools=[WEATHER], max_tokens=200)
             [call] = first["content"]
@@ -442,7 +442,7 @@ def test_thinking_is_told_apart_and_its_tokens_are_found_again_when_it_is_sent_b
 @pytest.mark.parametrize("text", ["plain<|end|>", f"Wait.{TOLD}{TOLD}<|end|>", "<tool_call>\n{broken<|end|>", "<|end|>", "東<|end|>"])
 def test_streamed_and_whole_are_the_same_message(text: str) -> None:
     async def main() -> None:
-        async with offered(ScriptedGenerator(texts=[text] * 2), limits=Limits(max_context=2000, vocab_size=262)) as it:
+        async with offered(ScriptedGenerator(texts=[text] * 2), limits=EngineLimits(max_context=2000, vocab_size=262)) as it:
             ask = {"tools": [WEATHER], "max_tokens": 300, "return_token_ids": True}
             streamed = accumulated(await post(it, "/v1", stream=True, **ask))
             once = await post(it, "/v1", **ask)
@@ -499,7 +499,7 @@ def test_bad_requests_cost_themselves_only() -> None:
 
 def test_what_the_engines_cannot_do_is_refused_in_the_clients_words() -> None:
     async def main() -> None:
-        async with offered(limits=Limits(max_context=2000, vocab_size=262)) as it:  # engines without features
+        async with offered(limits=EngineLimits(max_context=2000, vocab_size=262)) as it:  # engines without features
             form = {"type": "json_schema", "schema": {"type": "object"}}
             for fields, name in [
                 ({"output_config": {"format": form}}, "output_config.format"),

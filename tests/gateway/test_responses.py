@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, offered
 
 from midflight.errors import EngineUnavailable, RequestRejected
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.responses import ResponsesExchange
 from midflight.gateway.sessions.call import Asked, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
@@ -27,7 +27,7 @@ THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type"
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CALLING = 'so\n<tool_call>\n{"name": "add",  "arguments": {"a":1}}\n</tool_call><|end|>'
 """Spaced as no template would write it, so that ids reused are seen to be those of the answer."""
-ALL = Limits(max_context=1024, vocab_size=262, features=frozenset(Feature))
+ALL = EngineLimits(max_context=1024, vocab_size=262, features=frozenset(Feature))
 
 EVENT = pydantic.TypeAdapter[Any](ResponseStreamEvent)
 
@@ -443,4 +443,4 @@ def test_a_format_that_no_engine_can_hold_to_is_refused_by_its_own_name() -> Non
             await client.responses.create(model="policy", input="hi", text={"format": {"type": "json_object"}})
         assert caught.value.param == "text.format"
 
-    serve(use, limits=Limits(max_context=256, vocab_size=262))
+    serve(use, limits=EngineLimits(max_context=256, vocab_size=262))

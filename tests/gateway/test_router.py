@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midflight.gateway.fleet.router import Candidate, Pins, choose
+from midflight.gateway.fleet.routing import Candidate, Pins, choose
 
 
 def engine(name: str, tokens: int = 0, *, version: int = 0, routable: bool = True) -> Candidate:

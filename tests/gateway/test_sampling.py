@@ -11,20 +11,20 @@ from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, offered
 from tests.gateway.test_dialects_names import DIALECTS
 
 from midflight.errors import RequestRejected
-from midflight.gateway.answers.plan import Limits, params_for, samples_the_policy
+from midflight.gateway.answers.plan import EngineLimits, params_for, samples_the_policy
 from midflight.gateway.dialects.exchange import Exchange
 from midflight.testing.scripted import CAPABLE
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Feature, LogprobKind, Reason, SamplingParams
 
-UNSEEDED = Limits(max_context=256, vocab_size=262, honours_seed=False)
+UNSEEDED = EngineLimits(max_context=256, vocab_size=262, honours_seed=False)
 
 
 def test_a_gateway_promises_what_all_its_engines_can() -> None:
     small = replace(CAPABLE, max_context=64, vocab_size=100, features=frozenset({Feature.GRAMMARS, Feature.PENALTIES}))
     other = replace(CAPABLE, honours_seed=False, logprob_kind=LogprobKind.RAW, features=frozenset({Feature.GRAMMARS}))
-    assert Limits.of([CAPABLE]) == Limits(4096, 262, features=CAPABLE.features)
-    assert Limits.of([small, other]) == Limits(
+    assert EngineLimits.of([CAPABLE]) == EngineLimits(4096, 262, features=CAPABLE.features)
+    assert EngineLimits.of([small, other]) == EngineLimits(
         max_context=64,
         vocab_size=100,
         features=frozenset({Feature.GRAMMARS}),
@@ -60,7 +60,7 @@ def test_a_turn_is_of_the_policy_only_where_its_logprobs_are_of_the_temperature_
     kind: LogprobKind, temperature: float, told: bool
 ) -> None:
     """A turn that was sampled from another distribution is masked in training."""
-    limits = Limits(256, 262, logprob_kinds=frozenset({LogprobKind.SAMPLED, kind}))
+    limits = EngineLimits(256, 262, logprob_kinds=frozenset({LogprobKind.SAMPLED, kind}))
     params = SamplingParams(temperature=temperature)
     assert samples_the_policy(params, params, limits=limits) is told
 

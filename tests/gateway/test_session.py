@@ -12,8 +12,7 @@ from tests.gateway.offered import DEFAULTS, KEY
 
 from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
 from midflight.gateway.sessions.call import Messages
-from midflight.gateway.sessions.registry import SessionRegistry
-from midflight.gateway.sessions.session import Session, request_seed
+from midflight.gateway.sessions.session import Session, SessionRegistry, request_seed
 from midflight.testing.script import scripted_tokenizer
 from midflight.text.formats import AssistantMessage
 from midflight.types import Chunk, Finish, FinishReason, GroupKey, Reason, RolloutKey, SamplingParams

@@ -3,10 +3,8 @@ from __future__ import annotations
 import pytest
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
-from midflight.gateway.sessions.history import digest
-from midflight.gateway.sessions.node import Prompt
-from midflight.gateway.sessions.rows import harvest
-from midflight.gateway.sessions.tree import TokenTree
+from midflight.gateway.sessions.history import Prompt, digest
+from midflight.gateway.sessions.tree import TokenTree, harvest
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message, Tokenizer
 from midflight.types import Finish, FinishReason, Reason, Segment, Turn

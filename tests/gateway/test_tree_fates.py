@@ -14,8 +14,8 @@ from tests.gateway.offered import DEFAULTS, KEY
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
 from midflight.gateway.sessions.call import Messages, Source, Text, TokenIds
-from midflight.gateway.sessions.match import Matcher
 from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.tree import Matcher
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage

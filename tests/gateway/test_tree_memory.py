@@ -9,8 +9,8 @@ from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 
 from midflight.gateway.sessions.call import Messages
-from midflight.gateway.sessions.match import Matcher
 from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.tree import Matcher
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message
 from midflight.text.formats import AssistantMessage, MessageFormat

@@ -9,9 +9,7 @@ from tests.gateway.conversing import Model, turn, worded
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
 from midflight.gateway.sessions.history import assistant_reply, canonical_arguments, digest, read
-from midflight.gateway.sessions.match import Matcher
-from midflight.gateway.sessions.rows import harvest
-from midflight.gateway.sessions.tree import TokenTree
+from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import ChatTemplate, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, Tool, ToolCall

@@ -13,7 +13,7 @@ from tests.gateway.offered import KEY
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.plan import Limits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.http.control import Control
 from midflight.gateway.http.http import build_app
@@ -34,7 +34,7 @@ async def served(*engines: ScriptedEngine) -> AsyncIterator[tuple[Gateway, httpx
     for engine in engines:
         fleet.attach(engine)
     generator = Generator(fleet, request_seconds=60)
-    gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=Limits(4096, 262))
+    gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262))
     gateway.address = "http://memory"
     app = build_app(gateway, Control(fleet, generator))
     async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://memory") as http:

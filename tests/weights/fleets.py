@@ -44,7 +44,7 @@ def manifest(version: Version) -> WeightManifest:
 
 
 class RecordingFleet:
-    """Implements `ports.Fleet` without routing anything."""
+    """Implements `ports.EngineFleet` without routing anything."""
 
     def __init__(self, *engines: ScriptedEngine) -> None:
         self._engines = engines

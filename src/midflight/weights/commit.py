@@ -10,7 +10,7 @@ from typing import Literal
 from midflight.allowance import Allowance, Expired
 from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.pausing import BY_COST, pause_mode, verified_pause
-from midflight.ports import Engine, Fleet
+from midflight.ports import Engine, EngineFleet
 from midflight.types import Attestation, Capabilities, PauseMode, WeightManifest
 from midflight.types.facts import Record, WeightsCommitted
 from midflight.weights.turns import Barrier
@@ -39,7 +39,7 @@ def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
 class Guard:
     """What is done to an engine is done within its time, or the engine is in quarantine (I7). `errors` says which are, and why."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
         self.errors: dict[str, str] = {}
 
@@ -70,7 +70,7 @@ class Guard:
 class Committer:
     """Without state of its own: each call is one engine's commit."""
 
-    def __init__(self, fleet: Fleet, *, pause_mode: PauseMode | Literal["auto"], seconds: float, record: Record) -> None:
+    def __init__(self, fleet: EngineFleet, *, pause_mode: PauseMode | Literal["auto"], seconds: float, record: Record) -> None:
         """`seconds`: the engine's own time for all of it; what it waits for others at the barrier does not count."""
         self._fleet, self._record = fleet, record
         self._pause_mode: PauseMode | Literal["auto"] = pause_mode

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from midflight.errors import EngineError
-from midflight.ports import Engine, Fleet
+from midflight.ports import Engine, EngineFleet
 from midflight.types import PauseMode, Version, WeightManifest
 from midflight.types.facts import Record
 from midflight.weights.commit import Committer, Guard
@@ -35,7 +35,7 @@ class HandoverReport:
 class _Delivery:
     """What one handover, or one rejoin, has done so far."""
 
-    def __init__(self, manifest: WeightManifest, fleet: Fleet) -> None:
+    def __init__(self, manifest: WeightManifest, fleet: EngineFleet) -> None:
         self.manifest = manifest
         self.guard = Guard(fleet)
         self.stage_seconds: dict[str, float] = {}
@@ -56,7 +56,7 @@ class Handover:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EngineFleet,
         *,
         pause_mode: PauseMode | Literal["auto"],
         stage_seconds: float,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from midflight.errors import EngineUnavailable
-from midflight.gateway.sessions.node import Prompt
+from midflight.gateway.sessions.history import Prompt
 from midflight.text import StopMatcher, Tokenizer
 from midflight.text.formats import AssistantMessage, CallPiece, MessageParser, Piece
 from midflight.text.formats.assistant import joined
@@ -40,6 +40,22 @@ class News:
     """One for each token where they were asked for, else empty."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatReading:
+    """How the answer to a chat is taken apart."""
+
+    parser: MessageParser
+    keep: frozenset[int]
+    """Special tokens that the parser needs to see."""
+    one_call: bool
+    """Whether the agent is shown the first tool call only."""
+
+    def shown(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if not self.one_call:
+            return pieces
+        return tuple(piece for piece in pieces if not isinstance(piece, CallPiece) or piece.index == 0)
+
+
 class Answer:
     """Grows by `accept`, over one attempt or several, until `finish` is set; `close` makes the turn of it.
 
@@ -47,6 +63,26 @@ class Answer:
     has a log-probability and the version that its engine attests, with it or at the end of the attempt (I6). Text and stop
     strings come from one detokenisation. Told in pieces or told whole, the agent gets the same message.
     """
+
+    finish: Finish | None = None
+    num_overshoot = 0
+    """Tokens received past a stop string or past the budget: cut, dropped(overshoot)."""
+    num_attempts = 0
+    num_gained = 0
+    """Output tokens of the current attempt."""
+    ended = False
+    """Whether the engine has said that the current attempt is over."""
+    is_closed = False
+    text = ""
+    """What the agent sees, without the stop string. This and the next three are set by `close`."""
+    message = AssistantMessage("")
+    """Of a chat: `text`, parsed."""
+    tail = ""
+    """The text that no news has carried."""
+    tail_pieces: tuple[Piece, ...] = ()
+    _floor: Version | None = None
+    """The version of this attempt's last chunk."""
+    _turn: Turn | None = None
 
     def __init__(
         self,
@@ -57,43 +93,21 @@ class Answer:
         index: int = 0,
         number: int = 0,
         policy_sampled: bool = True,
-        parser: MessageParser | None = None,
-        keep: frozenset[int] = frozenset(),
-        one_call: bool = False,
+        chat: ChatReading | None = None,
     ) -> None:
-        """`number`: of its request in the session, which the choices of n > 1 share. `parser`: of a chat, else `None`; `keep`: special
-        tokens that it needs to see. `one_call` shows the first tool call only. The text is told as it comes if the request is `eager`.
-        """
-        self.index, self.number, self.prompt, self.request = index, number, prompt, request
-        self.request_id = request.request_id
+        """`number`: of its request in the session, which the choices of n > 1 share. The text is told as it comes if the request is
+        `eager`."""
+        self.index, self.number, self.prompt = index, number, prompt
+        self.request, self.request_id = request, request.request_id
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
-        self.finish: Finish | None = None
-        self.num_overshoot = 0
-        """Tokens received past a stop string or past the budget: cut, dropped(overshoot)."""
-        self.num_attempts = 0
-        self.num_gained = 0
-        """Output tokens of the current attempt."""
-        self.ended = False
-        """Whether the engine has said that the current attempt is over."""
-        self.text = ""
-        """What the agent sees, without the stop string. This and the next three are set by `close`."""
-        self.message = AssistantMessage("")
-        """Of a chat: `text`, parsed."""
-        self.tail = ""
-        """The text that no news has carried."""
-        self.tail_pieces: tuple[Piece, ...] = ()
-        self._policy_sampled, self._tokenizer = policy_sampled, tokenizer
-        self._parser, self._keep, self._one_call = parser, keep if parser is not None else frozenset[int](), one_call
-        self._floor: Version | None = None
-        """The version of this attempt's last chunk."""
+        self._policy_sampled, self._tokenizer, self._chat = policy_sampled, tokenizer, chat
+        self._keep = frozenset[int]() if chat is None else chat.keep
         self._labels: list[list[int]] = []
         """Version, version of the oldest key, and end of each run of tokens."""
         self._texts: list[str] = []
         self._pieces: list[Piece] = []
-        self._turn: Turn | None = None
-        self.is_closed = False
         sampling = request.sampling
         needs_text = request.eager or bool(sampling.stop)
         self._matcher = StopMatcher(tokenizer, sampling.stop, min_tokens=sampling.min_tokens, keep=self._keep) if needs_text else None
@@ -188,11 +202,11 @@ class Answer:
         else:
             self.tail = self._tokenizer.decode(self.output_ids, skip_special=True, keep=self._keep)
         self.text = "".join((*self._texts, self.tail)) if self._texts else self.tail
-        if self._parser is None:
+        if self._chat is None:
             self.message = AssistantMessage(self.text)
         else:
-            pieces = (self._parser.feed(self.tail) if self.tail else ()) + self._parser.finish()
-            self.tail_pieces = _first_call(pieces) if self._one_call else pieces
+            pieces = (self._chat.parser.feed(self.tail) if self.tail else ()) + self._chat.parser.finish()
+            self.tail_pieces = self._chat.shown(pieces)
             self.message = joined((*self._pieces, *self.tail_pieces))
         self._turn = Turn(
             prompt_ids=self.prompt.ids,
@@ -239,9 +253,9 @@ class Answer:
         self.top_logprobs += top_logprobs
         if self.request.eager and self._matcher is not None and (text := self._matcher.take()):
             self._texts.append(text)
-            if self._parser is not None:
-                pieces = self._parser.feed(text)
-                self._pieces += _first_call(pieces) if self._one_call else pieces
+            if self._chat is not None:
+                pieces = self._chat.parser.feed(text)
+                self._pieces += self._chat.shown(pieces) if self._chat.one_call else pieces
 
     def _label(self, version: Version, kv_version: Version, *, end: int) -> None:
         """Tokens before `end` that have no label get this one."""
@@ -264,11 +278,6 @@ class Answer:
         for segment in attested:
             if segment.start < self.num_gained:
                 self._label(segment.version, segment.kv_version, end=start + min(segment.end, self.num_gained))
-
-
-def _first_call(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Without the tool calls after the first."""
-    return tuple(piece for piece in pieces if not isinstance(piece, CallPiece) or piece.index == 0)
 
 
 Event: TypeAlias = News | Answer

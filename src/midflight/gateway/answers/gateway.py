@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from midflight.errors import ContextExceeded, MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.plan import Job, Limits, Planner
+from midflight.gateway.answers.plan import EngineLimits, Job, Planner
 from midflight.gateway.answers.readers import Ongoing, Requests
 from midflight.gateway.sessions.call import CompletionCall, Messages, Source, Text
-from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
-from midflight.gateway.sessions.session import RecordedTurns, Session
+from midflight.gateway.sessions.session import OpenSession, RecordedTurns, Session, SessionRegistry
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, Version
@@ -42,7 +41,7 @@ class Gateway:
         record: Record,
         *,
         model: str,
-        limits: Limits,
+        limits: EngineLimits,
         run_name: str = "run",
         run_seed: int = 0,
         max_sessions: int = 10_000,
@@ -110,7 +109,7 @@ class Gateway:
 
     @property
     def registry(self) -> SessionRegistry:
-        """Who may use which session."""
+        """All sessions, and their secrets."""
         return self._sessions
 
     # --- Requests, for agents ----------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class Gateway:
 
     async def run(self, ongoing: Ongoing) -> None:
         """Waits for the answers of a call that `requests` has begun; ended by them, by the deadline of one, by the close of the
-        session, when nobody has read them for too long, or by the cancellation of the caller. Its failure is kept in `ongoing`.
+        session, when no client has read them for too long, or by the cancellation of the caller. Its failure is kept in `ongoing`.
         """
         session, answers = ongoing.job.session, ongoing.job.answers
         error: Exception | None = Stopping("the gateway is stopping: try again when it is back.")
@@ -208,7 +207,7 @@ class Gateway:
             if recorded is not None:
                 answer.replay(recorded)
             else:
-                told = ongoing.hear if job.call.stream else _nobody
+                told = ongoing.hear if job.call.stream else _told_whole
                 await self._generator.generate(answer, affinity=affinity, may_abort=job.call.may_abort, told=told)
             turn = answer.close()
             session.finished(answer, turn, reply=answer.text, message=answer.message)
@@ -237,11 +236,11 @@ class Gateway:
                 del self._scopes[session.session_id]
 
 
-def _nobody() -> None:
-    """Who waits for the whole answer need not be told of its parts."""
+def _told_whole() -> None:
+    """For an answer that is told whole: no reader waits for its parts."""
 
 
-def _check_length(tokenizer: Tokenizer, source: Source, limits: Limits, param: str) -> None:
+def _check_length(tokenizer: Tokenizer, source: Source, limits: EngineLimits, param: str) -> None:
     match source:
         case Messages():
             _check_count(len(source.messages), limits, param)
@@ -257,7 +256,7 @@ def _check_length(tokenizer: Tokenizer, source: Source, limits: Limits, param: s
         _check_count(count, limits, param)
 
 
-def _check_count(count: int, limits: Limits, param: str) -> None:
+def _check_count(count: int, limits: EngineLimits, param: str) -> None:
     """`count`: tokens at least. A message is one token or more."""
     if count > _MARGIN * limits.max_context:
         raise ContextExceeded(

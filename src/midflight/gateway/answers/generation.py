@@ -19,7 +19,7 @@ _MAX_FRUITLESS = 16
 after a pause, so reaching it means that the request itself kills engines or that all of them are sick."""
 
 _CLOSE_SECONDS = 5.0
-"""For telling an engine that nobody reads its answer any more; a dead one must not delay the resume for longer."""
+"""For telling an engine that its answer is not read any more; a dead one must not delay the resume for longer."""
 
 
 class Generator:
@@ -40,7 +40,7 @@ class Generator:
         at its engine. Its place in the order of arrival is taken by the call, before the wait.
 
         `affinity` names the session whose prefix the engines may hold (empty: none). `told` is called after every chunk but the
-        last. `may_abort`: `cancel` ends it with `FinishReason.ABORT`, as clients of native `/generate` expect; nobody else ever
+        last. `may_abort`: `cancel` ends it with `FinishReason.ABORT`, as clients of native `/generate` expect; no other client ever
         sees an abort. Raises `RequestRejected`, `NoEngine` and `RequestTimeout`.
         """
         return _Attempts(self, answer, affinity=affinity, may_abort=may_abort, told=told).run()

@@ -1,4 +1,4 @@
-"""Sessions that somebody outside this process opened: who scores and ends them, and when they end by themselves.
+"""Sessions that were opened from outside this process: how they are scored and ended, and when they end by themselves.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
@@ -17,7 +17,7 @@ from itertools import islice
 
 from midflight.errors import RewardFixed, Unauthorized, UnknownSession
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.sessions.registry import OpenSession, shown
+from midflight.gateway.sessions.session import OpenSession, shown
 from midflight.types import GroupKey, Json, Kind, RolloutKey, SamplingParams, SessionRecord
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class OwnedSessions:
 
     A session is looked at every `session_seconds`. It ends at the first look that finds nothing running and no request since
     the look before: after at least that long without one, and less than twice as long. Its record is then kept for
-    `session_seconds`, for the owner who comes late; after that the reward stays None. All have the same time to live, so the
+    `session_seconds`, for an owner that comes late; after that the reward stays None. All have the same time to live, so the
     order of dues is the order of insertion and every move costs O(1). Bounded: open ones by the gateway, ended ones by `max_ended`.
     """
 
@@ -87,7 +87,7 @@ class OwnedSessions:
     def open(self, *, sampling: SamplingParams, keeps_rows: bool, task: Json = None, count_all_choices: bool = False) -> OpenSession:
         """`Overloaded` when too many are open. The run neither stores nor trains on it: its tokens are the owner's.
 
-        The key is drawn at random, so that two sessions never sample alike; who wants the same again sends seeds.
+        The key is drawn at random, so that two sessions never sample alike; a client that wants the same again sends seeds.
         """
         key = RolloutKey(GroupKey(0, secrets.randbelow(2**31)), 0, Kind.OUTSIDE)
         handle = self._gateway.open(key, sampling=sampling, tracked=False, count_all_choices=count_all_choices)

@@ -1,4 +1,4 @@
-"""From a checked call to the generations that answer it. Synchronous: every fault of the client shows here."""
+"""From a checked call to the answers that are to be generated: their tokens, their sampling and their seeds. Synchronous: every fault of the client shows here."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from midflight.errors import ContextExceeded, RequestRejected, UnknownModel, nearest
-from midflight.gateway.answers.answer import Answer
+from midflight.gateway.answers.answer import Answer, ChatReading
 from midflight.gateway.sessions.call import CompletionCall, Messages, ToolChoice
-from midflight.gateway.sessions.node import Prompt
+from midflight.gateway.sessions.history import Prompt
 from midflight.gateway.sessions.session import Session
 from midflight.text import Tokenizer
-from midflight.text.formats import MessageFormat, MessageParser
+from midflight.text.formats import MessageFormat
 from midflight.types import Capabilities, Feature, GenerateRequest, LogprobKind, SamplingParams
 from midflight.types.generation import FEATURED
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the engines can take."""
 
     max_context: int
@@ -32,7 +32,7 @@ class Limits:
     """Those of all engines."""
 
     @classmethod
-    def of(cls, engines: Sequence[Capabilities]) -> Limits:
+    def of(cls, engines: Sequence[Capabilities]) -> EngineLimits:
         """What all of them can take."""
         smallest = min(engines, key=lambda engine: engine.max_context)
         return cls(
@@ -44,7 +44,7 @@ class Limits:
         )
 
 
-def check_prompt(ids: tuple[int, ...], limits: Limits, *, param: str) -> None:
+def check_prompt(ids: tuple[int, ...], limits: EngineLimits, *, param: str) -> None:
     """Refuses a prompt that no engine could take: empty, with unknown ids, or without room for one token of answer."""
     if not ids:
         raise RequestRejected(f"{param} is empty: send at least one token.", param=param)
@@ -59,7 +59,7 @@ def check_prompt(ids: tuple[int, ...], limits: Limits, *, param: str) -> None:
         )
 
 
-def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: Limits) -> SamplingParams:
+def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: EngineLimits) -> SamplingParams:
     """Client over session over dialect. A default of `max_tokens` shrinks to the room there is, an explicit one must fit."""
     asked, own = call.asked, defaults or SamplingParams()
     _check_features(call, limits)
@@ -80,8 +80,8 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
     return params
 
 
-def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, *, limits: Limits) -> bool:
-    """Whether the trainer's distribution is the one sampled: not truncated, and at the session's temperature (DECISIONS 11).
+def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, *, limits: EngineLimits) -> bool:
+    """Whether the trainer's distribution is the one sampled: not truncated, and at the session's temperature.
 
     An engine that leaves the temperature out of its log-probabilities tells those of another distribution, at any but 1.
     """
@@ -96,7 +96,7 @@ def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> i
     return min(own.min_tokens if asked is None else asked, max_tokens)
 
 
-def _check_features(call: CompletionCall, limits: Limits) -> None:
+def _check_features(call: CompletionCall, limits: EngineLimits) -> None:
     """What the engines cannot do is refused by the client's own name for it."""
     given = call.asked.given
     for lacking in (p for p in FEATURED if p.name in given and given[p.name] != p.default and p.feature not in limits.features):
@@ -109,7 +109,7 @@ def _check_features(call: CompletionCall, limits: Limits) -> None:
         )
 
 
-def _check_ids(name: str, verb: str, ids: Sequence[int], call: CompletionCall, limits: Limits) -> None:
+def _check_ids(name: str, verb: str, ids: Sequence[int], call: CompletionCall, limits: EngineLimits) -> None:
     """Refuses ids that the vocabulary does not have."""
     if not ids:
         return
@@ -140,7 +140,7 @@ class Planner:
     """Numbers the requests of a run, and gives each its tokens, its sampling and its seed."""
 
     def __init__(
-        self, tokenizer: Tokenizer, message_format: MessageFormat, *, model: str, limits: Limits, run_name: str, run_seed: int
+        self, tokenizer: Tokenizer, message_format: MessageFormat, *, model: str, limits: EngineLimits, run_name: str, run_seed: int
     ) -> None:
         self._tokenizer, self._format = tokenizer, message_format
         self._model, self._limits = model, limits
@@ -204,15 +204,14 @@ class Planner:
             index=index,
             number=number,
             policy_sampled=samples_the_policy(sampling, session.sampling, limits=self._limits),
-            parser=self._parser(call, prompt),
-            keep=self._format.kept_token_ids,
-            one_call=not call.parallel_tool_calls,
+            chat=self._chat(call, prompt),
         )
 
-    def _parser(self, call: CompletionCall, prompt: Prompt) -> MessageParser | None:
-        """What reads the answer to a chat."""
+    def _chat(self, call: CompletionCall, prompt: Prompt) -> ChatReading | None:
+        """`None` where the answer is not a message."""
         source, chosen = call.sources[0], call.tool_choice
         if not isinstance(source, Messages):
             return None
         calls, forced = chosen is not ToolChoice.NONE, chosen is ToolChoice.REQUIRED
-        return self._format.parser(prompt.text, calls=calls, forced=forced, tools=source.tools)
+        parser = self._format.parser(prompt.text, calls=calls, forced=forced, tools=source.tools)
+        return ChatReading(parser, keep=self._format.kept_token_ids, one_call=not call.parallel_tool_calls)

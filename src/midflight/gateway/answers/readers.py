@@ -1,7 +1,7 @@
-"""Who reads an answer: the client that asked, and those that ask the same again. Synchronous, but for a reader's waits.
+"""The readers of an answer: the client that asked, and clients that ask the same again. Synchronous, but for a reader's waits.
 
 Usually an answer has one reader. A retry is another one, and begins at the first token. It has the idempotency key of the
-original; or its body and a header that says so, and nobody reads the original any more. It is told the original's answer: one
+original; or its body and a header that says so, and the original has no reader any more. It is told the original's answer: one
 generation, one turn. Identical calls without either are distinct. Times are the loop's.
 """
 
@@ -64,7 +64,7 @@ class Ongoing:
 
     @property
     def is_lost(self) -> bool:
-        """Nobody reads it, and nobody was told all of it."""
+        """It has no reader, and no reader was told all of it."""
         return not self._readers and not self.delivered
 
     @property
@@ -73,7 +73,7 @@ class Ongoing:
 
     @property
     def is_cancelled(self) -> bool:
-        """Nobody read it for too long: what is left of it is its clearing up."""
+        """It had no reader for too long. All that is left to do is to clear it up."""
         return self._scope is not None and self._scope.expired()
 
     def join(self) -> Reader:
@@ -165,7 +165,7 @@ _TOLD: Mark = (-1, -1, -1)
 
 @dataclass(frozen=True, slots=True)
 class RetryTicket:
-    """Who asks for what: by this a retry finds its original."""
+    """The asker and what is asked: by this a retry finds its original."""
 
     owner: str = field(repr=False)
     """The session; without one, the API key."""
@@ -241,7 +241,7 @@ class Requests:
             self._by_key[asked.owner, asked.key] = ongoing
 
     def end(self, ongoing: Ongoing, error: Exception | None, *, now: float) -> None:
-        """Its generation is over. A failure is not kept: who tries again gets another generation."""
+        """Its generation is over. A failure is not kept: the next try gets another generation."""
         self.num_running -= 1
         if self._last_end > -math.inf:
             self._mean_interval += _SMOOTHING * (now - self._last_end - self._mean_interval)

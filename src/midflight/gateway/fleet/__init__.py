@@ -1,1 +1,1 @@
-"""The engines: which one takes a request, who holds requests back, and what a pause is."""
+"""The engines: which one takes a request, when requests are held back, and what a pause is."""

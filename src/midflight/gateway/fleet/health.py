@@ -1,4 +1,4 @@
-"""Progress-based health: an engine that has work and makes no token for too long is put in quarantine."""
+"""StallWatch-based health: an engine that has work and makes no token for too long is put in quarantine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.gateway.fleet.fleet import EngineState, Fleet
-from midflight.gateway.fleet.pauses import OwnedEngine
+from midflight.gateway.fleet.routing import OwnedEngine
 from midflight.ports import Engine
 from midflight.types import EngineHealth
 
@@ -16,22 +16,22 @@ _MAX_DOUBLINGS = 6
 
 
 @dataclass(slots=True)
-class _Record:
+class _LastToken:
     num_tokens: int
     since: float
     """When it last made progress, or was excused."""
 
 
-class Progress:
+class StallWatch:
     """Two readings with work and equal `num_tokens`, `stall_seconds` apart and not paused, show a stall. Synchronous."""
 
     def __init__(self, *, stall_seconds: float) -> None:
         self._stall_seconds = stall_seconds
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _LastToken] = {}
 
     def read(self, engine: str, health: EngineHealth | None, *, now: float, excused: bool = False) -> str | None:
         """Takes a reading (`None`: no answer); says what is wrong, or `None`. An engine held by us is `excused`."""
-        record = self._records.setdefault(engine, _Record(-1, now))
+        record = self._records.setdefault(engine, _LastToken(-1, now))
         if health is not None and (health.num_tokens != record.num_tokens or health.paused or not _has_work(health)):
             record.num_tokens, record.since = health.num_tokens, now
         if excused:
@@ -60,7 +60,7 @@ class HealthWatch:
     def __init__(self, fleet: Fleet, *, interval_seconds: float, stall_seconds: float) -> None:
         self._fleet = fleet
         self._interval_seconds = interval_seconds
-        self._progress = Progress(stall_seconds=stall_seconds)
+        self._progress = StallWatch(stall_seconds=stall_seconds)
         self._lapses: dict[str, int] = {}
         self._retry_at: dict[str, float] = {}
 
@@ -116,7 +116,7 @@ class HealthWatch:
         return self._retry_at[name]
 
     async def _readmit(self, engine: Engine, health: EngineHealth) -> None:
-        """An engine that answers again, on the weights the fleet serves. A pause that nobody owns any more is ended first."""
+        """An engine that answers again, on the weights the fleet serves. A pause without an owner is ended first."""
         if asyncio.get_running_loop().time() < self._retry_after(engine.name) or health.version != self._fleet.current_version():
             return
         if health.paused:

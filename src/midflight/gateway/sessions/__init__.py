@@ -1,1 +1,1 @@
-"""Who asks, and what was said: sessions, their secrets, their token trees and the rows made of them."""
+"""Sessions: their secrets, what was said in them as token trees, and the rows that are made of those."""

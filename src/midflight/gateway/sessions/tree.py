@@ -1,18 +1,153 @@
-"""The token tree of a session: what was asked and answered, by tokens. Synchronous; it never waits.
+"""The token tree of a session: what was asked and answered, by tokens, and the rows that are made of it. Synchronous.
 
-I4: a prompt that continues a recorded turn holds that turn's ids verbatim; only what is new is tokenised.
+I4: a prompt that continues a recorded turn holds that turn's ids verbatim; only what is new is tokenised. A template may write a
+reply otherwise than the model did: arguments serialised anew, blanks trimmed. Read back by the model's own message format it must
+mean the same, reasoning included; then the sampled ids stand.
+
+I3: every generated token is trained in exactly one row, or has exactly one reason why not. The path from the root to a leaf is a
+row; the first leaf (in order of recording) that holds a token trains it, in later rows it is context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from midflight.gateway.sessions.history import History, assistant_reply, digest, linked, read
-from midflight.gateway.sessions.match import Chat, Matcher
-from midflight.gateway.sessions.node import Node, Prompt, beginnings, packed, unpacked
+import numpy as np
+
+from midflight.errors import MidflightError
+from midflight.gateway.sessions.history import (
+    History,
+    Node,
+    Prompt,
+    assistant_reply,
+    beginnings,
+    digest,
+    linked,
+    meaning,
+    packed,
+    read,
+    text_digest,
+    unpacked,
+)
 from midflight.text import Message, Tokenizer
-from midflight.text.formats import AssistantMessage, Tool
-from midflight.types import Json, Turn
+from midflight.text.formats import AssistantMessage, MessageFormat, Tool
+from midflight.types import Json, Reason, Row, Turn
+
+_PROBE = "Zq7x"
+"""Content that no template writes of its own accord."""
+
+_MAX_TWINS = 64
+"""Turns with the same messages that are read back: beyond a usual best-of-n that said the same, and some milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation to be continued, and how the template wrote it."""
+
+    text: str
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    @property
+    def tools_as_json(self) -> Sequence[Message] | None:
+        return [tool.as_json() for tool in self.tools] or None
+
+
+class Matcher:
+    """One serves all sessions: it knows the tokenizer, the message format and the template's end of turn, and no session."""
+
+    def __init__(self, tokenizer: Tokenizer, message_format: MessageFormat | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._given_format = message_format
+
+    @cached_property
+    def _format(self) -> MessageFormat:
+        """Made only when it is needed: a session that asks once never reads anything back."""
+        return self._given_format or MessageFormat(self.tokenizer)
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """What the template writes after an assistant's content, without the blanks around it; empty if that is not known."""
+        probe: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            text = self.tokenizer.render(probe)
+        except MidflightError:  # a template may insist on another conversation
+            return ""
+        return text.rpartition(_PROBE)[2].strip() if _PROBE in text else ""
+
+    def verbatim(self, nodes: Iterable[Node], text: str) -> tuple[Node, str] | None:
+        """The turn whose reply follows its prompt in the text as it was said, and the text after it."""
+        for node in nodes:
+            end = node.num_letters + node.num_reply_letters
+            if text_digest(text[node.num_letters : end]) == node.reply_digest and self._ends_there(node, text[end:]):
+                return node, self._rest(node, text[end:])
+        return None
+
+    def reworded(self, nodes: Sequence[Node], chat: Chat, place: int) -> tuple[Node, str] | None:
+        """The turn whose reply the template wrote at this place in other words, and the text after it."""
+        for node in nodes[-_MAX_TWINS:]:
+            end = self._end_of_message(node, chat, place)
+            if end is not None and self._means_the_same(node, chat, end):
+                return node, self._rest(node, chat.text[end:])
+        return None
+
+    def respelled(self, node: Node, text: str, rest: str, rest_ids: tuple[int, ...]) -> bool:
+        """Whether `text`, which goes on from `node` with `rest`, has other ids when it is tokenised anew.
+
+        Tokenisers cut at special tokens first. So it is enough to tokenise from the last one before the output to the next after
+        it: the output once more, and never the whole history.
+        """
+        specials = self.tokenizer.special_token_ids
+        tail, output = unpacked(node.tail), unpacked(node.output)
+        start = next((k for k in reversed(range(len(tail))) if tail[k] in specials), None)
+        if start is None:
+            return self.tokenizer.encode(text) != unpacked(node.packed_ids) + rest_ids
+        ended = bool(output) and output[-1] in specials
+        stop = 0 if ended else next((k for k, i in enumerate(rest_ids) if i in specials), len(rest_ids))
+        lead, head = tail[start:], rest_ids[:stop]
+        first = node.num_letters - len(self.tokenizer.decode(lead))
+        last = len(text) - len(rest) + (len(self.tokenizer.decode(head)) if head else 0)
+        return self.tokenizer.encode(text[first:last]) != lead + output + head
+
+    def _ends_there(self, node: Node, tail: str) -> bool:
+        """Whether the message ends where the reply did, as far as that can be told."""
+        tail, own = tail.lstrip(), self._own_end(node)
+        return tail.startswith(self.end_of_turn) or (bool(own) and tail.startswith(own))
+
+    def _end_of_message(self, node: Node, chat: Chat, place: int) -> int | None:
+        """Where the end of turn begins that follows the reply, in letters of the text."""
+        if self.end_of_turn:
+            at = chat.text.find(self.end_of_turn, node.num_letters)
+            return None if at < 0 else at
+        try:
+            written = self.tokenizer.render(chat.messages[: place + 1], tools=chat.tools_as_json, options=chat.options)
+        except MidflightError:  # the template takes the whole conversation, but none that ends here
+            return None
+        return len(written) if chat.text.startswith(written) and len(written) >= node.num_letters else None
+
+    def _means_the_same(self, node: Node, chat: Chat, end: int) -> bool:
+        """Compared with all that was sampled, which may be more than the agent saw; calls count, whether the agent saw them so
+        or as content."""
+        prompt, written = chat.text[: node.num_letters], chat.text[node.num_letters : end]
+        said = self.tokenizer.decode(unpacked(node.output), skip_special=True, keep=self._format.kept_token_ids)
+        texts = (written, said[: node.num_reply_letters])
+        parsed = [self._format.parse(each, prompt, calls=True, forced=True, tools=chat.tools) for each in texts]
+        return meaning(parsed[0]) == meaning(parsed[1])
+
+    def _rest(self, node: Node, tail: str) -> str:
+        """What is context after the reply. The end of turn that the model gave itself is not repeated."""
+        own = self._own_end(node)
+        return tail.lstrip().removeprefix(own) if own and tail.lstrip().startswith(own) else tail
+
+    def _own_end(self, node: Node) -> str:
+        """Text of the special token that the output ends with."""
+        last = unpacked(node.output[-4:])
+        return self.tokenizer.decode(last) if last and last[0] in self.tokenizer.special_token_ids else ""
+
 
 _MAX_READ = 8
 """Replies of one prompt, newest first, that are read back to see whether they mean the same. A template that cuts thoughts writes
@@ -130,3 +265,73 @@ class TokenTree:
                     ends.append((end, node.children))
                     best, best_end = (node, end) if end > best_end else (best, best_end)
         return best
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Harvest:
+    """Rows to train on, and the generated tokens that are not, by reason."""
+
+    rows: tuple[Row, ...]
+    masked: Counter[Reason] = field(default_factory=Counter[Reason])
+    dropped: Counter[Reason] = field(default_factory=Counter[Reason])
+
+
+def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harvest:
+    """`nodes` in order of recording. Paths without a trainable token give no row.
+
+    `count_all_choices`: choices that the agent did not continue are trained too, each as a row of its own.
+    """
+    unchosen = set[Node]() if count_all_choices else _unchosen(nodes)
+    result = Harvest(rows=_rows([node for node in nodes if node not in unchosen]))
+    for node in nodes:
+        if node in unchosen:
+            result.dropped[Reason.UNCHOSEN] += node.num_output
+        elif not node.policy_sampled:
+            result.masked[Reason.NOT_POLICY_SAMPLED] += node.num_output
+        result.dropped[Reason.OVERSHOOT] += node.num_overshoot
+    return Harvest(result.rows, +result.masked, +result.dropped)
+
+
+def _unchosen(nodes: Sequence[Node]) -> set[Node]:
+    """Choices of an n > 1 request that the agent did not continue, where it continued another."""
+    continued = {node.request for node in nodes if node.children}
+    return {node for node in nodes if node.request in continued and not node.children}
+
+
+def _rows(nodes: Sequence[Node]) -> tuple[Row, ...]:
+    claimed: set[Node] = set()
+    rows: list[Row] = []
+    for leaf in nodes:
+        if not leaf.children:
+            path = leaf.path
+            trained = {node for node in path if node not in claimed and node.policy_sampled and node.output}
+            claimed.update(path)
+            if trained:
+                rows.append(_row(leaf, path, trained=trained))
+    return tuple(rows)
+
+
+def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node]) -> Row:
+    length = leaf.end
+    row = Row(
+        token_ids=np.frombuffer(leaf.packed_ids, dtype="<i4").astype(np.int32),
+        generated=np.zeros(length, dtype=np.bool_),
+        loss_mask=np.zeros(length, dtype=np.bool_),
+        logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.zeros(length, dtype=np.int32),
+        kv_versions=np.zeros(length, dtype=np.int32),
+    )
+    for node in path:
+        _write(row, node, trained=node in trained)
+    return row
+
+
+def _write(row: Row, node: Node, *, trained: bool) -> None:
+    start = node.num_prompt
+    span = slice(start, node.end)
+    row.generated[span] = True
+    row.loss_mask[span] = trained
+    row.logprobs[span] = np.frombuffer(node.logprobs, dtype="<f4")
+    for segment in node.segments:
+        row.versions[start + segment.start : start + segment.end] = segment.version
+        row.kv_versions[start + segment.start : start + segment.end] = segment.kv_version

@@ -21,7 +21,7 @@ from midflight.environments.rollout import LARGEST_REWARD
 from midflight.errors import NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
-from midflight.gateway.sessions.registry import SessionRegistry
+from midflight.gateway.sessions.session import SessionRegistry
 from midflight.run.api.batches import rows_as_lists
 from midflight.run.api.service import PREFIX
 from midflight.trajectories.packing import pack, to_bytes

@@ -16,7 +16,7 @@ from midflight.config.sections import Config
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.plan import Limits as GatewayLimits
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
@@ -80,7 +80,7 @@ class Serving:
             tokenizer,
             record,
             model=config.model.name,
-            limits=GatewayLimits.of([engine.capabilities for engine in engines]),
+            limits=EngineLimits.of([engine.capabilities for engine in engines]),
             run_name=config.run.name,
             run_seed=config.run.seed,
             max_sessions=config.gateway.max_sessions,
