@@ -1,7 +1,11 @@
-"""Every benchmark runs: its smoke form, in processes of its own. What it measures so means nothing, and no test looks at it."""
+"""Every benchmark runs: its smoke form, in processes of its own. What it measures so means nothing, and no test looks at it.
+
+So does the one example that no other test runs as it is started by a reader.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(300)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PARTS = {"delayed_environment", "gateway_sides", "handover_sides", "learning_report", "overlap_runs", "smoke"} | {
     f"training_{name}" for name in ("both", "ours", "reward", "trl")
 }
@@ -29,3 +34,11 @@ def test_a_benchmark_runs_in_its_smoke_form(script: Path, tmp_path: Path) -> Non
 
 def test_what_a_benchmark_consists_of_is_all_there() -> None:
     assert {path.stem for path in BENCHMARKS.glob("*.py")} >= PARTS
+
+
+def test_the_example_in_one_file_learns(tmp_path: Path) -> None:
+    """It says so itself: half a minute, from a few right answers to most."""
+    done = subprocess.run([sys.executable, EXAMPLES / "one_file_grpo.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(reward) for reward in re.findall(r"mean reward (\S+)", done.stdout)]
+    assert len(rewards) == 30 and sum(rewards[-5:]) > sum(rewards[:5])

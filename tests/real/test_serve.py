@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from .processes import Command, free_port, gone, segments
 
 pytestmark = pytest.mark.timeout(120)
 LONG = {"ignore_eos": True}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_openai.py"
 
 
 class Served:
@@ -117,6 +120,14 @@ def test_the_sdk_gets_chat_and_completions_streamed_and_whole_alike(served: Serv
             assert await whole(client, "abc", seed=1, max_tokens=50) != await whole(client, "abc", seed=2, max_tokens=50)
 
     run(main())
+
+
+def test_the_example_of_an_agent_asks_and_prints_what_it_is_told(served: Served) -> None:
+    command = [sys.executable, EXAMPLE, "--base-url", f"{served.url}/v1", "hello", "word"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout.count(f"{word} -> ") for word in ("hello", "word")] == [1, 1]
+    assert done.stdout.count("  wrong, it is ") == 2, "the model is untrained"
 
 
 def test_a_stop_string_ends_an_answer_before_it(served: Served) -> None:
