@@ -18,7 +18,7 @@ from midflight.trainer.checkpoint import load_checkpoint, save_checkpoint
 from midflight.trainer.configure import trainer_of
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.optimizer import named_parameters
-from midflight.trainer.step import Scoring, Skip, StepTokens, step_tokens
+from midflight.trainer.step import LossTokens, Scoring, Skip, step_tokens
 from midflight.trainer.trainer import Trainer
 from midflight.types import PackedBatch
 
@@ -41,7 +41,7 @@ def values_of(ours: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in critic_of(ours).model.parameters()])
 
 
-def tokens_of(data: PackedBatch) -> StepTokens:
+def tokens_of(data: PackedBatch) -> LossTokens:
     return step_tokens(data, SCORING, max_staleness=4, max_missing_share=0.1, dtype=torch.float64, device=CPU)
 
 

@@ -40,7 +40,7 @@ class Adapter:
         return self.folder / WEIGHTS
 
 
-class _Config(msgspec.Struct, frozen=True):
+class _AdapterConfig(msgspec.Struct, frozen=True):
     """What we compute by is read, and what would make another model of it is refused."""
 
     peft_type: str
@@ -67,7 +67,7 @@ def adapter_of(model: Path) -> Adapter | None:
         return None
     remedy = "give adapters as PEFT's LoraConfig writes them, with one rank, one alpha and a list of targets"
     try:
-        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config)
+        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_AdapterConfig)
     except (msgspec.DecodeError, OSError) as error:
         raise ModelNotFound(f"reading {folder / CONFIG}: {error}; {remedy}.") from error
     if not config.is_plain():

@@ -26,7 +26,7 @@ from midflight.trainer.model.microbatch import Index, MicroBatch
 from midflight.trainer.model.parallel import Passes, Ranks
 from midflight.trainer.model.policy import Scores, TokenModel
 from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
-from midflight.trainer.step import StepTokens
+from midflight.trainer.step import LossTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def value_model_of(model: PreTrainedModel) -> ValueModel:
 class Judged:
     """A step's tokens with advantages, and what the critic learns from them: its values that began the step, and the returns. [K]"""
 
-    tokens: StepTokens
+    tokens: LossTokens
     values: Float[Tensor, " K"]
     returns: Float[Tensor, " K"]
 
@@ -81,7 +81,7 @@ class Critic:
         self._passes, self._valuation, self._ranks = passes, valuation, ranks
         self._max_grad_norm = adam.max_grad_norm
 
-    def judge(self, tokens: StepTokens) -> Judged:
+    def judge(self, tokens: LossTokens) -> Judged:
         """Replaces the reward, which each token carries in place of an advantage, by advantages of mean 0 and deviation 1 over the batch."""
         values = self._passes.scores(tokens.predictions)
         advantages, returns = gae(
@@ -124,7 +124,7 @@ class Critic:
         return loss, norm
 
 
-def _at_the_end(tokens: StepTokens) -> Float[Tensor, " K"]:
+def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
     """The reward of each rollout at the last of its tokens, 0 at the others."""
     order = torch.arange(tokens.num_tokens, device=tokens.rollout.device).double()
     last = reductions.maxima(order, tokens.rollout, num_sequences=tokens.num_rollouts)[tokens.rollout]

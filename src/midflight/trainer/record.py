@@ -16,7 +16,7 @@ from midflight.trainer.formulas.corrections import log_ratio
 from midflight.trainer.formulas.diagnostics import Observed
 from midflight.trainer.model.parallel import Ranks
 from midflight.trainer.objective import Factors, Known, Objective, TokenLosses
-from midflight.trainer.step import Skip, StepReport, StepTokens
+from midflight.trainer.step import LossTokens, Skip, StepReport
 from midflight.types import PackedBatch, Version
 
 _READINGS = ("proximal", "policy", "weight", "below", "above")
@@ -40,7 +40,7 @@ class StepRecord:
     """What a critic measured, by name."""
 
     @classmethod
-    def of(cls, tokens: StepTokens, *, masks: Sequence[str]) -> StepRecord:
+    def of(cls, tokens: LossTokens, *, masks: Sequence[str]) -> StepRecord:
         lines = len(_READINGS) + len(masks)
         return cls(torch.zeros(lines, tokens.num_tokens, dtype=torch.float64, device=tokens.behaviour.device), masks)
 
@@ -79,19 +79,19 @@ class StepRecord:
         made = [math.isfinite(norm) or self.num_skipped == len(self.norms) for norm in self.norms]
         return float(np.mean(np.compress(made, values)))
 
-    def observed(self, tokens: StepTokens, where: Int[Tensor, " k"]) -> Observed:
+    def observed(self, tokens: LossTokens, where: Int[Tensor, " k"]) -> Observed:
         proximal, _, weight, below, above, *gone = self.readings[:, where]
         log_rho = log_ratio(proximal, tokens.behaviour[where].double())
         masked = {name: line.bool() for name, line in zip(self.masks, gone, strict=True)}
         return Observed(log_rho, weight, tokens.rollout[where], below.bool(), above.bool(), masked)
 
 
-def token_metrics(record: StepRecord, tokens: StepTokens, where: Int[Tensor, " k"]) -> dict[str, float]:
+def token_metrics(record: StepRecord, tokens: LossTokens, where: Int[Tensor, " k"]) -> dict[str, float]:
     """What an alarm looks at, of the tokens of an update."""
     return diagnostics.batch_metrics(record.observed(tokens, where))
 
 
-def report_of(record: StepRecord, batch: PackedBatch, tokens: StepTokens, *, version: Version, learning_rate: float) -> StepReport:
+def report_of(record: StepRecord, batch: PackedBatch, tokens: LossTokens, *, version: Version, learning_rate: float) -> StepReport:
     """What the step that makes `version` did."""
     metrics = {
         "tokens/trained": float(tokens.num_tokens),
@@ -114,7 +114,7 @@ def report_of(record: StepRecord, batch: PackedBatch, tokens: StepTokens, *, ver
     return StepReport(version, metrics["loss"], num_trained, metrics, tokens.masked, skipped=skipped, alarms=tuple(record.alarms))
 
 
-def _all_metrics(record: StepRecord, tokens: StepTokens) -> dict[str, float]:
+def _all_metrics(record: StepRecord, tokens: LossTokens) -> dict[str, float]:
     everything = torch.arange(tokens.num_tokens, device=tokens.behaviour.device)
     observed = record.observed(tokens, everything)
     return {

@@ -70,7 +70,7 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepTokens:
+class LossTokens:
     """The K tokens of a step's loss. Everything per token is on the model's device, in its compute precision."""
 
     predictions: Predictions
@@ -98,7 +98,7 @@ class StepTokens:
 
 def step_tokens(
     batch: PackedBatch, scoring: Scoring, *, max_staleness: int, max_missing_share: float, dtype: torch.dtype, device: torch.device
-) -> StepTokens:
+) -> LossTokens:
     """Admits the tokens of a batch to the loss: checks their age (I2), keeps out what lacks a log-probability or a reward."""
     check_staleness(batch, max_staleness=max_staleness)
     missing = batch.loss_mask & ~_is_logprob(batch.logprobs)
@@ -108,7 +108,7 @@ def step_tokens(
     mask = batch.loss_mask & ~missing & ~unscored
     admitted = shift(mask, batch.row_offsets)
     rollout = shift(rollout_of_token, batch.row_offsets)[admitted]
-    return StepTokens(
+    return LossTokens(
         predictions=predictions_of(batch.token_ids, batch.row_offsets, mask=mask),
         behaviour=on_device(shift(batch.logprobs, batch.row_offsets)[admitted], device).to(dtype),
         advantage=on_device(_token_advantages(batch, scoring, rollout_of_token)[admitted], device).to(dtype),

@@ -22,7 +22,7 @@ from midflight.trainer.model.policy import Policy, TokenModel, check_fits
 from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
 from midflight.trainer.optimizer import Adam, Schedule, adamw, clear_gradients, clipped_step
 from midflight.trainer.record import StepRecord, report_of, token_metrics
-from midflight.trainer.step import Scoring, StepReport, StepTokens, step_tokens
+from midflight.trainer.step import LossTokens, Scoring, StepReport, step_tokens
 from midflight.types import PackedBatch, Version
 
 
@@ -149,7 +149,7 @@ class Trainer:
 
     # --- Updates -----------------------------------------------------------------------------------------------------
 
-    def _update_all(self, tokens: StepTokens) -> tuple[StepRecord, StepTokens]:
+    def _update_all(self, tokens: LossTokens) -> tuple[StepRecord, LossTokens]:
         """The policy, and the critic if there is one. Returns the tokens with the advantages that were trained on."""
         if self.critic is None or not tokens.num_tokens:
             return self._update(tokens), tokens
@@ -159,7 +159,7 @@ class Trainer:
         record.critic = self.critic.learn(judged, tokens.mini_batches(self._rules.updates_per_step), rate_factor=factor)
         return record, judged.tokens
 
-    def _update(self, tokens: StepTokens) -> StepRecord:
+    def _update(self, tokens: LossTokens) -> StepRecord:
         record = StepRecord.of(tokens, masks=tuple(self.objective.loss.masks))
         proximal, reference = None, None
         if tokens.num_tokens and self.objective.needs_scores(updates_per_step=self._rules.updates_per_step):
@@ -250,7 +250,7 @@ class Trainer:
 class Update:
     """One of a step's mini-batches."""
 
-    tokens: StepTokens
+    tokens: LossTokens
     chosen: Index
     """Ascending."""
     proximal: Float[Tensor, " K"] | None

@@ -30,7 +30,7 @@ Words = NDArray[Any]
 """One-dimensional, of unsigned integers."""
 
 BLOCK = 1 << 18
-"""Words of a frame: what is worked on fits a processor's cache, and bounds the scratch memory of both ends to some megabytes."""
+"""Words of a frame: few enough to fit a processor's cache, and to keep the scratch memory of both ends at some megabytes."""
 
 DENSE = 0.9
 """Share of changed words above which a map costs more than the zeros in between."""

@@ -1,4 +1,4 @@
-"""How the tensors of a version lie in a packed buffer, and what of a manifest makes no sense. Needs no torch."""
+"""How the tensors of a version lie in a packed buffer, and the check that a manifest makes sense. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from midflight.models.sizes import tensor_bytes
 from midflight.types import Delta, TensorSpec, WeightManifest
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector load, so that a tensor may be used where it lies."""
+"""In bytes: a cache line, and the widest vector load, so that a tensor can be used in place."""
 
 MAX_HELD = 3
 """Versions that may be fetched at once: the one that is live, the one whose handover is under way, and the one that waits for it."""
 
 MAX_DELTAS = 64
-"""Differences between a version and the whole one before it. Each costs who catches up one more file and one more pass."""
+"""Differences between a version and the whole one before it. Each costs an engine that catches up one more file and one more pass."""
 
 
 def aligned(offset: int, to: int = ALIGNMENT) -> int:
@@ -49,7 +49,7 @@ def views(specs: Iterable[TensorSpec], buffer: memoryview) -> Mapping[str, memor
 
 
 def set_aside(specs: Iterable[TensorSpec]) -> memoryview:
-    """New memory for the specs: zeros, writable, at the beginning of a page, there for as long as any view of it."""
+    """New memory for the specs: zeros, writable, page-aligned. It lives as long as any view of it."""
     return memoryview(mmap.mmap(-1, max(1, extent(specs))))
 
 
@@ -71,7 +71,7 @@ def check_extents(manifest: WeightManifest) -> None:
 
 
 def _check_deltas(deltas: tuple[Delta, ...], full_bytes: int) -> None:
-    """What a receiver sets aside and reads for the differences is no more than for the whole version."""
+    """Refuses differences for which a receiver would set aside and read more than for the whole version."""
     if len(deltas) > MAX_DELTAS:
         raise RequestRejected(
             f"reading a weight manifest: {len(deltas)} differences; publish a whole version after {MAX_DELTAS} at most.", param="deltas"

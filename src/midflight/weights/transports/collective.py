@@ -50,19 +50,19 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MAX_GROUPS = 4
-"""Groups kept for the next version. Usually it is one; members of the others ended without a word, or came late and come late again."""
+"""Groups kept for the next version. Usually it is one; the others are left by members that ended without notice, or that came late and will come late again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version as it is sent: bytes in memory that stands still until its release."""
+    """A version to send: bytes in memory that does not change until its release."""
 
     data: Tensor
     fingerprint: str
 
 
 class CollectiveService:
-    """Rounds, one after the other: gather those who want the same bytes, meet them in a group, broadcast, hang up.
+    """Serves rounds, one after the other: gather the receivers that want the same bytes, meet them in a group, broadcast, hang up.
 
     | waits for | ended by |
     |---|---|
@@ -85,7 +85,7 @@ class CollectiveService:
         bucket_bytes: int,
         deadline_seconds: float,
     ) -> None:
-        """`published` is looked into from the service's threads while the trainer's thread changes it."""
+        """`published` is read from the service's threads while the trainer's thread changes it."""
         self._published, self._gathering = published, gathering
         self._host, self._token = host, token
         self._backend: Backend = backend
@@ -93,7 +93,7 @@ class CollectiveService:
         self._changed, self._closing = asyncio.Event(), threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         self._groups: dict[frozenset[str], BroadcastGroup] = {}
-        """By membership, the one used last at the end."""
+        """Groups by their members, the one used last at the end."""
         self.num_groups = 0
         """Groups made so far."""
         self.num_bytes_broadcast = 0
@@ -115,14 +115,14 @@ class CollectiveService:
             self._thread.shutdown(wait=False)
 
     def drop_groups(self) -> None:
-        """After `run`: waits for the bucket under way."""
+        """Drops all groups, after `run` has ended. Waits for the bucket under way."""
         self._thread.shutdown()
         self._groups.clear()
 
     # --- One receiver ------------------------------------------------------------------------------------------------
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until its round is over or it hangs up; silence before its question ends at the deadline."""
+        """Waits until the receiver's round is over or it hangs up. A receiver that asks nothing is dropped at the deadline."""
         try:
             async with asyncio.timeout(self._deadline_seconds):
                 ask = read_ask(await reader.readline())
@@ -157,7 +157,7 @@ class CollectiveService:
         return Refused(f"the bytes {ask.fingerprint[:12]} are not published or were released; there are versions: {known}")
 
     def _data(self, ask: Ask) -> Tensor | None:
-        """Copies the values first: the trainer may publish meanwhile."""
+        """The published version that hashes to this. Copies the values first: the trainer may publish meanwhile."""
         return next((p.data for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint), None)
 
     # --- Rounds ------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class CollectiveService:
             group.broadcast(data[part])
 
     async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
-        """One thread for all that blocks; each deed has its deadlines."""
+        """Runs what blocks in the service's one thread; each call has its deadlines."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, deed, *args)
 
     # --- Groups ------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class CollectiveService:
             del self._groups[oldest]
 
     async def _meet(self, members: list[WaitingReceiver]) -> BroadcastGroup:
-        """A new group; waits until all have come."""
+        """Makes a group. Waits until all members have come."""
         store = serve_store(self._host)
         terms = Join(
             group=secrets.token_hex(8),
@@ -260,10 +260,9 @@ CLOSE_SECONDS = 2.0
 
 
 class CollectivePublisher:
-    """Versions wait in standing buffers until receivers ask for them: `publish` waits for no receiver, whatever became of it.
+    """Versions wait in standing buffers until receivers ask for them: `publish` never waits for a receiver.
 
-    What a receiver gets is the service's matter, in a thread of its own (`CollectiveService`). A version can be fetched until its
-    `release`, by engines that come back too. As with the other transports, bytes released while they are read arrive as
+    `CollectiveService` sends them in a thread of its own. A version can be fetched until its `release`, also by engines that rejoin. As with the other transports, bytes released while they are read arrive as
     `WeightsCorrupt`.
     """
 
@@ -356,7 +355,7 @@ class CollectivePublisher:
             raise SlotBusy(f"publishing version {version}: versions {held} hold all slots; wait until a handover ends and releases one.")
 
     def _buffer(self, num_bytes: int) -> mmap.mmap:
-        """A released version's, if that was as large: memory that stands costs no page faults. Else those are given back."""
+        """The buffer of a released version, if it is as large: memory in use costs no page faults. Buffers of other sizes are freed."""
         self._free = [b for b in self._free if len(b) == max(1, num_bytes)]
         return self._free.pop() if self._free else mmap.mmap(-1, max(1, num_bytes))
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Specs = tuple[TensorSpec, ...]
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the format itself allows: a larger number is no header."""
+"""The format's own limit: a larger number is not the length of a header."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Specs]) -> WeightManifest:
-    """Reads and hashes the whole file, about a second per gigabyte. `RequestRejected` when it is none that could be served.
+    """Reads and hashes the whole file, about a second per gigabyte. `RequestRejected` when no engine could serve it.
 
     `fitting` says which of its tensors to serve, and refuses a file that does not fit the model.
     """
@@ -60,7 +60,7 @@ def manifest_of(path: Path, *, version: Version, fitting: Callable[[Specs], Spec
 
 
 def check_readable(manifest: WeightManifest) -> None:
-    """`RequestRejected` where no engine could read what a trainer says it published. Whether the bytes are right, engines find."""
+    """`RequestRejected` where no engine could read what a trainer says it published. Engines verify the bytes themselves."""
     if manifest.transport not in TRANSPORTS:
         raise RequestRejected(
             f"transport is {manifest.transport[:80]!r}: not one of them.{nearest(manifest.transport, TRANSPORTS)}", param="transport"
@@ -108,8 +108,8 @@ def _size(path: Path) -> int:
 
 
 class _Reading(Mapping[str, memoryview]):
-    """Tensors of a file that somebody else may still write to, each read when it is asked for. One that was cut is a `ValueError`;
-    mapped into memory it would end the process."""
+    """Tensors of a file that another process may still write to, each read when it is asked for. A file that was cut gives a
+    `ValueError`; mapped into memory it would end the process."""
 
     def __init__(self, file: BinaryIO, specs: Specs) -> None:
         self._file, self._specs = file, {spec.name: spec for spec in specs}
@@ -130,7 +130,7 @@ class _Reading(Mapping[str, memoryview]):
 
 
 def digest(path: Path, specs: Specs, *, threads: int = 1) -> str:
-    """The fingerprint of a file's tensors, which nobody writes to any more."""
+    """The fingerprint of the tensors of a file that is no longer written to."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as whole:
         parts = views(specs, whole)
         try:
@@ -144,7 +144,7 @@ class FilePublisher:
     """Writes `<version>.safetensors` under another name, then renames it: a reader sees a whole file or none.
 
     Nothing is synced to disk: after a power cut the trainer publishes again. Older files than the newest `keep` are removed at
-    each publish; an engine that still had one open reads on, one that comes later is told and rejoins at the current version.
+    each publish; an engine that has one open can read it to the end; one that comes later gets an error and rejoins at the current version.
     """
 
     def __init__(self, folder: Path, *, keep: int = MAX_HELD, threads: int = 1) -> None:
@@ -172,7 +172,7 @@ class FilePublisher:
         return WeightManifest(version, hashed, "file", str(path), specs)
 
     def release(self, version: Version) -> None:
-        """Nothing to do: what is kept is decided by age."""
+        """Does nothing: files are removed by age."""
 
     def close(self) -> None:
         for path in self._published():

@@ -32,7 +32,7 @@ NCCL_LOOK_SECONDS = 0.0005
 
 
 class GroupBroken(Exception):
-    """A member died, stopped or came too late. The group is of no use any more; a new one may be made at once."""
+    """A member died, stopped or came too late. The group is useless from then on; a new one may be made at once."""
 
 
 class BroadcastGroup:
@@ -56,7 +56,7 @@ class BroadcastGroup:
         self._staged = torch.empty(terms.bucket_bytes, dtype=torch.uint8, device="cuda") if terms.backend == "nccl" else None
 
     def broadcast(self, part: Tensor) -> None:
-        """Rank 0's bytes, at most a bucket, into everybody's `part`: uint8 in this process's own memory."""
+        """Copies rank 0's bytes, at most a bucket, into the `part` of every member: uint8 in this process's own memory."""
         try:
             if self._staged is None:
                 self._start(part).wait()
@@ -67,7 +67,7 @@ class BroadcastGroup:
             raise GroupBroken(_first_line(error)) from error
 
     def close(self) -> None:
-        """Closes the connections, so that the others need not wait for their deadline: a traceback may hold this object for long."""
+        """Closes the connections, so that the others need not wait for their deadline. Deleting the group would not do: a traceback may keep it alive."""
         self._group = self._store = self._staged = None
 
     def _start(self, part: Tensor) -> Any:
@@ -90,12 +90,12 @@ class BroadcastGroup:
 
 
 def listen(host: str) -> socket.socket:
-    """On a free port of this address only."""
+    """Listens on a free port of this address only."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def serve_store(host: str) -> TCPStore:
-    """A new store for one group, on this address only; left to itself it would listen on all."""
+    """A new store for one group, on this address only; by default it would listen on all addresses."""
     listener = listen(host)
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -104,7 +104,7 @@ def serve_store(host: str) -> TCPStore:
 def join_store(host: str, terms: Join) -> TCPStore:
     """The store of the group in `terms`; `GroupBroken` when it does not answer by the deadline.
 
-    In a thread of its own, for a client whose server was stopped waits for ever for the greeting, whatever its timeout.
+    It is made in a thread of its own, because a client whose server was stopped waits for the greeting for ever, whatever its timeout.
     """
     seconds = timedelta(seconds=terms.deadline_seconds)
     return _within(terms.deadline_seconds, lambda: TCPStore(host, terms.port, timeout=seconds, wait_for_workers=False))
@@ -137,7 +137,7 @@ def _gloo(terms: Join, store: PrefixStore, interface: str) -> Any:
 
 
 def _nccl(terms: Join, store: PrefixStore, interface: str) -> Any:
-    """Its watchdog ends the process when the group's own timeout passes, so that is longer than ours, after which we abort."""
+    """NCCL's watchdog ends the process when the group's own timeout passes. That timeout is longer than ours, after which we abort."""
     if not torch.cuda.is_available():
         raise GroupBroken("the publisher sends by NCCL and this process has no GPU; publish with the gloo backend")
     from torch.distributed import ProcessGroupNCCL
@@ -148,16 +148,16 @@ def _nccl(terms: Join, store: PrefixStore, interface: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """Native errors carry their stack."""
+    """The first line of a native error, which carries its stack."""
     return str(error).partition("\n")[0]
 
 
 ATTEMPTS = 2
-"""A receiver that dies takes the group with it, and the others must not pay for it; a second time is for the handover to judge."""
+"""A receiver that dies ends its group, and the others must not suffer for it, so they try again. A second failure goes to the handover."""
 
 
 class CollectiveReceiver:
-    """Implements `ports.WeightReceiver`. It keeps its group for the next version: making one must not be paid for each.
+    """Implements `ports.WeightReceiver`. It keeps its group for the next version, because making one takes time.
 
     Each rank of an engine with several is a receiver of its own. One `fetch` at a time; another waits for it.
     """
@@ -205,7 +205,7 @@ class CollectiveReceiver:
             ) from error
 
     def _ask(self, publisher: socket.socket, address: Address, manifest: WeightManifest) -> Answer:
-        """Waits for the others who want this version, and for the rounds before."""
+        """Waits for the other receivers that want this version, and for the rounds before."""
         group = self._group.terms.group if self._group is not None else None
         publisher.sendall(line(Ask(address.token, manifest.version, manifest.fingerprint, self._member, group)))
         with publisher.makefile("rb") as answers:

@@ -20,7 +20,7 @@ from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, extent, repacked, s
 
 
 class Publisher(Protocol):
-    """Puts versions where engines can fetch them. Blocking and not thread-safe: one caller, the trainer's."""
+    """Puts versions where engines can fetch them. Blocking and not thread-safe: the trainer is its one caller."""
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """Copies the tensors: they may change as soon as this returns."""
@@ -55,11 +55,11 @@ class DeltaPublisher:
     whole, so that no engine ever reads more than twice the size of the weights. Where a first difference does not pay, the rest of the
     period is whole without trying.
 
-    A payload stays published while any version that is not released is reached through it, and so does the way to the newest
-    version, which the next difference goes on from; what is needed no more is given back at the next publication. With versions
-    released in order and at most `MAX_HELD` out, that is memory of four times the weights at worst (a way that has grown to twice its
-    beginning, and two whole versions); where differences are small, of two after a refresh, of one at other times. On top the newest
-    version's bytes are kept here: once the size of the weights.
+    A payload stays published while a version that is not released needs it, and so do the payloads that lead to the newest version,
+    because the next difference starts there. What is no longer needed is released at the next publication. With versions
+    released in order and at most `MAX_HELD` held, that takes four times the memory of the weights at worst (differences as large as
+    their whole version, and two whole versions). Where differences are small it takes twice that memory after a refresh, and once at
+    other times. In addition the newest version's bytes are kept here: once the size of the weights.
     """
 
     def __init__(self, inner: Publisher, *, full_every: int, threads: int = 1) -> None:
@@ -70,12 +70,12 @@ class DeltaPublisher:
         self._standing = memoryview(b"")
         """The bytes of the newest version, packed."""
         self._newest: WeightManifest | None = None
-        """What the next difference goes on from; `None` when `_standing` may be of no published version."""
+        """The version that the next difference starts from; `None` when `_standing` may not be a published version."""
         self._num_untried = 0
         """Versions to publish whole before a difference is tried again."""
         self._held: dict[Version, WeightManifest] = {}
         self._inside: set[Version] = set()
-        """What the inner publisher holds."""
+        """Versions that the inner publisher holds."""
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """Blocks for the comparison, the compression of what changed and one hash of the whole. `SlotBusy` until a release."""
@@ -87,7 +87,7 @@ class DeltaPublisher:
         return self._newest
 
     def release(self, version: Version) -> None:
-        """Only remembered: what no way needs any more is given back at the next publication."""
+        """Only noted: a version that nothing needs any more is released at the next publication."""
         self._held.pop(version, None)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class DeltaPublisher:
             raise SlotBusy(f"publishing version {version}: versions {held} are not released; wait until a handover ends and releases one.")
 
     def _is_due(self, base: WeightManifest, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether to try a difference. One that would be too large if it were like the last is not tried."""
+        """Whether to try a difference. It is not tried where one as large as the last would be too large."""
         if self._num_untried:
             self._num_untried -= 1
             return False
@@ -117,7 +117,7 @@ class DeltaPublisher:
         return fits and same and len(base.deltas) + 1 < self._full_every
 
     def _as_difference(self, base: WeightManifest, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest | None:
-        """`None` when it does not pay. Tensors are in the base's order, which a transport may have chosen."""
+        """Publishes the version as a difference; `None` when that does not pay. Tensors are in the base's order, which a transport may have chosen."""
         specs = repacked(base.tensors)
         payload = self._payload(specs, tensors, limit=min(_room(base), int(WORTH * _size(specs))))
         if not payload:
@@ -169,7 +169,7 @@ def _way(manifest: WeightManifest) -> set[Version]:
 
 
 def _room(base: WeightManifest) -> int:
-    """Bytes that the next difference may have at most."""
+    """The most bytes that the next difference may have."""
     return _size(base.tensors) - sum(d.payload.num_bytes for d in base.deltas)
 
 
@@ -178,6 +178,6 @@ def _size(specs: Iterable[TensorSpec]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """As they are, where the tensor is contiguous and on the CPU; else of a copy."""
+    """The tensor's own bytes where it is contiguous and on the CPU, else those of a copy."""
     flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return flat

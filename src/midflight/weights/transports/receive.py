@@ -90,18 +90,18 @@ class _Standing:
 class DeltaReceiver:
     """Wraps a receiver; implements `ports.WeightReceiver`. A manifest without differences passes through.
 
-    From the first difference on a standing copy of the last version fetched is kept, once the size of the weights; those who never
-    meet one pay nothing. The copy is brought to the base of the first difference that it lacks: it may be any version on the manifest's
-    way; when it is none (a restart, a period that was skipped), the whole version at the beginning is fetched. What comes out is
-    verified, and copied for the caller; versions in between are not, for no error in them could give the right end. When it
-    is wrong, the standing copy is forgotten, so that the next attempt begins with the whole version.
+    From the first difference on, a standing copy of the last version fetched is kept: once the size of the weights. Without differences
+    there is none. If the copy is one of the versions that the manifest's differences lead through, only the later differences are
+    applied; otherwise (after a restart, or a period that was skipped) the whole version at the beginning is fetched first. The result is
+    verified and copied for the caller. Versions in between are not verified, because an error in them would show in the result. If
+    the result is wrong, the standing copy is dropped, and the next attempt begins with the whole version.
     """
 
     def __init__(self, inner: WeightReceiver, *, threads: int = 1) -> None:
         self._inner, self._threads = inner, threads
         self._standing: _Standing | None = None
         self._one_at_a_time = threading.Lock()
-        """Whoever gave up waiting for a fetch may begin another, while the first still changes the standing copy."""
+        """A caller that gave up waiting for a fetch may begin another while the first still changes the standing copy."""
 
     def fetch(self, manifest: WeightManifest) -> Bytes:
         """Bytes of each tensor by name. Waits for the fetch under way, which ends by itself. `RequestRejected` for extents that
@@ -134,7 +134,7 @@ class DeltaReceiver:
         return _copied(specs, weights)
 
     def _nearest(self, manifest: WeightManifest, specs: tuple[TensorSpec, ...]) -> tuple[int, Bytes]:
-        """The weights to begin with, and how many differences they are past. Nothing is standing until they are verified again."""
+        """The weights to begin with, and the number of differences they include. No copy is kept until they are verified again."""
         standing, self._standing = self._standing, None
         way = [d.base_fingerprint for d in manifest.deltas] + [manifest.fingerprint]
         if standing is not None and standing.specs == specs and standing.fingerprint in way:
@@ -158,7 +158,7 @@ class DeltaReceiver:
 
 
 def _copied(specs: tuple[TensorSpec, ...], source: Bytes) -> Bytes:
-    """In memory of their own: aligned, writable, and living as long as the views."""
+    """Copies of the tensors in new memory: aligned, writable, and living as long as the views."""
     copies = views(specs, set_aside(specs))
     for name, copy in copies.items():
         copy[:] = source[name]

@@ -17,7 +17,7 @@ from midflight.types import Version
 
 TRANSPORT = "collective"
 MAX_LINE = 4096
-"""Bytes of a message with its newline: a longer one is nobody's who belongs here."""
+"""Bytes of a message with its newline: no participant sends a longer one."""
 
 Backend = Literal["gloo", "nccl"]
 
@@ -29,9 +29,9 @@ class Ask(msgspec.Struct, frozen=True):
     version: Version
     fingerprint: str
     member: str
-    """The receiver, as long as it lives."""
+    """Names the receiver for as long as it lives."""
     group: str | None
-    """The group it was in last, if that is still whole as far as it knows."""
+    """The group it was last in, if it knows of no failure there."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +44,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     backend: Backend
     bucket_bytes: int
     deadline_seconds: float
-    """For the making of the group, and for each bucket."""
+    """For making the group, and for each bucket."""
 
 
 class Again(msgspec.Struct, frozen=True, tag=True):
@@ -70,7 +70,7 @@ def read_ask(data: bytes) -> Ask:
 
 
 def read_answer(data: bytes) -> Answer:
-    """`msgspec.MsgspecError` for anything else; no data at all is what a publisher that ended leaves."""
+    """`msgspec.MsgspecError` for anything else; a publisher that ended sends no data at all."""
     return _answer.decode(data)
 
 
@@ -97,7 +97,7 @@ class Address:
 
 
 def buckets(num_bytes: int, bucket_bytes: int) -> Iterator[slice]:
-    """The same on both ends, so that broadcasts match: slices of at most `bucket_bytes` that cover the buffer in order."""
+    """Slices of at most `bucket_bytes` that cover the buffer in order. Both ends make the same ones, so that broadcasts match."""
     for start in range(0, num_bytes, bucket_bytes):
         yield slice(start, min(start + bucket_bytes, num_bytes))
 
@@ -112,15 +112,15 @@ class WaitingReceiver:
 
     ask: Ask
     since: float
-    """Seconds of the clock that `Gathering` is asked by."""
+    """When it came, in seconds of the clock that `Gathering` gets."""
     answer: Callable[[Answer], None]
     hang_up: Callable[[], None]
 
 
 class Gathering:
-    """Members in the order of their coming. Those who want what the first one wants go together, in one broadcast.
+    """Receivers in the order in which they came. Those that want the same bytes as the first one share one broadcast.
 
-    They go when `expected` of them have come, or when none has come for `quiet_seconds`: engines are told of a version within
+    It begins when `expected` of them have come, or when none has come for `quiet_seconds`: engines are told of a version within
     milliseconds of each other, and one that is late or comes back gets a broadcast of its own.
     """
 
@@ -129,7 +129,7 @@ class Gathering:
         self._waiting: list[WaitingReceiver] = []
 
     def join(self, member: WaitingReceiver) -> bool:
-        """Takes the place of an earlier question of the same receiver; `False` when there is no room."""
+        """Adds a receiver, in place of its own earlier question; `False` when there is no room."""
         self._waiting = [m for m in self._waiting if m.ask.member != member.ask.member]
         if len(self._waiting) >= MAX_WAITING:
             return False
@@ -137,11 +137,11 @@ class Gathering:
         return True
 
     def leave(self, member: WaitingReceiver) -> None:
-        """It hung up. Nothing happens if it has gone into a broadcast."""
+        """Removes a receiver that hung up. Nothing happens if its broadcast has begun."""
         self._waiting = [m for m in self._waiting if m is not member]
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the next broadcast may begin; `None` while nobody waits."""
+        """Seconds until the next broadcast may begin; `None` while no receiver waits."""
         together = self._together()
         if not together:
             return None
@@ -150,7 +150,7 @@ class Gathering:
         return max(0.0, together[-1].since + self._quiet_seconds - now)
 
     def take(self) -> list[WaitingReceiver]:
-        """Those who go now; none if nobody waits."""
+        """The receivers of the next broadcast; none if no receiver waits."""
         together = self._together()
         self._waiting = [m for m in self._waiting if m not in together]
         return together

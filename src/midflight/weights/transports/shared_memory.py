@@ -25,7 +25,7 @@ from midflight.weights.transports.publish import named_shapes
 
 
 class SharedMemoryPublisher:
-    """A standing slot for each version that may be fetched; the one that is live is, by engines that rejoin.
+    """A standing slot for each version that may be fetched; the live version is one, because engines that rejoin fetch it.
 
     A slot is overwritten only after `release` of its version: until then `publish` raises `SlotBusy`. The end of the handover of
     v + 1 is what releases v, so a trainer that meets `SlotBusy` waits for that.
@@ -141,14 +141,14 @@ def copy_into(buffer: mmap.mmap, specs: tuple[TensorSpec, ...], tensors: Mapping
 
 
 class SegmentPublisher:
-    """Keeps every version until its release; whoever publishes bounds how many those are.
+    """Keeps every version until its release; the caller bounds their number.
 
     Fresh memory costs a page fault for every page, so versions of one size are better off in standing slots. Each file is locked
     while its publisher lives (see `files.remove_stale`).
     """
 
     def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
-        """As `SharedMemoryPublisher`."""
+        """The parameters are those of `SharedMemoryPublisher`."""
         self._name, self._folder, self._threads = name, folder, threads
         self._files: dict[Version, tuple[Path, int]] = {}
 
@@ -164,7 +164,7 @@ class SegmentPublisher:
         return WeightManifest(version, digest, "shared_memory", str(path), specs)
 
     def release(self, version: Version) -> None:
-        """An engine that is reading the file finishes, for its memory lives until then."""
+        """An engine that is reading the file can finish: its memory lives until then."""
         if version in self._files:
             path, file = self._files.pop(version)
             path.unlink(missing_ok=True)
