@@ -223,7 +223,7 @@ async def _train_all(config: Config, model: Path, replay: Replay) -> None:
     from midflight.models.load import load_model
     from midflight.models.names import named_tensors
     from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions
-    from midflight.trainer.configure import trainer_of
+    from midflight.trainer.trainer import trainer_of
     from midflight.weights.transports.select import publisher
 
     trainer = trainer_of(config, load_model(model, dtype=config.model.dtype, device=config.trainer.device))

@@ -12,7 +12,7 @@ from midflight.config.derived import LOGITS_AT_ONCE, computing_threads, core_not
 from midflight.config.loss import effective_loss
 from midflight.errors import ModelNotFound
 from midflight.run.rollout.system import buffer_limits
-from midflight.trainer.model.head import CHUNK
+from midflight.trainer.model.policy import CHUNK
 
 
 def knob(name: str, *overrides: str) -> derived.Knob:

@@ -21,9 +21,8 @@ from midflight.run.engine.engine_process import make_engine
 from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, first_model
 from midflight.testing.ring import open_ring
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.configure import trainer_of
 from midflight.trainer.step import StepReport
-from midflight.trainer.trainer import Trainer
+from midflight.trainer.trainer import Trainer, trainer_of
 from midflight.types import PackedBatch, Task
 from midflight.types.facts import Leased
 from midflight.weights.transports.select import publisher

@@ -12,10 +12,10 @@ from midflight.config import Config, load_config
 from midflight.config.formulas import OBJECTIVES, ObjectiveFormula
 from midflight.config.loss import effective_loss
 from midflight.errors import ConfigError
-from midflight.trainer.configure import trainer_of
 from midflight.trainer.formulas import losses
 from midflight.trainer.objective import Objective
 from midflight.trainer.own_loss import described, objective_of
+from midflight.trainer.trainer import trainer_of
 
 from .fixtures import batch, tiny_model, weights
 

@@ -196,7 +196,7 @@ ACTIVATIONS_PER_LAYER = 14
 LOGIT_COPIES = 4
 """Logits, their log-softmax and the gradients of both."""
 LOGITS_AT_ONCE = 2**24
-"""The most of them that the trainer makes at a time (`trainer.head.CHUNK`)."""
+"""The most of them that the trainer makes at a time (`trainer.model.policy.CHUNK`)."""
 
 
 @dataclass(frozen=True, slots=True)

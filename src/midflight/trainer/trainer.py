@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from midflight.config.sections import Config
 from midflight.errors import RunFailed
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.formulas import diagnostics
@@ -21,8 +22,8 @@ from midflight.trainer.model.parallel import Passes, Ranks, compile_layers, reco
 from midflight.trainer.model.policy import Policy, TokenModel, check_fits
 from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
 from midflight.trainer.optimizer import Adam, Schedule, adamw, clear_gradients, clipped_step
-from midflight.trainer.record import StepRecord, report_of, token_metrics
-from midflight.trainer.step import LossTokens, Scoring, StepReport, step_tokens
+from midflight.trainer.own_loss import objective_of
+from midflight.trainer.step import LossTokens, Scoring, StepRecord, StepReport, report_of, step_tokens, token_metrics
 from midflight.types import PackedBatch, Version
 
 
@@ -281,3 +282,36 @@ class Update:
             num_sequences=t.num_rollouts,
             reference=None if self.reference is None else self.reference[at],
         )
+
+
+def trainer_of(
+    config: Config, model: PreTrainedModel, *, reference: PreTrainedModel | None = None, version: Version = 0, ranks: Ranks | None = None
+) -> Trainer:
+    """The trainer a configuration asks for. The longest answer is the environment's `max_tokens`."""
+    section, c = config.trainer, config.critic
+    return Trainer(
+        model,
+        objective_of(config),
+        scoring=Scoring(
+            advantage=config.objective.advantage,
+            max_length=config.environment.max_tokens,
+            overlong_buffer=config.objective.overlong_buffer,
+            overlong_penalty=config.objective.overlong_penalty,
+            teacher_weight=0.0 if config.distillation.teacher is None else config.distillation.weight,
+            counts_rewards=config.distillation.teacher is None or config.distillation.rewards,
+        ),
+        schedule=Schedule(kind=section.schedule, warmup_steps=section.warmup_steps, total_steps=config.run.steps),
+        adam=Adam(section.learning_rate, weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm),
+        scale=Scale(
+            micro_batch_tokens=section.micro_batch_tokens,
+            compute_dtype=torch.bfloat16 if section.compute_dtype == "bfloat16" else None,
+            activation_checkpointing=section.activation_checkpointing,
+            compile=section.compile,
+        ),
+        reference=reference,
+        valuation=Valuation(c.learning_rate, c.discount, c.trace_decay, c.clip) if config.objective.advantage == "gae" else None,
+        rules=StepRules(section.updates_per_step, config.rollout.max_staleness, section.max_missing_share, section.on_alarm),
+        temperature=config.environment.temperature,
+        version=version,
+        ranks=ranks,
+    )

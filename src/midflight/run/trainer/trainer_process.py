@@ -27,11 +27,10 @@ from midflight.run.trainer.training import TrainingLoop
 from midflight.run.trainer.warm_start import warm_start
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.configure import trainer_of
 from midflight.trainer.folders import latest_checkpoint, version_of
 from midflight.trainer.model.parallel import Ranks, join
 from midflight.trainer.own_loss import objective_of
-from midflight.trainer.trainer import Trainer
+from midflight.trainer.trainer import Trainer, trainer_of
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.files import remove_stale
 from midflight.weights.transports.publish import Publisher
