@@ -60,7 +60,7 @@ def check_prompt(ids: tuple[int, ...], limits: EngineLimits, *, param: str) -> N
 
 
 def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: EngineLimits) -> SamplingParams:
-    """Client over session over dialect. A default of `max_tokens` shrinks to the room there is, an explicit one must fit."""
+    """The client's wishes over the session's defaults over the dialect's. A default of `max_tokens` shrinks to the room there is; an explicit one must fit."""
     asked, own = call.asked, defaults or SamplingParams()
     _check_features(call, limits)
     room = limits.max_context - num_prompt_tokens
@@ -83,7 +83,7 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
 def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, *, limits: EngineLimits) -> bool:
     """Whether the trainer's distribution is the one sampled: not truncated, and at the session's temperature.
 
-    An engine that leaves the temperature out of its log-probabilities tells those of another distribution, at any but 1.
+    If an engine leaves the temperature out of its log-probabilities, they belong to another distribution, unless it is 1.
     """
     told = params.temperature == 1 or LogprobKind.RAW not in limits.logprob_kinds
     return told and params.samples_the_policy and (defaults is None or params.temperature == defaults.temperature)
@@ -97,7 +97,7 @@ def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> i
 
 
 def _check_features(call: CompletionCall, limits: EngineLimits) -> None:
-    """What the engines cannot do is refused by the client's own name for it."""
+    """Refuses what the engines cannot do, by the client's own name for it."""
     given = call.asked.given
     for lacking in (p for p in FEATURED if p.name in given and given[p.name] != p.default and p.feature not in limits.features):
         param = call.name_of(lacking.name)
@@ -120,7 +120,7 @@ def _check_ids(name: str, verb: str, ids: Sequence[int], call: CompletionCall, l
 
 
 MAX_CHOICES = 1024
-"""Choices of one call, over all its prompts: each is a generation of its own, and a batch is not a way round admission."""
+"""Choices of one call, over all its prompts, at most. Each is a generation of its own, and a batch must not get round admission."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +133,7 @@ class Job:
     """One for each choice, to be generated."""
 
     request_id: str
-    """Of the first answer; the client knows the whole by it."""
+    """The id of the first answer, by which the client knows the request."""
 
 
 class Planner:

@@ -78,7 +78,7 @@ class CompletionCall:
     stream: bool = False
     """Whether news are wanted before the answers are whole."""
     default_max_tokens: int | None = None
-    """Of the dialect, where neither client nor session names one; `None` is all the room there is."""
+    """The dialect's default, used if neither client nor session gives one. `None` means all the room there is."""
     model: str | None = None
     request_id: str | None = None
     """The client's own name for the request, by which it may abort it."""
@@ -95,7 +95,7 @@ class CompletionCall:
     """False shows the agent the first call only."""
 
     def name_of(self, asked: str) -> str:
-        """The client's own name for a field of `Asked`, by which its faults are told. The grammar of a call that must come is ours."""
+        """What the client calls a parameter, for refusals. The gateway itself adds the grammar of a call that must come, because of `tool_choice`."""
         if asked == "grammar" and self.tool_choice is ToolChoice.REQUIRED:
             return "tool_choice"
         return self.names.get(asked, asked)
