@@ -1,7 +1,7 @@
-"""What can go wrong, at what price, and whose fault it is (DECISIONS 28).
+"""What can go wrong, at what price, and whose fault it is.
 
 An error is priced by what it costs (a request, a rollout, a step, the run) and blamed at the boundary where it is found.
-Messages name the deed and the value, and end with the remedy. One table turns an error into HTTP.
+Messages name the deed and the value, and end with the remedy. `wire.edge.fault_of` turns an error into HTTP.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from midflight.errors import RewardFixed, Unauthorized, UnknownSession
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.sessions.session import OpenSession, shown
 from midflight.types import GroupKey, Json, Kind, RolloutKey, SamplingParams, SessionRecord
+from midflight.wire.edge import same_token
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class OwnedSessions:
     def check_owner(self, session_id: str, token: str) -> None:
         """`Unauthorized` unless it is the owner's token of this session."""
         known = self._find(session_id).handle.owner_token
-        if not hmac.compare_digest(known.encode(), token.encode("utf-8", "replace")):
+        if not same_token(token, known):
             raise Unauthorized(f"not the owner of session {session_id}: use the owner token that was given when it was opened.")
 
     def score(self, session_id: str, reward: float | None) -> None:

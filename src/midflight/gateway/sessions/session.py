@@ -7,7 +7,6 @@ one the session can be scored, read and ended, which its agent must not do. Only
 from __future__ import annotations
 
 import hashlib
-import hmac
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence, Set
@@ -21,6 +20,7 @@ from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
 from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat
 from midflight.types import FinishReason, GenerateRequest, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, Version
+from midflight.wire.edge import same_token
 
 SEED_SPACE = 2**64
 
@@ -270,14 +270,14 @@ class SessionRegistry:
     def authorised(self, token: str) -> Session:
         """The live session that a client's token names."""
         session_id, _, secret = token.partition(".")
-        if not _same(self._known(session_id).agent, secret):
+        if not same_token(secret, self._known(session_id).agent):
             raise Unauthorized(f"wrong secret for session {session_id}: use the address or key that was given for it.")
         return self.get(session_id)
 
     def check_owner(self, session_id: str, token: str) -> None:
         """`Unauthorized` unless the token is the owner's of this session. Holds also after its end, as long as it is remembered."""
         named, _, secret = token.partition(".")
-        if named != session_id or not _same(self._known(session_id).owner, secret):
+        if named != session_id or not same_token(secret, self._known(session_id).owner):
             raise Unauthorized(f"not the owner of session {shown(session_id)}: use the owner token that was given when it was opened.")
 
     def owner_token(self, session_id: str) -> str:
@@ -306,8 +306,3 @@ class SessionRegistry:
 def shown(name: str) -> str:
     """What may be printed of a name that should be a session's: tokens are sent in its place, too."""
     return repr(name.partition(".")[0][:80]) if name.startswith(PREFIX) else "of that name"
-
-
-def _same(known: str, given: str) -> bool:
-    """Takes as long for a good guess as for a bad one."""
-    return hmac.compare_digest(known.encode(), given.encode("utf-8", "replace"))

@@ -150,7 +150,7 @@ def reserve_port() -> socket.socket:
     return made
 
 
-class Attached:
+class AttachedServer:
     """A server that others started and will end: whether it lives is found out by asking it."""
 
     def __init__(self, url: str) -> None:
@@ -163,7 +163,7 @@ class Attached:
 
 
 @asynccontextmanager
-async def attached(engine: EngineSection, url: str, *, name: str) -> AsyncGenerator[Attached]:
+async def attached(engine: EngineSection, url: str, *, name: str) -> AsyncGenerator[AttachedServer]:
     """A server at `url` that answers: waited for up to `engine.start_seconds`, because it may just have been started."""
     at = url.rstrip("/")
     try:
@@ -174,7 +174,7 @@ async def attached(engine: EngineSection, url: str, *, name: str) -> AsyncGenera
             f"attaching {name}: no {engine.kind} server answered at {at}{READY[engine.kind]} within {engine.start_seconds:g} s; "
             "start it, or mend engine.urls."
         ) from error
-    yield Attached(at)
+    yield AttachedServer(at)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import mmap
 import secrets
@@ -45,6 +44,7 @@ from midflight.weights.transports.rendezvous import (
     read_ask,
 )
 from midflight.weights.transports.shared_memory import copy_into
+from midflight.wire.edge import same_token
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class CollectiveService:
             self._changed.set()
 
     def _refusal(self, ask: Ask) -> Refused | None:
-        if not hmac.compare_digest(ask.token.encode(), self._token.encode()):
+        if not same_token(ask.token, self._token):
             return Refused("the secret is wrong: the manifest is another publisher's")
         return self._unknown(ask) if self._data(ask) is None else None
 
