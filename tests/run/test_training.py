@@ -120,3 +120,19 @@ def test_a_run_ends_when_the_mean_reward_of_twenty_steps_is_reached() -> None:
 
 def test_a_rollout_without_a_reward_does_not_keep_a_run_from_ending() -> None:
     assert steps_until(0.5, lambda version: [1.0, float("nan")] if version % 3 else [float("nan")]) == 30, "twenty of them had rewards"
+
+
+class SlowAtFirst(Said):
+    """Takes the first report only after some steps more."""
+
+    async def done(self, report: StepDone) -> None:
+        if report.version == 1:
+            await asyncio.sleep(0.1)
+        await super().done(report)
+
+
+def test_steps_are_reported_in_their_order_also_where_one_report_takes_longer() -> None:
+    trainer, said = SimulatedTrainer(), SlowAtFirst()
+    loop = TrainingLoop(trainer, trainer, said, steps=6, prefetch=True, stage=lambda: lambda: None, save_every=0)
+    asyncio.run(loop.run())
+    assert [version for fact, version in said.facts if fact == "done"] == [1, 2, 3, 4, 5, 6]

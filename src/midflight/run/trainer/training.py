@@ -83,6 +83,8 @@ class TrainingLoop:
         self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
         self._stage, self._save_every = stage, save_every
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
+        self._reports = asyncio.Lock()
+        """Steps are reported in their order, also where one report takes longer than the step after it."""
         self._live: Version | None = None
         self._staged: Version | None = None
 
@@ -126,7 +128,8 @@ class TrainingLoop:
     async def _hand_over(self, manifest: WeightManifest, done: StepDone | None = None, *, after: asyncio.Task[None] | None = None) -> None:
         """Reports the step; waits for the handover before it, and until every engine serves this version or is in quarantine."""
         if done is not None:
-            await self._service.done(done)
+            async with self._reports:
+                await self._service.done(done)
         if after is not None:
             await after
         await self._service.publish(manifest)
