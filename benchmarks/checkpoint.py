@@ -20,7 +20,7 @@ import torch
 from smoke import options_of
 
 from midflight.models.load import make_model
-from midflight.trainer.checkpoint import save_checkpoint, stage
+from midflight.trainer.checkpoint import stage
 from midflight.trainer.objective import Objective
 from midflight.trainer.optimizer import Schedule, named_parameters
 from midflight.trainer.step import Scoring
@@ -60,7 +60,7 @@ def row(name: str, ours: Trainer, folder: Path, *, rounds: int) -> str:
     for _ in range(rounds):
         ours.version += 1
         began = time.perf_counter()
-        save_checkpoint(folder, ours, cursor="", keep=1)
+        stage(ours, cursor="").write(folder, keep=1)
         whole.append(time.perf_counter() - began)
         began = time.perf_counter()
         copy = stage(ours, cursor="")

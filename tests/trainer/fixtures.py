@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from tests.models import tiny
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from midflight.trainer.checkpoint import stage
+from midflight.trainer.folders import latest_checkpoint
 from midflight.trainer.objective import Objective
 from midflight.trainer.optimizer import Schedule
 from midflight.trainer.step import Scoring
@@ -80,3 +83,11 @@ def with_rows_in_order(source: PackedBatch, order: list[int]) -> PackedBatch:
 
 def weights(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def save_checkpoint(root: Path, ours: Trainer, *, cursor: str, keep: int) -> Path:
+    """Both parts of saving at once, where nothing goes on meanwhile. Returns the checkpoint's folder."""
+    stage(ours, cursor=cursor).write(root, keep=keep)
+    folder = latest_checkpoint(root)
+    assert folder is not None
+    return folder

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from midflight.errors import CheckpointCorrupt, ConfigError
-from midflight.trainer.checkpoint import load_checkpoint, save_checkpoint, stage
+from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.folders import latest_checkpoint
 from midflight.trainer.optimizer import Schedule
 from midflight.trainer.trainer import Fork, Trainer
 
-from .fixtures import batch, tiny_model, trainer, weights
+from .fixtures import batch, save_checkpoint, tiny_model, trainer, weights
 
 
 def fresh(seed: int = 0) -> Trainer:

@@ -14,14 +14,14 @@ from tests.models.tiny import tiny_adapted
 from midflight.config import load_config
 from midflight.config.loss import effective_loss
 from midflight.errors import ConfigError
-from midflight.trainer.checkpoint import load_checkpoint, save_checkpoint
+from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.step import LossTokens, Scoring, Skip, step_tokens
 from midflight.trainer.trainer import Trainer, trainer_of
 from midflight.types import PackedBatch
 
-from .fixtures import batch, tiny_model, trainer, weights, with_rows_in_order
+from .fixtures import batch, save_checkpoint, tiny_model, trainer, weights, with_rows_in_order
 
 SCORING = Scoring("gae", max_length=16)
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from tests.models.tiny import tiny_adapted
 
 from midflight.models.lora import base_tensors
 from midflight.models.names import named_tensors
-from midflight.trainer.checkpoint import load_checkpoint, save_checkpoint
+from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.folders import latest_checkpoint
 
-from .fixtures import batch, tiny_model, trainer
+from .fixtures import batch, save_checkpoint, tiny_model, trainer
 
 
 def test_steps_change_every_adapter_and_no_bit_of_the_base() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
 from midflight.errors import CheckpointCorrupt, ConfigError
-from midflight.trainer.checkpoint import load_checkpoint, parts_of, save_checkpoint, stage
+from midflight.trainer.checkpoint import load_checkpoint, parts_of, stage
 from midflight.trainer.critic import Valuation
 from midflight.trainer.folders import latest_checkpoint
 from midflight.trainer.model.parallel import Ranks
@@ -25,7 +25,7 @@ from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.step import Scoring
 from midflight.trainer.trainer import Trainer
 
-from .fixtures import tiny_model, trainer
+from .fixtures import save_checkpoint, tiny_model, trainer
 
 
 def fresh(seed: int = 0) -> Trainer:

@@ -8,17 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from midflight.config.formulas import (
-    ADVANTAGES,
-    DIVERGENCES,
-    MASKS,
-    OBJECTIVE_OPTIONS,
-    OBJECTIVES,
-    REDUCTIONS,
-    WEIGHTS,
-    ObjectiveFormula,
-    Reduction,
-)
+from midflight.config import formulas
+from midflight.config.formulas import MASKS, OBJECTIVES, WEIGHTS, ObjectiveFormula
 from midflight.config.sections import Config, CorrectionSection, ObjectiveSection
 
 
@@ -34,7 +25,7 @@ class Loss:
     """The weight's bounds."""
     masks: Mapping[str, Mapping[str, float]]
     """Bounds of each mask in force."""
-    reduction: Reduction
+    reduction: formulas.Reduction
 
     @property
     def is_bypass(self) -> bool:
@@ -63,7 +54,7 @@ def formula_of(objective: ObjectiveSection, correction: CorrectionSection) -> Ob
         "bypass" if correction.weight in (None, "off") else "decoupled",
         objective.kind,
         objective.kind,
-        at_will={name: f", {name} = {{{name}:g}}" for name in OBJECTIVE_OPTIONS},
+        at_will={name: f", {name} = {{{name}:g}}" for name in formulas.OBJECTIVE_OPTIONS},
         is_zero_without_advantage=False,
     )
 
@@ -104,11 +95,11 @@ def _lines(config: Config) -> Iterator[str]:
     for name, bounds in loss.masks.items():
         yield f"masked unless {MASKS[name].text.format(**bounds)}"
     if o.kl_coefficient:
-        yield f"loss += {o.kl_coefficient:g} {DIVERGENCES[o.kl].text},  π_ref = the weights that the run began with"
+        yield f"loss += {o.kl_coefficient:g} {formulas.DIVERGENCES[o.kl].text},  π_ref = the weights that the run began with"
     if o.entropy_coefficient:
         yield f"loss -= {o.entropy_coefficient:g} entropy of π"
     yield from _advantage(config)
-    yield f"reduction: {REDUCTIONS[loss.reduction].text.format(length=config.environment.max_tokens)}"
+    yield f"reduction: {formulas.REDUCTIONS[loss.reduction].text.format(length=config.environment.max_tokens)}"
     if o.overlong_buffer:
         start = config.environment.max_tokens - o.overlong_buffer
         yield f"reward -= {o.overlong_penalty:g} * (length - {start}) / {o.overlong_buffer} beyond {start} tokens"
@@ -140,7 +131,7 @@ def _ratios(config: Config, loss: Loss) -> Iterator[str]:
 def _advantage(config: Config) -> Iterator[str]:
     d, c = config.distillation, config.critic
     if d.teacher is None or d.rewards:
-        yield ADVANTAGES[config.objective.advantage].text.format(discount=c.discount, trace=c.discount * c.trace_decay)
+        yield formulas.ADVANTAGES[config.objective.advantage].text.format(discount=c.discount, trace=c.discount * c.trace_decay)
     if config.objective.advantage == "gae":
         yield f"critic: loss = max((V - G)², (clip(V, V_start ± {c.clip:g}) - G)²) / 2,  G = Â + V_start, mean over the batch's tokens"
     if d.teacher is not None:

@@ -16,20 +16,8 @@ from torch.optim import AdamW
 
 from midflight.errors import ConfigError
 from midflight.models.names import named_tensors
-from midflight.trainer.folders import (
-    CheckpointState,
-    Shapes,
-    Shards,
-    begin,
-    corrupt,
-    draft_of,
-    finish,
-    latest_checkpoint,
-    shard_name,
-    sync,
-    verified,
-    write_shards,
-)
+from midflight.trainer import folders
+from midflight.trainer.folders import CheckpointState, Shapes, Shards
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import Fork, Trainer
 from midflight.types import Version
@@ -65,19 +53,19 @@ class StagedCheckpoint:
         Every rank calls it, and waits for the others in `group`: one of gloo that nothing else uses, since training goes on in the
         meantime. A rank that dies ends the others' wait with an error.
         """
-        draft = draft_of(root, self.state.version)
+        draft = folders.draft_of(root, self.state.version)
         if self.rank == 0:
-            begin(root, self.state.version)
+            folders.begin(root, self.state.version)
         self._meet(group)
         if not draft.is_dir():
             raise ConfigError(
                 f"rank {self.rank} does not see {draft}, which rank 0 made. Put run.folder on a file system that all ranks share."
             )
-        write_shards(draft / shard_name(self.rank), self.tensors)
-        sync(draft / shard_name(self.rank))
+        folders.write_shards(draft / folders.shard_name(self.rank), self.tensors)
+        folders.sync(draft / folders.shard_name(self.rank))
         self._meet(group)
         if self.rank == 0:
-            finish(root, self.state, keep=keep)
+            folders.finish(root, self.state, keep=keep)
         self._meet(group)
 
     def _meet(self, group: dist.ProcessGroup | None) -> None:
@@ -100,14 +88,6 @@ def stage(trainer: Trainer, *, cursor: str) -> StagedCheckpoint:
     return StagedCheckpoint(state, ranks.rank, copied | prefixed(f"{GENERATORS}{ranks.rank}/", _generators()))
 
 
-def save_checkpoint(root: Path, trainer: Trainer, *, cursor: str, keep: int) -> Path:
-    """Both parts at once, where nothing goes on meanwhile. Returns the checkpoint's folder."""
-    stage(trainer, cursor=cursor).write(root, keep=keep)
-    folder = latest_checkpoint(root)
-    assert folder is not None, "it was just written"
-    return folder
-
-
 def _moments(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     state = optimizer.state
     return {f"{key}/{name}": value for name, p in named_parameters(model) if p in state for key, value in state[p].items()}
@@ -126,7 +106,7 @@ def load_checkpoint(folder: Path, trainer: Trainer, *, as_version: Version | Non
     `as_version` names the weights anew where later numbers were handed out before the crash: numbers are never used twice,
     and the lineage records the fork. The returned state is the checkpoint's own.
     """
-    state = verified(folder)
+    state = folders.verified(folder)
     shards = _opened(folder)
     _check_same_critic(folder, shards, trainer)
     room: dict[str, Tensor] = {}
@@ -153,7 +133,7 @@ def _opened(folder: Path) -> Shards:
     try:
         return Shards(folder)
     except Exception as error:
-        raise corrupt(folder / "*.safetensors", f"cannot be read ({error})") from error
+        raise folders.corrupt(folder / "*.safetensors", f"cannot be read ({error})") from error
 
 
 def _check_same_critic(folder: Path, shards: Shards, trainer: Trainer) -> None:

@@ -25,24 +25,10 @@ from midflight.errors import ConfigError, RunFailed, SlotBusy
 from midflight.models.fingerprint import fingerprint
 from midflight.types import Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, extent, layout
+from midflight.weights.transports import rendezvous
 from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken, listen, serve_store
 from midflight.weights.transports.publish import named_shapes
-from midflight.weights.transports.rendezvous import (
-    MAX_LINE,
-    TRANSPORT,
-    Address,
-    Again,
-    Answer,
-    Ask,
-    Backend,
-    Gathering,
-    Join,
-    Refused,
-    WaitingReceiver,
-    buckets,
-    line,
-    read_ask,
-)
+from midflight.weights.transports.rendezvous import Address, Again, Answer, Ask, Backend, Gathering, Join, Refused, WaitingReceiver
 from midflight.weights.transports.shared_memory import copy_into
 from midflight.wire.edge import same_token
 
@@ -104,7 +90,7 @@ class CollectiveService:
         try:
             async with asyncio.TaskGroup() as receivers:
                 server = await asyncio.start_server(
-                    lambda reader, writer: receivers.create_task(self._converse(reader, writer)), sock=listener, limit=MAX_LINE
+                    lambda reader, writer: receivers.create_task(self._converse(reader, writer)), sock=listener, limit=rendezvous.MAX_LINE
                 )
                 try:
                     await self._serve_rounds()
@@ -125,12 +111,12 @@ class CollectiveService:
         """Waits until the receiver's round is over or it hangs up. A receiver that asks nothing is dropped at the deadline."""
         try:
             async with asyncio.timeout(self._deadline_seconds):
-                ask = read_ask(await reader.readline())
+                ask = rendezvous.read_ask(await reader.readline())
             refusal = self._refusal(ask)
             if refusal is None:
                 await self._wait_in_line(ask, reader, writer)
             else:
-                writer.write(line(refusal))
+                writer.write(rendezvous.line(refusal))
         except (TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
             _log.info("collective transport: a connection ended without a question that could be answered: %s", error)
         finally:
@@ -138,7 +124,7 @@ class CollectiveService:
 
     async def _wait_in_line(self, ask: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         since = asyncio.get_running_loop().time()
-        member = WaitingReceiver(ask, since, answer=lambda answer: writer.write(line(answer)), hang_up=writer.close)
+        member = WaitingReceiver(ask, since, answer=lambda answer: writer.write(rendezvous.line(answer)), hang_up=writer.close)
         try:
             if self._gathering.join(member):
                 self._changed.set()
@@ -199,7 +185,7 @@ class CollectiveService:
         self._keep(members, group)
 
     def _broadcast(self, group: BroadcastGroup, data: Tensor) -> None:
-        for part in buckets(data.numel(), self._bucket_bytes):
+        for part in rendezvous.buckets(data.numel(), self._bucket_bytes):
             if self._closing.is_set():
                 group.close()
                 raise GroupBroken("the publisher is closing")
@@ -314,7 +300,7 @@ class CollectivePublisher:
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers[version] = buffer
         self._held[version] = Published(torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest)
-        return WeightManifest(version, digest, TRANSPORT, str(self._address), specs)
+        return WeightManifest(version, digest, rendezvous.TRANSPORT, str(self._address), specs)
 
     def release(self, version: Version) -> None:
         if self._held.pop(version, None) is not None:
