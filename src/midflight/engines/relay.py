@@ -2,10 +2,10 @@
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `_Line.serve` (one each client) | frames of the client | the next | the client; its leaving ends it |
+| `_WireClient.serve` (one each client) | frames of the client | the next | the client; its leaving ends it |
 | `Outbox.drain` | frames to the client | the next | the engine's steps; the engine's end ends it |
-| `_ChunkLine._read` (one each request) | chunks of any engine | the next | the engine; an abort, which cancels it |
-| `_StepLine._compile` (one each request with a grammar) | nothing | the grammar | the thread that compiles it; an abort, which cancels it |
+| `_ChunkClient._read` (one each request) | chunks of any engine | the next | the engine; an abort, which cancels it |
+| `_StepClient._compile` (one each request with a grammar) | nothing | the grammar | the thread that compiles it; an abort, which cancels it |
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class SteppedEngine(ServedEngine, Protocol):
 
 async def relay(engine: ServedEngine, socket: WebSocket) -> None:
     """Serves one client of any engine, until the client leaves or lags too far behind, which closes the streams of its requests."""
-    await _ChunkLine(engine).serve(socket)
+    await _ChunkClient(engine).serve(socket)
 
 
 async def relay_steps(engine: SteppedEngine, socket: WebSocket) -> None:
     """The same for an engine of whole steps: each is one frame. Ends also when the engine does."""
-    line = _StepLine(engine)
+    client = _StepClient(engine)
     try:
-        await line.serve(socket)
+        await client.serve(socket)
     finally:
-        line.close()
+        client.close()
 
 
 class Outbox:
@@ -119,7 +119,7 @@ class Outbox:
             await socket.close(code=1011, reason=str(self._error)[:100])
 
 
-class _Line:
+class _WireClient:
     """The connection to one client, which numbers its requests."""
 
     def __init__(self, engine: ServedEngine) -> None:
@@ -153,7 +153,7 @@ class _Line:
         """Of a request for which nothing is awaited here: one that has ended, unless the engine has it."""
 
 
-class _ChunkLine(_Line):
+class _ChunkClient(_WireClient):
     """Each request is read by a task of its own; their chunks gather until the event loop has been round once."""
 
     def __init__(self, engine: ServedEngine) -> None:
@@ -199,7 +199,7 @@ class _ChunkLine(_Line):
             self.outbox.send(pack_chunks(gathered, started=started, ended=self._since, num_running=len(self.tasks)))
 
 
-class _StepLine(_Line):
+class _StepClient(_WireClient):
     """An outlet: the engine has the requests, and gives whole steps. Outside requests have the client's numbers, inside handles."""
 
     def __init__(self, engine: SteppedEngine) -> None:

@@ -113,14 +113,14 @@ class _Gathered:
 class ChunkStream:
     """The chunks of one request, as an iterator that ends after a chunk with `finish`. Bounded by the request's own `max_tokens`.
 
-    Tokens that come while nobody reads become one chunk. An eager caller is woken by each, another by the first, the last, and
+    Tokens that come while the caller does not read become one chunk. An eager caller is woken by each, another by the first, the last, and
     in between when tokens have gathered for `PATIENCE_SECONDS`.
     """
 
     def __init__(
         self, *, eager: bool, on_open: Callable[[ChunkStream], None] | None = None, on_close: Callable[[], None] | None = None
     ) -> None:
-        """`on_open` is called when the stream is first read; `on_close` once, when nobody will read it any more."""
+        """`on_open` is called when the stream is first read; `on_close` once, when it is read no more."""
         self._gathered: deque[_Gathered] = deque()
         self._error: Exception | None = None
         self._ready = asyncio.Event()
@@ -130,7 +130,7 @@ class ChunkStream:
         self._on_open, self._on_close = on_open, on_close
         self._closed = False
 
-    # --- For who brings the tokens -----------------------------------------------------------------------------------
+    # --- For the side that brings the tokens -------------------------------------------------------------------------
 
     def add(self, token_id: int, logprob: float, *, version: Version, kv_version: Version, top: Top = None) -> None:
         part = self._gathered[-1] if self._gathered else None

@@ -33,7 +33,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
 
 
 def check_rows(token_ids: Int32, row_offsets: Int32, *, temperature: float, vocab_size: int, max_context: int) -> None:
-    """Of rows to score: `RequestRejected` or `ContextExceeded`, naming the value and the remedy."""
+    """Checks rows to score. Raises `RequestRejected` or `ContextExceeded`, naming the value and the remedy."""
     _require(math.isfinite(temperature) and temperature > 0, "temperature", temperature, "a finite number above 0")
     spans = len(row_offsets) > 1 and row_offsets[0] == 0 and row_offsets[-1] == len(token_ids)
     lengths = np.diff(row_offsets)

@@ -14,7 +14,7 @@ import msgspec
 from midflight.errors import ModelNotFound
 
 FOLDER = "adapter"
-"""Of the adapters, in a model folder. Not beside the base's weights, where `transformers` would load them unasked."""
+"""The folder of the adapters in a model folder. They are not beside the base's weights, where `transformers` would load them unasked."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _IN_MEMORY = re.compile(r"(.*)\.(lora_[AB])\.default\.weight")
@@ -41,7 +41,7 @@ class Adapter:
 
 
 class _AdapterConfig(msgspec.Struct, frozen=True):
-    """What we compute by is read, and what would make another model of it is refused."""
+    """The fields that we compute by, and those that would make it another kind of model, which is refused."""
 
     peft_type: str
     r: int
@@ -82,13 +82,13 @@ def served_weights(model: Path) -> tuple[Path, ...]:
 
 
 def adapter_name(name: str) -> str | None:
-    """In files and on the wire, of a tensor in memory: PEFT's name. `None` for tensors of the base."""
+    """PEFT's name, in files and on the wire, of a tensor in memory; `None` for tensors of the base."""
     found = _IN_MEMORY.fullmatch(name)
     return None if found is None else f"{_PREFIX}{found[1]}.{found[2]}.weight"
 
 
 def base_name(name: str) -> str:
-    """In files, of a tensor of the base in memory, which lies one level deeper where it is adapted."""
+    """The name in files of a tensor of the base, which in memory lies one level deeper where it is adapted."""
     return name.replace(".base_layer.", ".")
 
 
@@ -98,5 +98,5 @@ def adapted_layers(names: list[str]) -> list[str]:
 
 
 def factor_names(layer: str) -> tuple[str, str]:
-    """Of A and B of a layer, in files."""
+    """The names of A and B of a layer, in files."""
     return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,16 +39,9 @@ def make_model(
 
     The global random state is left as it was. `ConfigError` names the option whose value does not fit and how to mend it.
     """
-    for name, value in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size), ("num_layers", num_layers),
-                        ("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("max_context", max_context)):  # fmt: skip
-        if value < 1:
-            raise ConfigError(f"making a model: model.{name} is {value}; it must be at least 1.")
-    _check_heads(hidden_size, num_heads, num_kv_heads)
-    if vocab_size <= max(eos_token_id, pad_token_id):
-        raise ConfigError(
-            f"making a model: vocabulary of {vocab_size} tokens does not hold the end token {eos_token_id} and the padding token "
-            f"{pad_token_id}; give the vocabulary size of the tokenizer."
-        )
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers,
+             "num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_context": max_context}  # fmt: skip
+    _check_sizes(sizes, vocab_size=vocab_size, eos_token_id=eos_token_id, pad_token_id=pad_token_id)
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -64,13 +58,8 @@ def make_model(
         pad_token_id=pad_token_id,
         use_cache=True,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+    model = _drawn(config, seed=seed, dtype=torch_dtype(dtype))
     model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
-    for parameter in model.parameters():
-        # Not `model.to(dtype)`: that would round the rotary frequencies too, which loading keeps in float32.
-        parameter.data = parameter.data.to(torch_dtype(dtype))
     return model.eval()
 
 
@@ -119,9 +108,31 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
     return model.eval()
 
 
+def _drawn(config: Qwen3Config, *, seed: int, dtype: torch.dtype) -> Qwen3ForCausalLM:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    for parameter in model.parameters():
+        # Not `model.to(dtype)`: that would round the rotary frequencies too, which loading keeps in float32.
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def _initial_deviation(hidden_size: int) -> float:
     """Standard deviation of the initial weights: the usual 0.02 for wide models, more for narrow ones, whose sums are shorter."""
     return max(0.02, 0.5 * hidden_size**-0.5)
+
+
+def _check_sizes(sizes: Mapping[str, int], *, vocab_size: int, eos_token_id: int, pad_token_id: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"making a model: model.{name} is {value}; it must be at least 1.")
+    _check_heads(sizes["hidden_size"], sizes["num_heads"], sizes["num_kv_heads"])
+    if vocab_size <= max(eos_token_id, pad_token_id):
+        raise ConfigError(
+            f"making a model: vocabulary of {vocab_size} tokens does not hold the end token {eos_token_id} and the padding token "
+            f"{pad_token_id}; give the vocabulary size of the tokenizer."
+        )
 
 
 def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midflight.engines.servers.attempt import Attempt
-from midflight.engines.servers.server import Piece
+from midflight.engines.servers.server import EventTokens
 from midflight.types import Segment
 
 
@@ -18,8 +18,8 @@ def fed(attempt: Attempt, num: int) -> list[tuple[int, int]]:
     return told
 
 
-def said(*spans: tuple[str, int, int]) -> Piece:
-    return Piece(spans=spans)
+def said(*spans: tuple[str, int, int]) -> EventTokens:
+    return EventTokens(spans=spans)
 
 
 def test_the_piece_after_a_change_keeps_the_label_before_because_it_may_have_been_on_its_way() -> None:
@@ -90,7 +90,7 @@ def test_an_account_that_does_not_fit_what_was_received_is_none(spans: tuple[tup
     attempt = Attempt(0)
     fed(attempt, 3)
     attempt.changed(1, recomputed=False, late=0)
-    assert attempt.account(Piece(spans=spans)) in ((), (Segment(0, 0, 0, 3),))
+    assert attempt.account(EventTokens(spans=spans)) in ((), (Segment(0, 0, 0, 3),))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5), st.integers(0, 1), st.integers(1, 3))

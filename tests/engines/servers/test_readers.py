@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.engines.models import ask
 
-from midflight.engines.servers.server import Piece, Reader, cut
+from midflight.engines.servers.server import EventReader, EventTokens, cut
 from midflight.engines.servers.sglang import SglangReader, numbers
 from midflight.engines.servers.vllm import VllmReader
 from midflight.errors import EngineUnavailable, RequestRejected
@@ -35,7 +35,7 @@ def vllm(ids: list[int], *, finish: str | None = None, tops: list[list[tuple[int
     return event(choices=[{"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": finish, **choice}])
 
 
-def read(reader: Reader, *events: bytes) -> list[Piece]:
+def read(reader: EventReader, *events: bytes) -> list[EventTokens]:
     return [reader.read(e) for e in events]
 
 
@@ -106,13 +106,13 @@ def test_vllm_gives_new_tokens_and_at_the_end_their_versions() -> None:
     spans = [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 3}]
     pieces = read(VllmReader(ask()), vllm([7, 8]), vllm([9], finish="length", weight_versions=spans))
     assert [p.token_ids for p in pieces] == [(7, 8), (9,)]
-    assert pieces[-1] == Piece((9,), (-0.5,), (), Finish(FinishReason.LENGTH), (("0", 0, 2), ("1", 2, 3)))
+    assert pieces[-1] == EventTokens((9,), (-0.5,), (), Finish(FinishReason.LENGTH), (("0", 0, 2), ("1", 2, 3)))
 
 
 def test_vllm_names_what_stopped_it_and_an_abort_may_have_no_tokens() -> None:
     assert VllmReader(ask()).read(vllm([5], finish="stop", stop_reason=5)).finish == Finish(FinishReason.STOP, 5)
     assert VllmReader(ask()).read(vllm([5], finish="stop", stop_reason="\n")).finish == Finish(FinishReason.STOP, "\n")
-    assert VllmReader(ask()).read(vllm([], finish="abort")) == Piece(finish=ABORT)
+    assert VllmReader(ask()).read(vllm([], finish="abort")) == EventTokens(finish=ABORT)
 
 
 def test_vllm_puts_the_sampled_token_first_and_the_likeliest_are_those_by_rank() -> None:
@@ -133,13 +133,13 @@ def test_a_greedy_token_of_vllm_has_no_alternative_where_log_probabilities_are_o
 @pytest.mark.parametrize(
     "nonsense", [b"{", b"[]", b"7", b"{}", b"\xff\xfe", b'{"choices": []}', b'{"output_ids": "abc"}', b'{"error": {"message": "dead"}}']
 )
-def test_nonsense_and_errors_are_the_engines_fault(reader: Reader, nonsense: bytes) -> None:
+def test_nonsense_and_errors_are_the_engines_fault(reader: EventReader, nonsense: bytes) -> None:
     with pytest.raises(EngineUnavailable):
         reader.read(nonsense)
 
 
 @pytest.mark.parametrize("reader", [SglangReader(ask()), VllmReader(ask())])
-def test_an_unknown_way_to_end_is_the_engines_fault(reader: Reader) -> None:
+def test_an_unknown_way_to_end_is_the_engines_fault(reader: EventReader) -> None:
     with pytest.raises(EngineUnavailable, match="nobody knows"):
         reader.read(
             sglang([], done=0, finish={"type": "nobody knows"}) if isinstance(reader, SglangReader) else vllm([], finish="nobody knows")
@@ -147,8 +147,10 @@ def test_an_unknown_way_to_end_is_the_engines_fault(reader: Reader) -> None:
 
 
 def test_what_comes_after_the_end_of_an_answer_is_cut() -> None:
-    piece = Piece((1, 5, 2, 5), (-1.0, -2.0, -3.0, -4.0), (((1, -1.0),),) * 4)
-    assert cut(piece, ends=(5,), start=0, min_tokens=0) == Piece((1, 5), (-1.0, -2.0), (((1, -1.0),),) * 2, Finish(FinishReason.STOP, 5))
+    piece = EventTokens((1, 5, 2, 5), (-1.0, -2.0, -3.0, -4.0), (((1, -1.0),),) * 4)
+    assert cut(piece, ends=(5,), start=0, min_tokens=0) == EventTokens(
+        (1, 5), (-1.0, -2.0), (((1, -1.0),),) * 2, Finish(FinishReason.STOP, 5)
+    )
     assert cut(piece, ends=(5,), start=0, min_tokens=1).token_ids == (1, 5)
     assert cut(piece, ends=(5,), start=0, min_tokens=2).token_ids == (1, 5, 2, 5)
     assert cut(piece, ends=(5,), start=7, min_tokens=8).token_ids == (1, 5)

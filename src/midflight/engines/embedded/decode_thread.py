@@ -14,7 +14,7 @@ from midflight.errors import EngineUnavailable
 
 R = TypeVar("R")
 _Command: TypeAlias = tuple[Callable[[], Any], "Future[Any] | None"]
-"""What to do, and whom to tell the result."""
+"""What to do, and the future that gets its result or its error."""
 
 
 class DecodeThread:
@@ -108,7 +108,7 @@ class DecodeThread:
 
 
 def _run(command: Callable[[], Any], future: Future[Any] | None) -> None:
-    """An error of a command with a future is its caller's; of one without, it is a crash of the loop."""
+    """A command with a future gives its error to the future; the error of one without ends the loop."""
     if future is None:
         command()
         return

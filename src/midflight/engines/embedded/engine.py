@@ -61,7 +61,7 @@ class Generated:
 
 
 class EmbeddedEngine:
-    """A thin shell: the scheduler owns the requests and runs on one worker thread; here are the waits and the event loop.
+    """A thin shell: the scheduler owns the requests and runs on one worker thread; the waits are here, on the event loop.
 
     `run` must run for anything but `generate_all` to come back. Everything else is called on the event loop that runs it.
     """
@@ -93,12 +93,12 @@ class EmbeddedEngine:
         self._runs = False
         self._counter = itertools.count(1)
         self._live: dict[int, str] = {}
-        """Request id by handle, of requests that have not ended."""
+        """The id of each request that has not ended, by its handle."""
         self._grammars = Grammars(tokenizer, vocab_size=self._capabilities.vocab_size)
         self._compiling: dict[int, str] = {}
-        """Request id by ticket, of requests whose grammar is being compiled; an abort takes the ticket away."""
+        """The id of each request whose grammar is being compiled, by a ticket. An abort removes the ticket."""
         self._one_compilation = asyncio.Lock()
-        """Compiling takes one core at most away from decoding."""
+        """Only one grammar is compiled at a time, so that compiling takes at most one core from decoding."""
         self._local = ChunkStreams()
         self._outlets: dict[int, Outlet] = {_LOCAL: self._local}
         self._lease: asyncio.TimerHandle | None = None
@@ -286,7 +286,7 @@ class EmbeddedEngine:
             self._lease = None
 
     def _lease_ended(self) -> None:
-        """A drain that somebody waits for is not over, whatever it takes."""
+        """Resumes, unless a caller still waits for a pause: a drain may take longer than a lease."""
         if self._pausing:
             self._start_lease()
             return

@@ -193,7 +193,7 @@ class Scheduler:
             self._prompts.complete(table.prompt(slot), slot)
 
     def _constrained(self, slots: Ints, logits: Tensor) -> tuple[Ints, Tensor, Masks | None]:
-        """What grammars allow. A request whose grammar allows nothing ends here, alone: the slots and logits [R, V] left are the others'."""
+        """Asks the grammars what they allow. A request whose grammar allows nothing ends here; returned are the slots and logits [R, V] of the others."""
         rows = np.flatnonzero(self._table.constrained[slots])
         kept, allowed = np.ones(len(slots), dtype=np.bool_), list[NDArray[np.bool_]]()
         for row in rows.tolist():

@@ -18,7 +18,7 @@ from midflight.types import Attestation, TensorSpec, Version, WeightManifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Staged:
+class _StagedTensors:
     version: Version
     fingerprint: str
     tensors: dict[str, Tensor]
@@ -34,7 +34,7 @@ class EngineWeights:
         self._model, self._receiver = model, receiver
         self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
         self._shapes = {name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()}
-        self._staged: _Staged | None = None
+        self._staged: _StagedTensors | None = None
         self._replaced: dict[str, Tensor] = {}
         """Weights of the version before, kept until the next stage: giving memory back takes longer than a swap may."""
         self._staging = threading.Lock()
@@ -49,7 +49,7 @@ class EngineWeights:
             self._replaced = {}
             tensors = self._received(manifest)
             self._check_shapes(manifest, tensors)
-            self._staged = _Staged(manifest.version, manifest.fingerprint, self._converted(tensors))
+            self._staged = _StagedTensors(manifest.version, manifest.fingerprint, self._converted(tensors))
 
     def commit(self, version: Version) -> Attestation:
         """Makes the staged version live without copying. Committing the version already served changes nothing."""

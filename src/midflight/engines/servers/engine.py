@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from midflight.engines.servers.attempt import Attempt
+from midflight.engines.servers.attempt import Attempt, ServerRequest
 from midflight.engines.servers.http import ServerClient
-from midflight.engines.servers.server import Found, Piece, Server, check_same_model, cut, mode_at_server
-from midflight.engines.servers.staged import Staged, StagingArea
+from midflight.engines.servers.server import Found, Server, check_same_model, mode_at_server
+from midflight.engines.servers.staged import StagedFolder, StagingArea
 from midflight.engines.streams import ChunkStream
 from midflight.engines.validation import check_features, check_request
 from midflight.errors import EngineError, MidflightError, PauseIgnored
@@ -48,20 +46,6 @@ _MAX_READINGS = 50
 _ABORTED = Finish(FinishReason.ABORT)
 
 
-@dataclass(eq=False)
-class _Running:
-    """A request that has not ended."""
-
-    request: GenerateRequest
-    stream: ChunkStream
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """At the server: of fixed length, because some match ids by their beginning, and never used twice."""
-    attempt: Attempt | None = None
-    """From when the server was asked."""
-    reading: asyncio.Task[None] | None = None
-    ended: bool = False
-
-
 class ServerEngine:
     """Implements the engine port. `run` holds the connection; nothing else works without it.
 
@@ -86,12 +70,12 @@ class ServerEngine:
         self._name, self._server, self.tokenizer = name, server, tokenizer
         self._client = ServerClient(name, url)
         self._area = StagingArea(staging, model=model, receiver=receiver)
-        self._first = Staged(version, "", self._area.first)
+        self._first = StagedFolder(version, "", self._area.first)
         self._live = self._first
-        self._next: Staged | None = None
+        self._next: StagedFolder | None = None
         self._found: Found | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._running: dict[_Running, None] = {}
+        self._running: dict[ServerRequest, None] = {}
         self._control = asyncio.Lock()
         self._staging = asyncio.Lock()
         self._gate, self._idle, self._attached = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -124,7 +108,7 @@ class ServerEngine:
             self._area.remove()
 
     async def _serve(self, tasks: asyncio.TaskGroup) -> None:
-        """Waits for its cancellation. Nobody's request waits longer, and no task starts in a group that ends."""
+        """Waits for its cancellation, and then ends all requests. After that no task is started in the group, which ends."""
         self._tasks = tasks
         self._attached.set()
         try:
@@ -147,7 +131,8 @@ class ServerEngine:
         check_features(request.sampling, self.capabilities.features, engine=self._name)
         if self._tasks is None:
             raise self._client.unavailable("is not attached")
-        running = _Running(request, ChunkStream(eager=request.eager))
+        eos = () if request.sampling.ignore_eos else sorted(self.tokenizer.eos_token_ids)
+        running = ServerRequest(request, ChunkStream(eager=request.eager), ends=(*eos, *request.sampling.stop_token_ids))
         if request.remaining <= 0 or len(request.input_ids) == self.capabilities.max_context:
             yield Chunk((), (), self._live.version, self._live.version, Finish(FinishReason.LENGTH))
             return
@@ -162,19 +147,23 @@ class ServerEngine:
                 self._leave(running)
                 self._tell_abort(running)
 
-    async def _read(self, running: _Running) -> None:
-        """From the gate to the last event. Its errors are the request's: they are told in its stream, and end nothing else."""
+    async def _read(self, running: ServerRequest) -> None:
+        """Waits for the gate, then for events up to the last. Its errors go to the request's stream, and end nothing else."""
         try:
             await self._gate.wait()
             self._idle.clear()
             running.attempt = Attempt(self._live.version)
-            path, body = self._server.body(
-                running.request, request_id=running.id, ends=self._ends(running.request), salt=f"v{self._live.version}"
-            )
+            path, body = self._server.body(running.request, request_id=running.id, ends=running.ends, salt=f"v{self._live.version}")
             reader = self._server.reader(running.request)
             async for event in self._client.events(path, body):
-                self._take(running, running.attempt, reader.read(event))
-                if running.ended:
+                tokens = reader.read(event)
+                num = len(tokens.token_ids)
+                if len(tokens.logprobs) != num or len(tokens.top_logprobs) not in (0, num):
+                    raise self._client.unavailable(f"sent {num} tokens with {len(tokens.logprobs)} log-probabilities")
+                given = running.take(running.attempt, tokens)
+                self._num_tokens += len(given.token_ids)
+                if given.finish is not None:
+                    self._leave(running)
                     return
             raise self._client.unavailable("ended an answer without saying how")
         except MidflightError as error:
@@ -182,28 +171,8 @@ class ServerEngine:
                 running.stream.fail(error)
                 self._leave(running)
 
-    def _take(self, running: _Running, attempt: Attempt, piece: Piece) -> None:
-        request = running.request
-        done = request.num_output_tokens + attempt.num_tokens
-        if len(piece.logprobs) != len(piece.token_ids) or len(piece.top_logprobs) not in (0, len(piece.token_ids)):
-            raise self._client.unavailable(f"sent {len(piece.token_ids)} tokens with {len(piece.logprobs)} log-probabilities")
-        piece = cut(piece, ends=self._ends(request), start=done, min_tokens=request.sampling.min_tokens)
-        version, kv_version = attempt.labels(any_tokens=bool(piece.token_ids))
-        attempt.num_tokens += len(piece.token_ids)
-        self._num_tokens += len(piece.token_ids)
-        tops = piece.top_logprobs or (None,) * len(piece.token_ids)
-        for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True):
-            running.stream.add(token_id, logprob, version=version, kv_version=kv_version, top=top)
-        if piece.finish is not None:
-            running.stream.end(version, piece.finish, attested=attempt.account(piece))
-            self._leave(running)
-
-    def _ends(self, request: GenerateRequest) -> tuple[int, ...]:
-        sampling = request.sampling
-        return (*(() if sampling.ignore_eos else sorted(self.tokenizer.eos_token_ids)), *sampling.stop_token_ids)
-
-    def _leave(self, running: _Running) -> None:
-        """It has ended here: nothing of it is read any more."""
+    def _leave(self, running: ServerRequest) -> None:
+        """Forgets a request that has ended, and stops reading its answer."""
         running.ended = True
         self._running.pop(running, None)
         if not any(other.attempt for other in self._running):
@@ -222,16 +191,16 @@ class ServerEngine:
                 self._tell_abort(running)
                 asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_here, running)
 
-    def _end_here(self, running: _Running) -> None:
-        """With the tokens that have come. Does nothing when it has ended meanwhile."""
+    def _end_here(self, running: ServerRequest) -> None:
+        """Ends the request with the tokens that have come; does nothing if it has ended meanwhile."""
         if running.ended:
             return
         running.stream.end(self._live.version, _ABORTED)
         self._leave(running)
         self._tell_abort(running)
 
-    def _tell_abort(self, running: _Running) -> None:
-        """Nobody waits for the server to hear it: it knows by the closed connection at the latest."""
+    def _tell_abort(self, running: ServerRequest) -> None:
+        """Tells the server to abort, without waiting: the server notices the closed connection at the latest."""
         if self._tasks is not None and running.attempt is not None:
             self._tasks.create_task(self._abort_at_server(running.id))
 
@@ -249,7 +218,7 @@ class ServerEngine:
             await self._idle.wait()
         async with self._control:
             if mode is PauseMode.DRAIN and self._gate.is_set():
-                return  # resumed on the way: a pause now would be nobody's
+                return  # it was resumed meanwhile: no caller wants a pause any more
             if mode is PauseMode.ABORT and self._held:
                 for running in list(self._running):
                     if running.attempt is not None:
@@ -265,7 +234,7 @@ class ServerEngine:
             await self._resume_server()
 
     async def _pause_server(self, mode: PauseMode) -> None:
-        """From here on it counts as paused, whatever becomes of the call: only `resume` says otherwise."""
+        """Pauses the server. It counts as paused from the first moment, even if the call fails, until `resume`."""
         self._gate.clear()
         was_paused, self._held = self._paused is not None, False
         if was_paused:  # some servers take no second pause
@@ -296,7 +265,7 @@ class ServerEngine:
             self._end_here(running)
 
     async def _quiet(self) -> None:
-        """Waits for two equal readings; `PauseIgnored` when there are none (P9)."""
+        """Waits for two equal readings; `PauseIgnored` when there are none."""
         for _ in range(_MAX_READINGS):
             before = self._num_tokens
             await asyncio.sleep(_QUIET_SECONDS)
@@ -332,7 +301,7 @@ class ServerEngine:
                     await self._resume_server(admit=admitted)
             return Attestation(version, staged.fingerprint)
 
-    async def _load(self, staged: Staged) -> None:
+    async def _load(self, staged: StagedFolder) -> None:
         """Rolls back to the weights that were live where the new ones cannot be loaded; where that fails too, they are not whole."""
         self._whole = False
         recomputed = self._paused is PauseMode.RECOMPUTE
@@ -352,7 +321,7 @@ class ServerEngine:
     # --- Health ------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """Asks the server which weights it serves: one that was restarted behind our back is given those it should have."""
+        """Asks the server which weights it serves. A server that was restarted without our knowing is given the weights it should have."""
         if not self._control.locked():
             live, label = self._live, await self._server.label(self._client)
             unfinished = not self._whole and self._paused is None  # the last time
@@ -373,7 +342,7 @@ class ServerEngine:
         )
 
     async def _synchronise(self, found: Found) -> None:
-        """Whatever a server did before, and whoever left it paused: from here on it serves the weights that we say it serves."""
+        """Makes the server serve the weights that we say it serves, whatever it served before and however it was left."""
         check_same_model(found.model, self._first.folder, url=self._client.url)
         self._found = found
         if found.label != str(self._live.version) or not self._live.fingerprint:
@@ -386,7 +355,7 @@ class ServerEngine:
             await self._server.pause(self._client, mode_at_server(self._paused))
 
     async def _give_live_weights(self, found: Found) -> None:
-        """One that has just started from our model's folder has them, when they are still those it started with. Others stay paused."""
+        """Gives the server the live weights, in a pause; only a label if it has just started from our model's folder and these are still live."""
         if found.untouched and found.model == str(self._first.folder) and self._live is self._first:
             await self._server.relabel(self._client, self._live.version)
             return

@@ -1,4 +1,4 @@
-"""HTTP to an inference server: JSON calls and server-sent events, with errors that say who did not answer what."""
+"""HTTP to an inference server: JSON calls and server-sent events, with errors that name the server and the path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from midflight.wire.client import HttpClient
 
 _JSON = {"Content-Type": "application/json"}
 _LINE_BYTES = 2**24
-"""Of one event: the longest answers are told in one, where a server repeats what it said."""
+"""Of one event: a server that repeats what it said sends the longest answer in one."""
 _QUESTION_SECONDS = 10.0
-"""For what a server knows at once. Longer, answers to callers who are gone would gather at a server that is frozen."""
+"""For questions that a server answers at once. With a longer limit, questions of callers that have left would pile up at a frozen server."""
 _DEED_SECONDS = 600.0
-"""For the longest that is done at a server: loading the largest model. Callers have shorter deadlines, but over the wire theirs end
-nothing here, and a call that never ended would keep all others waiting."""
+"""For the longest work of a server: loading the largest model. Callers have shorter deadlines, but those do not reach over the wire,
+and a call that never ended would keep all others waiting."""
 _OF_THE_REQUEST = (400, 413, 422)
 """Statuses that judge what was asked. Any other may be of whatever stands before the server, or took its port: elsewhere it may succeed."""
 

@@ -13,8 +13,8 @@ from midflight.types import Capabilities, Finish, FinishReason, GenerateRequest,
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one event of a stream brought."""
+class EventTokens:
+    """The tokens of one event of a stream, and what came with them."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -25,10 +25,10 @@ class Piece:
     """On the last piece: (label of the weights, first token, one past the last), over all tokens of the request."""
 
 
-class Reader(Protocol):
+class EventReader(Protocol):
     """Reads the events of one request, in order."""
 
-    def read(self, event: bytes) -> Piece:
+    def read(self, event: bytes) -> EventTokens:
         """`EngineUnavailable` where it is nonsense, or the server's own error."""
         ...
 
@@ -45,7 +45,7 @@ class Found:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has labelled its weights since it started."""
+        """Whether its weights have not been labelled since it started."""
         return self.label == UNLABELLED
 
 
@@ -62,7 +62,7 @@ class Server(Protocol):
         ...
 
     async def attach(self, client: ServerClient) -> Found:
-        """Ends a pause that somebody left, and asks what it is and can. `EngineError` names what is wrong with it: another kind, too old, started without what we need."""
+        """Ends a pause that was left, and asks the server what it is and can. `EngineError` names what is wrong with it: another kind, too old, started without what we need."""
         ...
 
     async def label(self, client: ServerClient) -> str:
@@ -75,7 +75,7 @@ class Server(Protocol):
         """Path and JSON body of a streamed generation; `ends` are the token ids that end it, `salt` parts prefix caches by version."""
         ...
 
-    def reader(self, request: GenerateRequest) -> Reader: ...
+    def reader(self, request: GenerateRequest) -> EventReader: ...
 
     async def abort(self, client: ServerClient, request_id: str) -> None: ...
 
@@ -95,7 +95,7 @@ class Server(Protocol):
         ...
 
 
-def cut(piece: Piece, *, ends: tuple[int, ...], start: int, min_tokens: int) -> Piece:
+def cut(piece: EventTokens, *, ends: tuple[int, ...], start: int, min_tokens: int) -> EventTokens:
     """The piece up to the first token that ends the answer, where the server went on; `start` output tokens came before it."""
     for i, token in enumerate(piece.token_ids):
         if token in ends and start + i + 1 > min_tokens:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from midflight.engines.servers.http import ServerClient, number, part
-from midflight.engines.servers.server import Found, Piece
+from midflight.engines.servers.server import EventTokens, Found
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, Version
 from midflight.types.generation import Api, copied
@@ -29,14 +29,14 @@ _Entry = tuple[float | None, int, str | None]
 """Log-probability, id, text."""
 
 
-class _FinishReason(msgspec.Struct, frozen=True):
+class _SglangFinish(msgspec.Struct, frozen=True):
     type: str
     matched: int | str | None = None
     message: str | None = None
     status_code: int | None = None
 
 
-class _Span(msgspec.Struct, frozen=True):
+class _SglangSpan(msgspec.Struct, frozen=True):
     version: str
     start: int
     end: int
@@ -44,10 +44,10 @@ class _Span(msgspec.Struct, frozen=True):
 
 class _Meta(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
-    finish_reason: _FinishReason | None = None
+    finish_reason: _SglangFinish | None = None
     output_token_logprobs: tuple[_Entry, ...] = ()
     output_top_logprobs: tuple[tuple[_Entry, ...] | None, ...] = ()
-    weight_versions: tuple[_Span, ...] = ()
+    weight_versions: tuple[_SglangSpan, ...] = ()
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -55,13 +55,13 @@ class _Error(msgspec.Struct, frozen=True):
     code: int | str | None = None
 
 
-class _Event(msgspec.Struct, frozen=True):
+class _SglangEvent(msgspec.Struct, frozen=True):
     output_ids: tuple[int, ...] = ()
     meta_info: _Meta | None = None
     error: _Error | None = None
 
 
-_decode = msgspec.json.Decoder(_Event).decode
+_decode = msgspec.json.Decoder(_SglangEvent).decode
 _part = partial(part, of="SGLang 0.5.20 or newer")
 _number_of = partial(number, of="SGLang 0.5.20 or newer")
 
@@ -74,7 +74,7 @@ class SglangReader:
         self._num_tops = request.sampling.top_logprobs
         self._num_tokens = 0
 
-    def read(self, event: bytes) -> Piece:
+    def read(self, event: bytes) -> EventTokens:
         try:
             said = _decode(event)
         except msgspec.DecodeError as error:
@@ -86,7 +86,7 @@ class SglangReader:
         meta = said.meta_info
         num_new = self._num_new(meta, num_ids=len(said.output_ids))
         self._num_tokens += num_new
-        return Piece(
+        return EventTokens(
             token_ids=_last(said.output_ids, num_new),
             logprobs=tuple(_number(p) for p, _, _ in _last(meta.output_token_logprobs, num_new)),
             top_logprobs=tuple(self._likeliest(t) for t in _last(meta.output_top_logprobs, num_new)) if self._num_tops else (),
@@ -119,7 +119,7 @@ def _number(logprob: float | None) -> float:
     return float("-inf") if logprob is None else logprob
 
 
-def _finish(said: _FinishReason) -> Finish:
+def _finish(said: _SglangFinish) -> Finish:
     if said.type == "abort" and said.status_code is not None:
         if _REFUSED <= said.status_code < 500:
             raise RequestRejected(f"SGLang refused the request: {said.message}.")

@@ -24,7 +24,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedFolder:
     version: Version
     fingerprint: str
     folder: Path
@@ -32,10 +32,10 @@ class Staged:
 
 
 class StagingArea:
-    """Two folders that nobody else writes to: the one that is served, to go back to, and the one that comes next.
+    """Two folders that only we write to: the one that is served, to go back to, and the one that comes next.
 
     What a publisher does to its bytes after they were verified cannot reach a server (I7). On tmpfs a server loads at the speed
-    of memory. Blocking. Any thread may write: one whose caller is gone goes on, and the next waits for it.
+    of memory. Blocking. Any thread may write. A write goes on even if its caller has left, and the next waits for it.
     """
 
     def __init__(self, place: Path, *, model: Path, receiver: WeightReceiver) -> None:
@@ -45,7 +45,7 @@ class StagingArea:
         self._shapes = tensor_shapes(model)
         self._writing = threading.Lock()
 
-    def write(self, manifest: WeightManifest, *, beside: Path | None) -> Staged:
+    def write(self, manifest: WeightManifest, *, beside: Path | None) -> StagedFolder:
         """Fetches and verifies a version and writes its folder, not over the one at `beside`. `WeightsCorrupt` where it does not fit."""
         folder = next(f for f in (self._place / "0", self._place / "1") if f != beside)
         self._check(manifest)
@@ -61,7 +61,7 @@ class StagingArea:
                 raise EngineUnavailable(
                     f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
                 ) from error
-        return Staged(manifest.version, manifest.fingerprint, folder)
+        return StagedFolder(manifest.version, manifest.fingerprint, folder)
 
     def remove(self) -> None:
         shutil.rmtree(self._place, ignore_errors=True)

@@ -13,7 +13,7 @@ import msgspec
 
 from midflight.engines.servers.command import INSIDE
 from midflight.engines.servers.http import ServerClient, number, part
-from midflight.engines.servers.server import Found, Piece
+from midflight.engines.servers.server import EventTokens, Found
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.types import (
     Capabilities,
@@ -58,28 +58,28 @@ class _Logprobs(msgspec.Struct, frozen=True):
     content: tuple[_Content, ...] | None = None
 
 
-class _Span(msgspec.Struct, frozen=True):
+class _VllmSpan(msgspec.Struct, frozen=True):
     version: str
     start: int
     end: int
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _VllmChoice(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    weight_versions: tuple[_Span, ...] | None = None
+    weight_versions: tuple[_VllmSpan, ...] | None = None
 
 
-class _Event(msgspec.Struct, frozen=True):
-    choices: tuple[_Choice, ...] = ()
+class _VllmEvent(msgspec.Struct, frozen=True):
+    choices: tuple[_VllmChoice, ...] = ()
     error: object = None
 
 
 _part = partial(part, of="vLLM 0.32 or newer")
 _number_of = partial(number, of="vLLM 0.32 or newer")
-_decode = msgspec.json.Decoder(_Event).decode
+_decode = msgspec.json.Decoder(_VllmEvent).decode
 
 
 class VllmReader:
@@ -90,7 +90,7 @@ class VllmReader:
         self._certain = request.sampling.temperature == 0 and kind is LogprobKind.SAMPLED
         """A greedy token had no alternative, though vLLM gives it the log-probability of temperature 1 whatever its mode."""
 
-    def read(self, event: bytes) -> Piece:
+    def read(self, event: bytes) -> EventTokens:
         try:
             said = _decode(event)
         except msgspec.DecodeError as error:
@@ -100,7 +100,7 @@ class VllmReader:
         choice = said.choices[0]
         content = (choice.logprobs.content if choice.logprobs else None) or ()
         spans = choice.weight_versions if choice.weight_versions is not None else ()
-        return Piece(
+        return EventTokens(
             token_ids=choice.token_ids or (),
             logprobs=tuple(0.0 if self._certain else _number(c.logprob) for c in content),
             top_logprobs=tuple(self._likeliest(c) for c in content) if self._num_tops else (),
@@ -121,7 +121,7 @@ def _number(logprob: float) -> float:
     return logprob if logprob > _NO_NUMBER else float("-inf")
 
 
-def _finish(choice: _Choice) -> Finish:
+def _finish(choice: _VllmChoice) -> Finish:
     reason = _REASONS.get(choice.finish_reason or "")
     if reason is None:
         raise EngineUnavailable(f"vLLM ended an answer with finish_reason {choice.finish_reason!r}. Look at its log.")

@@ -36,7 +36,7 @@ class Thinking:
         return (self.opening, self.closing)
 
     def begun(self, prompt_text: str | None) -> Begun:
-        """`None`, a prompt of ids, has not opened it."""
+        """How far the prompt has taken the block. A prompt of ids (`None`) has not opened it."""
         end = (prompt_text or "").rstrip()
         if end.endswith(self.opening):
             return Begun.OPENED
