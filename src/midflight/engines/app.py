@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,12 +16,11 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
-from midflight.engines.metrics import EngineCollector
 from midflight.engines.relay import ServedEngine
 from midflight.engines.wire import PREFIX, STREAM_PATH, decode_rows, encode_scores
 from midflight.errors import NotSupported, RequestRejected
 from midflight.ports import Scorer
-from midflight.types import Capabilities, PauseMode, Version, WeightManifest
+from midflight.types import Capabilities, EngineHealth, PauseMode, Version, WeightManifest
 from midflight.wire.edge import RequireToken, read_body, with_client
 from midflight.wire.routes import PACKED, body_of, json_answer, metrics_route, route
 
@@ -139,3 +140,18 @@ class EngineRoutes(Generic[E]):
     async def _model_info(self, request: Request) -> Response:
         version = (await self._engine.health()).version
         return json_answer(ModelInfo(self._engine.name, str(version), self._engine.capabilities))
+
+
+class EngineCollector(Collector):
+    """The engine's numbers for Prometheus, read when they are scraped."""
+
+    def __init__(self, reading: Callable[[], EngineHealth]) -> None:
+        self._reading = reading
+
+    def collect(self) -> Iterator[Metric]:
+        health = self._reading()
+        yield CounterMetricFamily("midflight_engine_output_tokens", "Output tokens since the engine started", value=health.num_tokens)
+        yield GaugeMetricFamily("midflight_engine_running_requests", "Requests decoded together", value=health.num_running)
+        yield GaugeMetricFamily("midflight_engine_waiting_requests", "Requests waiting for a slot", value=health.num_waiting)
+        yield GaugeMetricFamily("midflight_engine_weight_version", "Version of the weights served", value=health.version)
+        yield GaugeMetricFamily("midflight_engine_paused", "1 while paused", value=float(health.paused))

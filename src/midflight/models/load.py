@@ -58,9 +58,7 @@ def make_model(
         pad_token_id=pad_token_id,
         use_cache=True,
     )
-    model = _drawn(config, seed=seed, dtype=torch_dtype(dtype))
-    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
-    return model.eval()
+    return _drawn(config, seed=seed, dtype=torch_dtype(dtype)).eval()
 
 
 def save_model(model: PreTrainedModel, folder: Path, *, merged: bool = False) -> None:
@@ -115,6 +113,7 @@ def _drawn(config: Qwen3Config, *, seed: int, dtype: torch.dtype) -> Qwen3ForCau
     for parameter in model.parameters():
         # Not `model.to(dtype)`: that would round the rotary frequencies too, which loading keeps in float32.
         parameter.data = parameter.data.to(dtype)
+    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
     return model
 
 
