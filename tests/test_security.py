@@ -24,7 +24,7 @@ def called(node: ast.Call) -> str:
     return ast.unparse(node.func)
 
 
-def test_g10_nothing_that_unpickles_is_imported() -> None:
+def test_nothing_that_unpickles_is_imported() -> None:
     found = [
         (path.name, name)
         for path, node in nodes()
@@ -35,7 +35,7 @@ def test_g10_nothing_that_unpickles_is_imported() -> None:
     assert not found
 
 
-def test_g10_torch_load_is_called_with_weights_only_and_numpy_without_pickle() -> None:
+def test_torch_load_is_called_with_weights_only_and_numpy_without_pickle() -> None:
     calls = [(path.name, node, called(node)) for path, node in nodes() if isinstance(node, ast.Call)]
     assert len(calls) > 1000
     for name, node, function in calls:
@@ -47,7 +47,7 @@ def test_g10_torch_load_is_called_with_weights_only_and_numpy_without_pickle() -
         assert function not in ("eval", "exec"), f"{name}: {ast.unparse(node)}"
 
 
-def test_g10_secrets_are_compared_in_constant_time() -> None:
+def test_secrets_are_compared_in_constant_time() -> None:
     """No `==` between names that hold tokens or secrets."""
     suspicious = ("token", "secret", "api_key")
     for path, node in nodes():
@@ -57,5 +57,5 @@ def test_g10_secrets_are_compared_in_constant_time() -> None:
             assert not named or path.name == "endpoint.py", f"{path.relative_to(SRC)}: {ast.unparse(node)}"
 
 
-def test_g10_a_gateway_listens_on_loopback_unless_told_otherwise() -> None:
+def test_a_gateway_listens_on_loopback_unless_told_otherwise() -> None:
     assert Config().gateway.host == "127.0.0.1"

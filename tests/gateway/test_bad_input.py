@@ -239,7 +239,7 @@ def test_every_dialect_is_tried() -> None:
 
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize("kind", KINDS)
-def test_g9_bad_bodies_are_the_clients_fault_in_memory(kind: str, path: str) -> None:
+def test_bad_bodies_are_the_clients_fault_in_memory(kind: str, path: str) -> None:
     async def main() -> None:
         draw = random.Random(f"{kind} {path}")
         async with offered(ScriptedGenerator(seconds_per_token=0.0)) as it:
@@ -262,7 +262,7 @@ def test_g9_bad_bodies_are_the_clients_fault_in_memory(kind: str, path: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_g9_bad_bodies_are_the_clients_fault_over_a_socket(kind: str) -> None:
+def test_bad_bodies_are_the_clients_fault_over_a_socket(kind: str) -> None:
     async def main() -> None:
         draw = random.Random(kind)
 

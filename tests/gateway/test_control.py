@@ -60,7 +60,7 @@ def ids(chunks: list[Chunk]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("mode", [None, *PauseMode])
-def test_p1_requests_posted_during_a_pause_are_dispatched_after_it_in_order_of_arrival(mode: PauseMode | None) -> None:
+def test_requests_posted_during_a_pause_are_dispatched_after_it_in_order_of_arrival(mode: PauseMode | None) -> None:
     async def main() -> None:
         site = Site(1)
         async with asyncio.TaskGroup() as group:
@@ -102,7 +102,7 @@ def test_a_paused_fleet_makes_no_token(mode: PauseMode) -> None:
     run_virtual(main())
 
 
-def test_p2_without_a_wish_each_engine_pauses_in_the_mode_that_costs_it_least() -> None:
+def test_without_a_wish_each_engine_pauses_in_the_mode_that_costs_it_least() -> None:
     async def main() -> None:
         site = Site(3)
         site.engines[1].capabilities = replace(CAPABLE, pause_modes=frozenset({PauseMode.ABORT, PauseMode.RECOMPUTE}))
@@ -115,7 +115,7 @@ def test_p2_without_a_wish_each_engine_pauses_in_the_mode_that_costs_it_least() 
     run_virtual(main())
 
 
-def test_p2_a_mode_that_an_engine_lacks_is_refused_before_any_engine_is_touched() -> None:
+def test_a_mode_that_an_engine_lacks_is_refused_before_any_engine_is_touched() -> None:
     async def main() -> None:
         site = Site()
         site.engines[1].capabilities = replace(CAPABLE, pause_modes=frozenset({PauseMode.ABORT, PauseMode.DRAIN}))
@@ -127,7 +127,7 @@ def test_p2_a_mode_that_an_engine_lacks_is_refused_before_any_engine_is_touched(
     run_virtual(main())
 
 
-def test_p9_an_engine_that_goes_on_is_named_and_all_are_resumed() -> None:
+def test_an_engine_that_goes_on_is_named_and_all_are_resumed() -> None:
     async def main() -> None:
         site = Site(3)
         site.engines[1].ignores_pause = True
@@ -144,7 +144,7 @@ def test_p9_an_engine_that_goes_on_is_named_and_all_are_resumed() -> None:
 
 @pytest.mark.parametrize("phase", ["pause", "health"])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_p10_one_engine_that_refuses_leaves_no_other_paused(phase: str, which: int) -> None:
+def test_one_engine_that_refuses_leaves_no_other_paused(phase: str, which: int) -> None:
     async def main() -> None:
         site = Site(3)
         site.engines[which].fail_next(phase, EngineError("not now"))  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def test_p10_one_engine_that_refuses_leaves_no_other_paused(phase: str, which: i
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.15, 3.0])
-def test_p10_a_pause_given_up_half_way_leaves_no_engine_paused(seconds: float) -> None:
+def test_a_pause_given_up_half_way_leaves_no_engine_paused(seconds: float) -> None:
     async def main() -> None:
         site = Site()
         site.engines[1].hang_next("pause")
@@ -211,7 +211,7 @@ def test_i7_an_engine_that_does_not_resume_goes_into_quarantine_and_the_others_g
     run_virtual(main())
 
 
-def test_p13_pausing_twice_keeps_the_first_mode_and_one_resume_ends_it() -> None:
+def test_pausing_twice_keeps_the_first_mode_and_one_resume_ends_it() -> None:
     async def main() -> None:
         site = Site()
         await site.control.pause(PauseMode.KEEP)
@@ -225,7 +225,7 @@ def test_p13_pausing_twice_keeps_the_first_mode_and_one_resume_ends_it() -> None
     run_virtual(main())
 
 
-def test_p13_resuming_when_not_paused_changes_nothing() -> None:
+def test_resuming_when_not_paused_changes_nothing() -> None:
     async def main() -> None:
         site = Site()
         await site.control.resume()
@@ -234,7 +234,7 @@ def test_p13_resuming_when_not_paused_changes_nothing() -> None:
     run_virtual(main())
 
 
-def test_p13_resuming_sets_going_an_engine_that_somebody_unknown_had_paused() -> None:
+def test_resuming_sets_going_an_engine_that_somebody_unknown_had_paused() -> None:
     async def main() -> None:
         site = Site()
         await site.engines[0].pause(PauseMode.KEEP)
@@ -244,7 +244,7 @@ def test_p13_resuming_sets_going_an_engine_that_somebody_unknown_had_paused() ->
     run_virtual(main())
 
 
-def test_p13_a_resume_during_a_pause_comes_after_it_and_a_pause_during_a_resume_too() -> None:
+def test_a_resume_during_a_pause_comes_after_it_and_a_pause_during_a_resume_too() -> None:
     async def main() -> None:
         site = Site()
         async with asyncio.TaskGroup() as group:
@@ -319,7 +319,7 @@ STEPS = ["pause", "pause abort", "resume", "commit", "fail pause", "fail resume"
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 1), st.booleans()), max_size=14),
     loop_seed=st.none() | st.integers(0, 99),
 )
-def test_p13_any_order_of_pauses_resumes_and_commits_ends_with_every_request_answered(
+def test_any_order_of_pauses_resumes_and_commits_ends_with_every_request_answered(
     steps: list[tuple[str, int, bool]], loop_seed: int | None
 ) -> None:
     """Operations overlap where the third element says so. After a last resume nothing is held, paused or lost."""

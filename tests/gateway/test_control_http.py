@@ -45,7 +45,7 @@ class Noting(ScriptedEngine):
 
 
 @pytest.mark.parametrize("mode", PauseMode)
-def test_p1_p11_requests_of_all_dialects_posted_in_a_pause_are_dispatched_at_its_end_in_order_of_arrival_and_in_no_time(
+def test_requests_of_all_dialects_posted_in_a_pause_are_dispatched_at_its_end_in_order_of_arrival_and_in_no_time(
     mode: PauseMode,
 ) -> None:
     async def main() -> None:
@@ -168,7 +168,7 @@ ASKS = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(asks=ASKS, first=ACTS, second=ACTS, blows=BLOWS, loop_seed=st.none() | st.integers(0, 99))
-def test_p13_two_operators_and_any_blow_to_the_engines_leave_every_request_answered_and_every_engine_running(
+def test_two_operators_and_any_blow_to_the_engines_leave_every_request_answered_and_every_engine_running(
     asks: list[tuple[float, str, bool, float | None]],
     first: list[tuple[float, str]],
     second: list[tuple[float, str]],

@@ -40,7 +40,7 @@ class Counting(Tokenizer):
         ("/generate", {"text": LONG}),
     ],
 )
-def test_g7_a_prompt_far_too_long_is_refused_after_a_look_at_its_beginning(path: str, body: dict[str, object]) -> None:
+def test_a_prompt_far_too_long_is_refused_after_a_look_at_its_beginning(path: str, body: dict[str, object]) -> None:
     async def main() -> None:
         tokenizer = Counting()
         async with offered(ScriptedGenerator(tokenizer=tokenizer)) as it:
@@ -52,7 +52,7 @@ def test_g7_a_prompt_far_too_long_is_refused_after_a_look_at_its_beginning(path:
     run_virtual(main())
 
 
-def test_g7_more_messages_than_the_context_has_tokens_are_not_even_written() -> None:
+def test_more_messages_than_the_context_has_tokens_are_not_even_written() -> None:
     async def main() -> None:
         tokenizer = Counting()
         async with offered(ScriptedGenerator(tokenizer=tokenizer)) as it:
@@ -72,7 +72,7 @@ def test_a_long_body_whose_prompt_is_short_is_answered() -> None:
     run_virtual(main())
 
 
-def test_g5_long_calls_with_one_key_are_one_generation_even_side_by_side() -> None:
+def test_long_calls_with_one_key_are_one_generation_even_side_by_side() -> None:
     async def main() -> None:
         async with offered() as it:
             handle = it.gateway.open(KEY, sampling=DEFAULTS, tracked=True)
@@ -85,7 +85,7 @@ def test_g5_long_calls_with_one_key_are_one_generation_even_side_by_side() -> No
     run_virtual(main())
 
 
-def test_g7_a_body_of_more_values_than_are_read_at_once_is_refused_unread() -> None:
+def test_a_body_of_more_values_than_are_read_at_once_is_refused_unread() -> None:
     async def main() -> None:
         async with offered() as it:
             ids = json.dumps({"model": "policy", "prompt": [1] * (MAX_VALUES + 1)})

@@ -65,7 +65,7 @@ def test_a_reward_is_given_once_and_the_same_again_changes_nothing() -> None:
     run_virtual(main)
 
 
-def test_g4_only_the_owner_token_of_that_session_is_its_owners() -> None:
+def test_only_the_owner_token_of_that_session_is_its_owners() -> None:
     async def main() -> None:
         _, owned = made()
         mine, other = opened(owned), opened(owned)

@@ -189,7 +189,7 @@ def test_i5_across_versions_there_is_no_gap_no_duplicate_and_every_token_is_its_
 # --- Single seams ----------------------------------------------------------------------------------------------------
 
 
-def test_p4_a_stop_string_split_over_the_seam_is_found_and_the_rest_is_cut_and_counted() -> None:
+def test_a_stop_string_split_over_the_seam_is_found_and_the_rest_is_cut_and_counted() -> None:
     lacking = replace(CAPABLE, stops_on_strings=False)
     engine = ScriptedEngine(script=ENDLESS, chunk_tokens=6, capabilities=lacking)
     text = TOKENIZER.decode(engine.answer(request(60)))
@@ -204,7 +204,7 @@ def test_p4_a_stop_string_split_over_the_seam_is_found_and_the_rest_is_cut_and_c
     assert engine._running == [], "the engine's request was ended with the answer"
 
 
-def test_p4_an_abort_with_no_budget_left_finishes_as_length_without_a_request() -> None:
+def test_an_abort_with_no_budget_left_finishes_as_length_without_a_request() -> None:
     engine = ScriptedEngine(script=ENDLESS)
     # The engine reports the last token without finishing, then aborts.
     engine.mangle = lambda c: [replace(c, finish=None), Chunk((), (), 0, 0, Finish(FinishReason.ABORT))] if c.finish else [c]
@@ -223,7 +223,7 @@ def test_an_abort_right_after_the_end_token_finishes_as_stop_and_generates_nothi
     assert len(engine.requests) == 1
 
 
-def test_p5_an_abort_with_zero_tokens_resends_the_request_unchanged() -> None:
+def test_an_abort_with_zero_tokens_resends_the_request_unchanged() -> None:
     engine = ScriptedEngine(script=ENDLESS)
     engine.interrupt(0)
     chunks, answer = answer_of(engine, asked=request(20, seed=3))
@@ -462,7 +462,7 @@ def test_a_goodbye_that_hangs_delays_the_answer_by_seconds_only() -> None:
     run_virtual(main())
 
 
-def test_g8_an_engine_that_is_full_is_asked_again_when_it_said() -> None:
+def test_an_engine_that_is_full_is_asked_again_when_it_said() -> None:
     """It is not at fault, so it is not quarantined; the wait counts against the request's deadline."""
 
     async def main() -> None:
@@ -478,7 +478,7 @@ def test_g8_an_engine_that_is_full_is_asked_again_when_it_said() -> None:
     run_virtual(main())
 
 
-def test_g8_a_wait_for_a_full_engine_ends_with_the_requests_deadline_or_its_cancellation() -> None:
+def test_a_wait_for_a_full_engine_ends_with_the_requests_deadline_or_its_cancellation() -> None:
     async def main() -> None:
         engine = ScriptedEngine()
         for _ in range(2):

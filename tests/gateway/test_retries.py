@@ -67,7 +67,7 @@ async def assert_nothing_is_left(it: Offered) -> None:
 
 
 @pytest.mark.parametrize("after", [2.5, 20.0], ids=["running", "finished"])
-def test_g5_a_stream_cut_in_the_middle_is_told_again_from_its_first_token(after: float) -> None:
+def test_a_stream_cut_in_the_middle_is_told_again_from_its_first_token(after: float) -> None:
     async def main() -> None:
         async with offered(slow(TEXT)) as it:
             session_id, url = path(it)
@@ -89,7 +89,7 @@ def test_g5_a_stream_cut_in_the_middle_is_told_again_from_its_first_token(after:
 
 
 @pytest.mark.parametrize("after", [2.5, 20.0], ids=["running", "finished"])
-def test_g5_a_whole_answer_whose_client_was_lost_is_given_to_the_retry(after: float) -> None:
+def test_a_whole_answer_whose_client_was_lost_is_given_to_the_retry(after: float) -> None:
     async def main() -> None:
         async with offered(slow(TEXT)) as it:
             session_id, url = path(it)
@@ -104,7 +104,7 @@ def test_g5_a_whole_answer_whose_client_was_lost_is_given_to_the_retry(after: fl
     run_virtual(main())
 
 
-def test_g5_the_unmodified_sdk_retries_into_the_same_generation() -> None:
+def test_the_unmodified_sdk_retries_into_the_same_generation() -> None:
     class Cut(httpx2.AsyncBaseTransport):
         """Loses the first connection after some seconds."""
 
@@ -132,7 +132,7 @@ def test_g5_the_unmodified_sdk_retries_into_the_same_generation() -> None:
     run_virtual(main())
 
 
-def test_g5_identical_parallel_calls_are_distinct_even_if_one_is_a_retry() -> None:
+def test_identical_parallel_calls_are_distinct_even_if_one_is_a_retry() -> None:
     async def main() -> None:
         async with offered(slow("a<|end|>", "b<|end|>", "c<|end|>")) as it:
             session_id, url = path(it)
@@ -143,7 +143,7 @@ def test_g5_identical_parallel_calls_are_distinct_even_if_one_is_a_retry() -> No
     run_virtual(main())
 
 
-def test_g5_an_answer_that_was_delivered_is_nobodys_original_without_a_key() -> None:
+def test_an_answer_that_was_delivered_is_nobodys_original_without_a_key() -> None:
     async def main() -> None:
         async with offered(slow("a<|end|>", "b<|end|>")) as it:
             _, url = path(it)
@@ -154,7 +154,7 @@ def test_g5_an_answer_that_was_delivered_is_nobodys_original_without_a_key() -> 
     run_virtual(main())
 
 
-def test_g5_two_lost_calls_with_one_body_go_to_two_retries() -> None:
+def test_two_lost_calls_with_one_body_go_to_two_retries() -> None:
     async def main() -> None:
         async with offered(slow(TEXT, "xyz<|end|>")) as it:
             session_id, url = path(it)
@@ -167,7 +167,7 @@ def test_g5_two_lost_calls_with_one_body_go_to_two_retries() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_g5_calls_with_one_key_share_one_answer_even_side_by_side(stream: bool) -> None:
+def test_calls_with_one_key_share_one_answer_even_side_by_side(stream: bool) -> None:
     async def main() -> None:
         async with offered(slow(TEXT)) as it:
             session_id, url = path(it)
@@ -184,7 +184,7 @@ def test_g5_calls_with_one_key_share_one_answer_even_side_by_side(stream: bool) 
     run_virtual(main())
 
 
-def test_g5_a_key_stands_for_one_body_and_for_one_session() -> None:
+def test_a_key_stands_for_one_body_and_for_one_session() -> None:
     async def main() -> None:
         async with offered(slow(TEXT, "x<|end|>", "y<|end|>")) as it:
             _, url = path(it)
@@ -281,7 +281,7 @@ def test_closing_a_session_ends_its_orphans_at_once() -> None:
     run_virtual(main())
 
 
-def test_g7_more_requests_than_allowed_are_told_when_to_come_back() -> None:
+def test_more_requests_than_allowed_are_told_when_to_come_back() -> None:
     async def main() -> None:
         async with offered(slow(TEXT, TEXT, TEXT), max_requests=2) as it:
             running = [asyncio.ensure_future(ask(it, "/v1/chat/completions", chat())) for _ in range(2)]
@@ -301,7 +301,7 @@ def test_g7_more_requests_than_allowed_are_told_when_to_come_back() -> None:
     run_virtual(main())
 
 
-def test_g7_a_full_gateway_still_gives_a_retry_its_original() -> None:
+def test_a_full_gateway_still_gives_a_retry_its_original() -> None:
     async def main() -> None:
         async with offered(slow(TEXT), max_requests=1) as it:
             _, url = path(it)
@@ -355,7 +355,7 @@ def test_a_slow_reader_is_told_all_that_waits_at_once() -> None:
     run_virtual(main())
 
 
-def test_g5_over_a_real_socket_a_client_who_times_out_is_given_the_rest_of_his_answer() -> None:
+def test_over_a_real_socket_a_client_who_times_out_is_given_the_rest_of_his_answer() -> None:
     """The SDK gives up after a second, closes its connection and tries again half a second later; the answer takes 2.8 s."""
 
     async def main() -> None:

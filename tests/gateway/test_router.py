@@ -40,7 +40,7 @@ def test_no_routable_engine_is_no_choice() -> None:
 
 
 @given(st.lists(st.integers(20, 60), min_size=60, max_size=200), st.integers(2, 4))
-def test_g6_load_stays_within_1_3_of_even(sizes: list[int], num_engines: int) -> None:
+def test_load_stays_within_1_3_of_even(sizes: list[int], num_engines: int) -> None:
     loads = dict.fromkeys("abcd"[:num_engines], 0)
     for size in sizes:
         name = choose([engine(n, load) for n, load in loads.items()], pinned=None)

@@ -69,7 +69,7 @@ class Site:
 
 
 @pytest.mark.parametrize(("seed", "engines"), [(1, 2), (2, 4)])
-def test_g6_affinity_keeps_prefixes_while_load_stays_even(seed: int, engines: int) -> None:
+def test_affinity_keeps_prefixes_while_load_stays_even(seed: int, engines: int) -> None:
     site = Site(seed=seed, engines=engines, seconds=120)
     run_virtual(site.run(500 * engines))
     assert site.prefix_hits() >= 0.9

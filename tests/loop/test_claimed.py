@@ -67,7 +67,7 @@ def test_i10_a_run_fed_by_workers_trains_what_they_scored_and_a_silent_one_costs
     assert len(trained) >= 8 * 2 * 2 and set(trained) <= set(workers.rewards.values())
 
 
-def test_g11_a_take_that_may_not_wait_looks_once_and_finds_the_batch_that_is_there(tmp_path: Path) -> None:
+def test_a_take_that_may_not_wait_looks_once_and_finds_the_batch_that_is_there(tmp_path: Path) -> None:
     async def main() -> None:
         site = Site(config(steps=1, size=2), tmp_path)
         async with site.opened() as ring:

@@ -125,7 +125,7 @@ def test_i1_to_i6_hold_whatever_engines_and_operators_do(tmp_path: Path, stalene
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_w5_at_a_barrier_no_answer_goes_on_under_a_version_before_that_of_its_tokens(tmp_path: Path, seed: int) -> None:
+def test_at_a_barrier_no_answer_goes_on_under_a_version_before_that_of_its_tokens(tmp_path: Path, seed: int) -> None:
     """Every other invariant besides, whatever engines and operators do; `check_turn` tells the two ways apart."""
 
     async def main() -> Site:
@@ -140,7 +140,7 @@ def test_w5_at_a_barrier_no_answer_goes_on_under_a_version_before_that_of_its_to
     assert site.num_spanning > 0
 
 
-def test_p1_a_pause_of_the_operator_during_training_fails_nothing_however_long(tmp_path: Path) -> None:
+def test_a_pause_of_the_operator_during_training_fails_nothing_however_long(tmp_path: Path) -> None:
     """Longer than any deadline of a request or a rollout: time in which generation stands is nobody's delay."""
 
     async def main() -> Site:

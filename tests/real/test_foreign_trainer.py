@@ -19,7 +19,7 @@ STEPS = 5
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1", "max_context=64")
 
 
-def test_g11_a_trainer_of_sixty_lines_trains_over_http_and_its_versions_go_live(tmp_path: Path) -> None:
+def test_a_trainer_of_sixty_lines_trains_over_http_and_its_versions_go_live(tmp_path: Path) -> None:
     sets = [word for size in SIZES for word in ("--set", f"model.{size}")]
     made = Command("new-model", tmp_path / "model", *sets, folder=tmp_path / "making")
     assert made.wait() == 0, made.said
@@ -56,7 +56,7 @@ def check_accounts(run: Path) -> None:
     assert summary["weight_updates"] >= STEPS and summary["max_token_staleness"] <= 4
 
 
-def test_g10_a_model_must_be_given_for_a_trainer_that_brings_its_own(tmp_path: Path) -> None:
+def test_a_model_must_be_given_for_a_trainer_that_brings_its_own(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(CONFIG)
     command = Command("rollouts", "small.toml", folder=tmp_path)
     assert command.wait() == 2 and "model.path" in command.said and not (tmp_path / "runs" / "run" / "endpoint.json").exists()

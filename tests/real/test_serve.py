@@ -164,7 +164,7 @@ async def post(session: aiohttp.ClientSession, path: str, body: object) -> tuple
         return answer.status, await answer.json()
 
 
-def test_g10_what_controls_needs_the_token_that_was_printed_once(served: Served) -> None:
+def test_what_controls_needs_the_token_that_was_printed_once(served: Served) -> None:
     async def main() -> None:
         async with aiohttp.ClientSession(served.url) as stranger:
             for path in ("/pause_generation", "/continue_generation", "/abort_request", "/midflight/v1/sessions"):
@@ -178,7 +178,7 @@ def test_g10_what_controls_needs_the_token_that_was_printed_once(served: Served)
     run(main())
 
 
-def test_g4_a_harness_of_another_language_gets_a_session_and_its_rows(served: Served) -> None:
+def test_a_harness_of_another_language_gets_a_session_and_its_rows(served: Served) -> None:
     async def main() -> None:
         async with http(served) as session:
             status, handle = await post(session, "/midflight/v1/sessions", {"sampling": {"max_tokens": 9}, "task": "any"})

@@ -130,7 +130,7 @@ def check_record(record: dict[str, Any], told: Streamed) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_p7_streams_of_three_dialects_go_on_through_twenty_weight_updates(tmp_path: Path, mode: str) -> None:
+def test_streams_of_three_dialects_go_on_through_twenty_weight_updates(tmp_path: Path, mode: str) -> None:
     model, run = tmp_path / "model", tmp_path / "run"
     sizes = [word for size in SIZES for word in ("--set", f"model.{size}")]
     made = Command("new-model", model, *sizes, folder=tmp_path / "making")

@@ -107,21 +107,21 @@ def _sampled(way: Way, seed: int) -> Sampled:
 
 
 @pytest.mark.parametrize("seeds", [range(4), range(4, 8)], ids=str)
-def test_w5_at_a_barrier_no_token_of_a_version_comes_after_one_of_the_next_whatever_fails(seeds: range) -> None:
+def test_at_a_barrier_no_token_of_a_version_comes_after_one_of_the_next_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         sampled = _sampled("barrier", seed)
         assert sampled.num_served > 4 and len({version for _, version in sampled.tokens}) > 2
         assert sampled.num_backwards() == 0
 
 
-def test_w5_engines_that_take_turns_serve_two_versions_at_the_same_time() -> None:
+def test_engines_that_take_turns_serve_two_versions_at_the_same_time() -> None:
     assert all(_sampled("rolling", seed).num_backwards() > 0 for seed in range(3))
 
 
 # --- Turns -----------------------------------------------------------------------------------------------------------
 
 
-def test_w5_an_engine_that_is_slow_to_stage_keeps_no_other_from_the_new_version() -> None:
+def test_an_engine_that_is_slow_to_stage_keeps_no_other_from_the_new_version() -> None:
     async def main() -> None:
         slow, fast = ScriptedEngine("slow", stage_seconds=4.0), ScriptedEngine("fast", stage_seconds=0.5)
         fleet = RecordingFleet(slow, fast)
@@ -135,7 +135,7 @@ def test_w5_an_engine_that_is_slow_to_stage_keeps_no_other_from_the_new_version(
     run_virtual(main())
 
 
-def test_w5_in_turn_an_engine_that_hangs_in_its_commit_delays_only_those_after_it_by_its_deadline() -> None:
+def test_in_turn_an_engine_that_hangs_in_its_commit_delays_only_those_after_it_by_its_deadline() -> None:
     async def main() -> None:
         a, b, c = (ScriptedEngine(name, stage_seconds=at) for name, at in (("a", 0.0), ("b", 0.1), ("c", 0.2)))
         b.hang_next("commit")
@@ -155,7 +155,7 @@ def test_w5_in_turn_an_engine_that_hangs_in_its_commit_delays_only_those_after_i
 # --- Together --------------------------------------------------------------------------------------------------------
 
 
-def test_w5_engines_that_swap_between_steps_are_paused_at_a_barrier_unless_one_is_alone() -> None:
+def test_engines_that_swap_between_steps_are_paused_at_a_barrier_unless_one_is_alone() -> None:
     async def main() -> None:
         a, b = ScriptedEngine("a"), ScriptedEngine("b")
         await handover(RecordingFleet(a, b), "barrier").publish(manifest(1))
@@ -167,7 +167,7 @@ def test_w5_engines_that_swap_between_steps_are_paused_at_a_barrier_unless_one_i
     run_virtual(main())
 
 
-def test_w5_what_an_engine_waits_for_others_does_not_count_against_its_own_deadline() -> None:
+def test_what_an_engine_waits_for_others_does_not_count_against_its_own_deadline() -> None:
     async def main() -> None:
         a, b = ScriptedEngine("a"), ScriptedEngine("b", commit_seconds=1.5)
         a.hang_next("pause")
@@ -185,7 +185,7 @@ def test_w5_what_an_engine_waits_for_others_does_not_count_against_its_own_deadl
     run_virtual(main())
 
 
-def test_w7_a_barrier_waits_for_three_deadlines_at_most_where_an_engine_hangs_in_each_phase() -> None:
+def test_a_barrier_waits_for_three_deadlines_at_most_where_an_engine_hangs_in_each_phase() -> None:
     async def main() -> None:
         engines = {name: ScriptedEngine(name) for name in ("pause", "commit", "resume", "well")}
         for call in ("pause", "commit", "resume"):
@@ -201,7 +201,7 @@ def test_w7_a_barrier_waits_for_three_deadlines_at_most_where_an_engine_hangs_in
     run_virtual(main())
 
 
-def test_p10_an_engine_that_refuses_its_pause_delays_nobody_at_a_barrier() -> None:
+def test_an_engine_that_refuses_its_pause_delays_nobody_at_a_barrier() -> None:
     async def main() -> None:
         a, b, c = (ScriptedEngine(name) for name in "abc")
         b.fail_next("pause", EngineUnavailable("gone"))

@@ -61,7 +61,7 @@ def now() -> float:
 
 
 @pytest.mark.parametrize("way", ["rolling", "barrier"])
-def test_w7_publishing_past_a_frozen_engine_ends_by_the_deadline_of_staging(way: Literal["rolling", "barrier"]) -> None:
+def test_publishing_past_a_frozen_engine_ends_by_the_deadline_of_staging(way: Literal["rolling", "barrier"]) -> None:
     async def main() -> None:
         site = Site(way=way)
         freeze(site.b)
@@ -72,7 +72,7 @@ def test_w7_publishing_past_a_frozen_engine_ends_by_the_deadline_of_staging(way:
     run_virtual(main())
 
 
-def test_w7_an_engine_that_hangs_when_it_rejoins_keeps_no_other_from_rejoining() -> None:
+def test_an_engine_that_hangs_when_it_rejoins_keeps_no_other_from_rejoining() -> None:
     async def main() -> None:
         site = Site()
         await site.handover.publish(manifest(1))
@@ -91,7 +91,7 @@ def test_w7_an_engine_that_hangs_when_it_rejoins_keeps_no_other_from_rejoining()
     run_virtual(main())
 
 
-def test_w7_a_version_waits_for_engines_that_hang_when_they_rejoin_by_one_deadline_and_no_other_gets_in_before_it() -> None:
+def test_a_version_waits_for_engines_that_hang_when_they_rejoin_by_one_deadline_and_no_other_gets_in_before_it() -> None:
     async def main() -> None:
         site = Site()
         await site.handover.publish(manifest(1))
@@ -109,7 +109,7 @@ def test_w7_a_version_waits_for_engines_that_hang_when_they_rejoin_by_one_deadli
     run_virtual(main())
 
 
-def test_w7_before_the_first_version_too_a_frozen_engine_is_given_up_by_its_deadline() -> None:
+def test_before_the_first_version_too_a_frozen_engine_is_given_up_by_its_deadline() -> None:
     async def main() -> None:
         site = Site()
         freeze(site.b)
@@ -120,7 +120,7 @@ def test_w7_before_the_first_version_too_a_frozen_engine_is_given_up_by_its_dead
     run_virtual(main())
 
 
-def test_w7_the_watch_reads_a_frozen_engine_for_one_interval_and_no_longer() -> None:
+def test_the_watch_reads_a_frozen_engine_for_one_interval_and_no_longer() -> None:
     async def main() -> None:
         site = Site()
         await site.b.pause(PauseMode.KEEP)
@@ -137,7 +137,7 @@ def test_w7_the_watch_reads_a_frozen_engine_for_one_interval_and_no_longer() -> 
     run_virtual(main())
 
 
-def test_w7_an_operators_pause_and_resume_leave_a_frozen_engine_to_quarantine_after_their_deadline() -> None:
+def test_an_operators_pause_and_resume_leave_a_frozen_engine_to_quarantine_after_their_deadline() -> None:
     async def main() -> None:
         site = Site()
         freeze(site.b)
@@ -151,7 +151,7 @@ def test_w7_an_operators_pause_and_resume_leave_a_frozen_engine_to_quarantine_af
     run_virtual(main())
 
 
-def test_w7_an_operator_and_a_handover_at_the_same_frozen_engine_wait_for_it_once_each() -> None:
+def test_an_operator_and_a_handover_at_the_same_frozen_engine_wait_for_it_once_each() -> None:
     """The engine is in the middle of its commit when it freezes; who pauses an engine waits his turn, within his own deadline."""
 
     async def main() -> None:
@@ -169,7 +169,7 @@ def test_w7_an_operator_and_a_handover_at_the_same_frozen_engine_wait_for_it_onc
     run_virtual(main())
 
 
-def test_w7_a_process_that_takes_connections_and_answers_nothing_is_not_asked() -> None:
+def test_a_process_that_takes_connections_and_answers_nothing_is_not_asked() -> None:
     async def main() -> None:
         async with await asyncio.start_server(lambda _, writer: frozen.append(writer), "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]

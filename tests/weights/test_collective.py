@@ -259,7 +259,7 @@ def test_a_location_that_names_no_publisher_is_refused(sender: CollectivePublish
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", b"\xff\n", b"{}\n", b"x" * 10_000])
-def test_w7_connections_that_ask_nothing_sensible_end_and_cost_the_others_nothing(sender: CollectivePublisher, said: bytes):
+def test_connections_that_ask_nothing_sensible_end_and_cost_the_others_nothing(sender: CollectivePublisher, said: bytes):
     manifest = sender.publish(1, tensors(1))
     address = Address.parse(manifest.location)
     with socket.create_connection((address.host, address.port), timeout=5 * DEADLINE) as connection:
@@ -272,7 +272,7 @@ def test_w7_connections_that_ask_nothing_sensible_end_and_cost_the_others_nothin
 # --- Who dies, or stops ----------------------------------------------------------------------------------------------
 
 
-def test_w7_one_that_hangs_up_while_others_gather_is_left_out():
+def test_one_that_hangs_up_while_others_gather_is_left_out():
     with CollectivePublisher(bucket_bytes=1000, quiet_seconds=0.3, deadline_seconds=30) as sender:
         manifest = sender.publish(1, tensors(1))
         with asking(manifest):
@@ -281,7 +281,7 @@ def test_w7_one_that_hangs_up_while_others_gather_is_left_out():
         assert sender.service.num_groups == 1
 
 
-def test_w7_one_that_never_comes_to_the_group_costs_the_others_a_deadline(sender: CollectivePublisher):
+def test_one_that_never_comes_to_the_group_costs_the_others_a_deadline(sender: CollectivePublisher):
     manifest = sender.publish(1, tensors(1))
     started = time.monotonic()
     with asking(manifest):
@@ -292,7 +292,7 @@ def test_w7_one_that_never_comes_to_the_group_costs_the_others_a_deadline(sender
 
 
 @pytest.mark.parametrize("num_received", [0, 1])
-def test_w7_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(num_received: int):
+def test_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(num_received: int):
     weights = {"w": torch.zeros(30_000_000, dtype=torch.uint8)}  # more than sockets hold
     with CollectivePublisher(bucket_bytes=15_000_000, deadline_seconds=DEADLINE) as sender:
         manifest = sender.publish(1, weights)
@@ -309,7 +309,7 @@ def test_w7_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(num_recei
         del group
 
 
-def test_w7_a_group_that_breaks_again_is_an_error_that_says_so():
+def test_a_group_that_breaks_again_is_an_error_that_says_so():
     mine, other = CollectiveReceiver(), CollectiveReceiver()
     with CollectivePublisher(expected=2, quiet_seconds=60, deadline_seconds=DEADLINE) as sender:
         manifest = sender.publish(1, tensors(1))
@@ -322,7 +322,7 @@ def test_w7_a_group_that_breaks_again_is_an_error_that_says_so():
         assert all_fetch([mine, other], manifest)
 
 
-def test_w7_one_that_dies_in_mid_transfer_is_seen_at_once_and_does_not_take_the_others_along():
+def test_one_that_dies_in_mid_transfer_is_seen_at_once_and_does_not_take_the_others_along():
     with CollectivePublisher(bucket_bytes=100, expected=2, quiet_seconds=1, deadline_seconds=20) as sender:
         manifest = sender.publish(1, tensors(1))
         with ThreadPoolExecutor(1) as pool, asking(manifest) as dying:
@@ -338,7 +338,7 @@ def test_w7_one_that_dies_in_mid_transfer_is_seen_at_once_and_does_not_take_the_
         assert sender.service.num_groups == 2
 
 
-def test_w7_another_process_sends_a_version_and_one_that_stops_or_is_killed_in_mid_transfer_is_an_error_and_not_a_hang():
+def test_another_process_sends_a_version_and_one_that_stops_or_is_killed_in_mid_transfer_is_an_error_and_not_a_hang():
     with another_process() as (process, its):
         manifest = heard(its)
         assert isinstance(manifest, WeightManifest)
@@ -393,7 +393,7 @@ def test_closing_ends_those_who_wait_and_leaves_no_thread():
         sender.publish(2, tensors(2))
 
 
-def test_w7_closing_waits_for_a_receiver_that_stopped_no_longer_than_it_says(monkeypatch: pytest.MonkeyPatch):
+def test_closing_waits_for_a_receiver_that_stopped_no_longer_than_it_says(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(collective, "CLOSE_SECONDS", 0.1)
     sender = CollectivePublisher(deadline_seconds=30)
     with asking(sender.publish(1, {"w": torch.zeros(30_000_000, dtype=torch.uint8)})) as stopped:

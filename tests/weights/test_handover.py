@@ -216,7 +216,7 @@ def test_i7_p9_an_engine_that_goes_on_during_its_pause_is_named_and_put_in_quara
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_p9_tokens_that_come_before_the_pause_has_returned_are_no_progress(way: Way):
+def test_tokens_that_come_before_the_pause_has_returned_are_no_progress(way: Way):
     """A real server's tokens are counted as they arrive: its adapter's pause returns when the last has."""
 
     async def main() -> None:
