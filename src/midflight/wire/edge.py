@@ -1,4 +1,4 @@
-"""The edge of every server: tokens, bodies, errors as answers, and clients who disconnect. Plain ASGI, without Starlette's objects."""
+"""The edge of every server: tokens, bodies, errors as answers, and clients that disconnect. Plain ASGI, without Starlette's objects."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _check_room(size: int) -> None:
         raise Overloaded(f"more than {MAX_INCOMING_BYTES} bytes of bodies are on their way, the most allowed: send yours again later.")
 
 
-# --- Clients who disconnect ------------------------------------------------------------------------------------------
+# --- Clients that disconnect -----------------------------------------------------------------------------------------
 
 
 async def with_client(receive: Receive, work: Awaitable[T]) -> T:

@@ -151,7 +151,7 @@ class SessionRoutes:
         return Response(_packed(ended, self._served()), media_type=PACKED) if kind == PACKED else json_answer(_record(ended))
 
     async def _claim(self, request: Request) -> Response:
-        """Waits for offers; ended by them, by `wait_seconds`, or by the worker who goes."""
+        """Waits for offers; ended by them, by `wait_seconds`, or by the worker, when it disconnects."""
         if self._board is None:
             raise NothingToClaim(
                 'nothing is to be claimed here: the run\'s environment.entry is not "midflight.environments.claimed:claimed".'

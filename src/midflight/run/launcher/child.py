@@ -132,7 +132,7 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         if self.running:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)  # Not by asyncio's own, which may take the exit status from the one who waits for it.
+                os.kill(self.pid, number)  # Not by asyncio's own, which may take the exit status from the task that waits for it.
 
 
 async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
