@@ -23,11 +23,12 @@ import numpy as np
 
 from midflight.config.sections import Config
 from midflight.observe.journal import read_journal
-from midflight.run.api.service import RolloutClient, StepDone
+from midflight.run.api.service import RolloutClient
 from midflight.run.launcher.ring import Ring
 from midflight.run.parts import Message, ModelReady, Progress, Purpose, Ready, serve_while
 from midflight.run.trainer.training import TrainingLoop
 from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.types.facts import Stepped
 
 TICKS = os.sysconf("SC_CLK_TCK")
 KEPT_BATCHES = 40
@@ -247,7 +248,7 @@ class Replay:
         later = train_version - batch.train_version
         return replace(batch, lease=train_version + 1, train_version=train_version, versions=batch.versions + np.int32(later))
 
-    async def done(self, report: StepDone) -> None:
+    async def done(self, report: Stepped) -> None:
         self.ends.append((time.monotonic(), time.process_time()))
 
     async def publish(self, manifest: WeightManifest) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from midflight.buffer import Limits
-from midflight.types import Group, GroupKey, RolloutKey, Row, StalePolicy, Trajectory
+from midflight.buffer.groups import Limits
+from midflight.types import Finish, FinishReason, Group, GroupKey, RolloutKey, Row, Segment, StalePolicy, Trajectory, Turn
 
 
 def row(*versions: int) -> Row:
@@ -52,4 +52,15 @@ def limits(
         min_group_size=min_group_size,
         requeues=requeues,
         drop_zero_spread=drop_zero_spread,
+    )
+
+
+def turn(*output_ids: int) -> Turn:
+    n = len(output_ids)
+    return Turn(
+        prompt_ids=(257, 1, 258),
+        output_ids=output_ids,
+        logprobs=tuple(-0.1 * i for i in range(n)),
+        segments=(Segment(version=1, kv_version=0, start=0, end=n),),
+        finish=Finish(FinishReason.STOP, matched="\n"),
     )

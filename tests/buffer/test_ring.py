@@ -1,4 +1,4 @@
-"""The buffer in a simulated ring: engines that lag, a long tail of durations, a trainer. Time is a heap of events.
+"""The books in a simulated ring: engines that lag, a long tail of durations, a trainer. Time is a heap of events.
 
 This is the proof in `buffer/staleness.py` put to the test: the bound holds, nothing is dropped, and the ring never stops.
 """
@@ -13,10 +13,12 @@ from itertools import count
 
 import pytest
 
-from midflight.buffer import Closed, GroupBuffer, Limits, Wait
+from midflight.buffer.books import Wait
+from midflight.buffer.groups import Limits
 from midflight.types import GroupKey, Reason, StalePolicy
 
-from .making import group, key, limits
+from .keeping import Keeper
+from .making import group, limits
 
 
 class Ring:
@@ -27,8 +29,8 @@ class Ring:
         self.random = random.Random(seed)
         self.lost = lost
         self.prefetch = prefetch
-        self.closed: list[Closed] = []
-        self.buffer = GroupBuffer(rules, closed=self.closed.append)
+        self.keeper = Keeper(rules)
+        self.books, self.closed = self.keeper.books, self.keeper.closed
         self.engines = [0, 0]
         self.version = 0
         self.asked = 0
@@ -40,7 +42,6 @@ class Ring:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._draws = count()
         self._free = 0.0  # when the trainer has made the steps it took
 
     def run(self, steps: int) -> None:
@@ -57,7 +58,7 @@ class Ring:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
 
     def _admit(self) -> None:
-        while not isinstance(started := self.buffer.admit(lambda: key(next(self._draws))), Wait):
+        while not isinstance(started := self.keeper.admit(), Wait):
             self._start(started)
 
     def _start(self, started: GroupKey) -> None:
@@ -76,7 +77,7 @@ class Ring:
         self._after(seconds, lambda: self._end_rollout(started, version, engine))
 
     def _end_rollout(self, ended: GroupKey, first: int, engine: int) -> None:
-        self.buffer.end_rollout(ended)
+        self.keeper.free(ended)
         record = (first, *range(first, self.engines[engine] + 1))
         self.records[ended].append(record)
         self.generated[ended] += len(record)
@@ -84,15 +85,15 @@ class Ring:
             return
         del self.oldest[ended]
         if self.random.random() < self.lost:
-            self.buffer.drop(ended, Reason.NO_REWARD, num_tokens=sum(map(len, self.records[ended])))
+            self.keeper.lose(ended, *self.records[ended])
         else:
-            self.buffer.put(group(ended, *self.records[ended]))
+            self.keeper.put(group(ended, *self.records[ended]))
 
     def _ask(self) -> None:
         ahead = 1 if self.prefetch else 0
         if self.asked > self.version + ahead:
             return
-        batch = self.buffer.lease(self.asked, self.oldest)
+        batch = self.keeper.take(self.asked, self.oldest)
         if isinstance(batch, Wait):
             return
         self.asked += 1
@@ -108,7 +109,7 @@ class Ring:
         self._after(self._free - self.now, lambda: self._done(lease))
 
     def _done(self, lease: int) -> None:
-        self.buffer.done(lease)
+        self.keeper.done(lease)
         self.version += 1
         made = self.version
         lag = self.random.uniform(0.0, 2.0)
@@ -117,7 +118,7 @@ class Ring:
 
     def _commit(self, engine: int, version: int) -> None:
         self.engines[engine] = max(self.engines[engine], version)
-        self.buffer.serve(min(self.engines))
+        self.keeper.serve(min(self.engines))
 
 
 @pytest.mark.parametrize("b", [1, 4])
@@ -144,9 +145,9 @@ def test_i2_holds_when_the_trainer_takes_its_next_batch_during_a_step(s: int) ->
 def test_groups_that_are_lost_give_their_credit_back_so_the_ring_goes_on(s: int) -> None:
     ring = Ring(limits(4, s, n=2, buffer_groups=4), seed=3, lost=0.5)
     ring.run(steps=100)
-    ledger = ring.buffer.ledger
-    assert ledger.trained == 400
-    assert ledger.dropped[Reason.NO_REWARD] > 100
+    books = ring.books
+    assert books.trained == 400
+    assert books.dropped[Reason.NO_REWARD] > 100
     assert ring.max_age <= s
 
 
@@ -156,7 +157,7 @@ def test_i2_holds_under_every_policy_that_takes_in_the_order_of_age(policy: Stal
     ring = Ring(limits(2, s, policy, n=2), seed=5)
     ring.run(steps=150)
     assert ring.max_age <= s
-    assert ring.buffer.ledger.trained == 300
+    assert ring.books.trained == 300
 
 
 def test_s5_drop_shortens_what_is_trained_and_wait_does_not() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.facts import Facts
 
+from midflight.buffer.books import Books
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection, RolloutSection, RunSection, TrainerSection
 from midflight.environments.registry import Environment
 from midflight.environments.tasks import Source
@@ -197,29 +198,29 @@ class Site:
 
     def check_groups(self) -> None:
         """I1."""
-        ledger = self.ledger
-        assert ledger.submitted == ledger.num_running + ledger.num_waiting + ledger.num_leased + ledger.trained + ledger.dropped.total()
+        books = self.books
+        assert books.submitted == books.num_running + books.num_waiting + books.num_leased + books.trained + books.dropped.total()
         assert self.trainer.num_steps == self.config.run.steps
-        assert ledger.trained == self.config.run.steps * self.config.rollout.groups_per_step
+        assert books.trained == self.config.run.steps * self.config.rollout.groups_per_step
 
     def check_ages(self) -> None:
         """I2; and waiting drops and masks nothing for its age."""
         for batch in self.trainer.batches:
             ages = batch.train_version - batch.versions[batch.loss_mask]
             assert ages.min() >= 0 and ages.max() <= self.config.rollout.max_staleness
-        assert not self.ledger.tokens_masked and not self.ledger.tokens_dropped[Reason.STALE] and not self.ledger.dropped[Reason.STALE]
+        assert not self.books.tokens.masked and not self.books.tokens.dropped[Reason.STALE] and not self.books.dropped[Reason.STALE]
 
     def check_fates(self) -> None:
         """I3: a rollout whose group has ended left as many fates as the gateway received tokens for it; others are in flight."""
         stored = self.stored_fates()
-        running = set(self.ledger.running)
+        running = set(self.books.running)
         for key, num_tokens in self.received.items():
             if key.group not in running:
                 assert stored[key] == num_tokens, f"{key}: {num_tokens} tokens received, {stored[key]} fates stored"
             else:
                 assert stored[key] in (0, num_tokens), f"{key} is half stored"
         assert set(stored) <= set(self.received)
-        assert self.ledger.tokens_received == sum(n for key, n in self.received.items() if key.group not in running)
+        assert self.books.tokens.received == stored.total()
 
     def check_answers(self) -> None:
         """I5, I6: every token of every turn is the one that its label's version gives after those before it."""
@@ -243,9 +244,9 @@ class Site:
     # --- Reading -----------------------------------------------------------------------------------------------------
 
     @property
-    def ledger(self):
+    def books(self) -> Books:
         assert self.ring is not None
-        return self.ring.system.queue.ledger
+        return self.ring.system.books
 
     @property
     def control(self) -> Control:

@@ -15,7 +15,7 @@ import pytest
 
 from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
 from midflight.testing.virtual_time import run_virtual
-from midflight.trajectories.schema import State
+from midflight.trajectories.database import State
 from midflight.types import Batch, PackedBatch, Reason, Version
 
 from .site import Agents, Site, config, fast_engines

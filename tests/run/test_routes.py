@@ -25,12 +25,11 @@ from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedSessions
 from midflight.gateway.http.http import build_app
 from midflight.run.api.routes import TrainerRoutes, info_route
-from midflight.run.api.service import StepDone
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, pack
 from midflight.types import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SamplingParams, Task, Trajectory, Version, WeightManifest
-from midflight.types.facts import Record, unheard
+from midflight.types.facts import Record, Stepped, unheard
 from midflight.wire.memory import MemoryTransport
 
 TOKEN = "the-control-token-of-this-test"
@@ -51,7 +50,7 @@ def one_batch(train_version: Version) -> PackedBatch:
 
 
 class Service:
-    """A `RolloutService` whose batch comes after `seconds`."""
+    """A `TrainerService` whose batch comes after `seconds`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -64,7 +63,7 @@ class Service:
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
         return await self.take(train_version) if self.seconds <= seconds else await asyncio.sleep(seconds)
 
-    async def done(self, report: StepDone) -> None:
+    async def done(self, report: Stepped) -> None:
         if report in self.said:
             raise UnknownLease("twice")
         self.said.append(report)
@@ -77,6 +76,13 @@ class Service:
 
     async def finish(self, version: Version) -> None:
         self.said.append(("finish", version))
+
+    async def take_back(self, lease: int) -> None:
+        self.said.append(("take_back", lease))
+
+    async def restart(self, checkpoint: Version) -> Version:
+        self.said.append(("restart", checkpoint))
+        return 9
 
 
 @dataclass
@@ -302,7 +308,7 @@ def test_g11_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(
             assert (await at.post("/done", {"lease": 3, "version": 5})).json()["error"]["code"] == "out_of_turn"
             assert (await at.post("/done", {"lease": 3, "version": 1, "metrics": {"loss": 0.5}})).json() == {"version": 1}
             (step,) = at.service.said
-            assert isinstance(step, StepDone) and (step.num_tokens, step.metrics) == (2, {"loss": 0.5})
+            assert isinstance(step, Stepped) and (step.num_tokens, step.metrics) == (2, {"loss": 0.5})
             assert (await at.post("/done", {"lease": 3, "version": 1})).status_code == 409
             manifest = {"version": 1, "fingerprint": "f", "transport": "file", "location": str(tmp_path / "config.json"), "tensors": []}
             assert (await at.post("/weights", manifest)).json() == {"version": 1, "served_version": 1}
@@ -313,6 +319,28 @@ def test_g11_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(
             assert (await at.post("/finish", {"version": 1})).status_code == 200
             await asyncio.sleep(0)
             assert at.finished.is_set()
+
+    run_virtual(main)
+
+
+def test_a_trainer_gives_a_batch_back_skips_a_step_and_goes_back_to_its_checkpoint() -> None:
+    async def main() -> None:
+        async with site() as at:
+            assert (await at.post("/take_back", {"lease": 3})).json()["error"]["code"] == "unknown_lease"
+            await at.post("/take", {"train_version": 0})
+            assert (await at.post("/take_back", {"lease": 3})).json() == {"lease": 3}
+            assert (await at.post("/done", {"lease": 3, "version": 1})).status_code == 409
+            await at.post("/take", {"train_version": 0})
+            assert (await at.post("/done", {"lease": 3, "version": 1, "skipped": True})).json() == {"version": 1}
+            step = at.service.said[-1]
+            assert isinstance(step, Stepped) and (step.skipped, step.num_tokens) == (True, 0)
+            await at.post("/checkpointed", {"version": 1})
+            for beyond in (0, 2):
+                assert (await at.post("/restart", {"version": beyond})).json()["error"]["code"] == "out_of_turn"
+            assert (await at.post("/restart", {"version": 1})).json() == {"version": 9}
+            assert at.service.said[-1] == ("restart", 1)
+            assert (await at.post("/take", {"train_version": 9})).status_code == 200
+            assert (await at.post("/done", {"lease": 3, "version": 10})).json() == {"version": 10}
 
     run_virtual(main)
 

@@ -11,10 +11,10 @@ from typing import cast
 import numpy as np
 import pytest
 
-from midflight.run.api.service import StepDone
 from midflight.run.trainer.training import TrainingLoop
 from midflight.testing.simulated_trainer import SimulatedTrainer
 from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.types.facts import Stepped
 
 
 class Said:
@@ -29,7 +29,7 @@ class Said:
         made = SimpleNamespace(lease=train_version, train_version=train_version, rewards=rewards, loss_mask=np.ones(1))
         return cast(PackedBatch, made)
 
-    async def done(self, report: StepDone) -> None:
+    async def done(self, report: Stepped) -> None:
         self.facts.append(("done", report.version))
 
     async def publish(self, manifest: WeightManifest) -> None:

@@ -9,8 +9,20 @@ import json
 import sys
 from pathlib import Path
 
-from midflight.trajectories import Store
+from midflight.trajectories.store import Store
 from midflight.types import Batch, GroupKey
+from midflight.types.facts import (
+    Admitted,
+    CarriedOver,
+    Checkpointed,
+    GroupFinished,
+    Interrupted,
+    Leased,
+    Stepped,
+    TrajectoryKept,
+    TurnKept,
+    WentBack,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 from making import group, task, turn
@@ -34,35 +46,45 @@ def say(*words: object) -> None:
 def run(folder: Path, total: int) -> None:
     version, learnt = checkpoint_of(folder)
     store = Store(folder / "store.sqlite", run="killed")
-    recovered = store.recover(version)
-    version = max(version, recovered.highest_version or 0)
-    waiting, lease, (_, index) = list(recovered.waiting), recovered.next_lease, recovered.next_position
-    line = [u.key for u in recovered.unfinished]
+    version = go_back(store, version)
+    facts = list(store.facts())
+    waiting = [fact.group for fact in facts if isinstance(fact, GroupFinished)]
+    (carried,) = [fact for fact in facts if isinstance(fact, CarriedOver)]
+    lease, order, (_, index) = carried.num_leases + 1, carried.num_finished, store.next_position()
+    line = list(carried.in_line)
     say("started")
     while len(learnt) < total:
         while len(waiting) < 3 and (line or index < total):
             started = line.pop(0) if line else GroupKey(0, index)
             if started.index == index:
                 index += 1
-            made = group(started)
-            store.admit(started, task(started.index))
+            made, order = group(started), order + 1
+            store.apply(Admitted(started, task(started.index)))
             for each in made.trajectories:
-                store.record_turn(each.key, 0, turn(1, 2))
-                store.finish_rollout(each)
-            store.finish_group(started)
+                store.apply(TurnKept(each.key, 0, turn(1, 2)))
+                store.apply(TrajectoryKept(each, {}, {}))
+            store.apply(GroupFinished(made, order))
             say("finished", started.index)
             waiting.append(made)
         batch = Batch(lease, version, tuple(waiting[:2]))
         del waiting[:2]
-        store.lease(batch)
+        store.apply(Leased(batch, {}, {}, {}))
         learnt.extend(g.key.index for g in batch.groups)
-        store.done(lease)
+        store.apply(Stepped(lease, version + 1, started=0.0, ended=1.0, num_tokens=0, metrics={}))
         lease, version = lease + 1, version + 1
         if version % 3 == 0 or len(learnt) == total:
             save(folder, version, learnt)
-            store.checkpointed(version)
+            store.apply(Checkpointed(version))
             say("checkpoint", version)
     say("complete")
+
+
+def go_back(store: Store, checkpoint: int) -> int:
+    """After a death: what the checkpoint has is final, all else waits or is in line again. Returns the version to go on with."""
+    highest = next(fact.highest_version for fact in store.facts() if isinstance(fact, CarriedOver)) or 0
+    store.apply(Interrupted())
+    store.apply(WentBack(checkpoint, max(checkpoint, highest), store.groups_after(checkpoint)))
+    return max(checkpoint, highest)
 
 
 if __name__ == "__main__":

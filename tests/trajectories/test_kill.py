@@ -8,9 +8,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from midflight.trajectories import Store
+from midflight.trajectories.store import Store
+from midflight.types.facts import GroupFinished
 
-from .killed_run import checkpoint_of
+from .killed_run import checkpoint_of, go_back
 
 ENDLESS = 10**9
 
@@ -50,10 +51,11 @@ def check(folder: Path, said: set[int]) -> int:
     """Returns how many prompts were drawn."""
     version, learnt = checkpoint_of(folder)
     store = Store(folder / "store.sqlite", run="killed")
-    recovered = store.recover(version)
+    go_back(store, version)
+    waiting = [fact.group.key.index for fact in store.facts() if isinstance(fact, GroupFinished)]
+    unfinished = [u.key.index for u in store.unfinished()]
+    _, drawn = store.next_position()
     store.close()
-    waiting = [g.key.index for g in recovered.waiting]
-    unfinished = [u.key.index for u in recovered.unfinished]
     assert said <= {*learnt, *waiting}, "a finished group was lost"
-    assert sorted([*learnt, *waiting, *unfinished]) == list(range(recovered.next_position[1])), "a prompt was lost, or is there twice"
-    return recovered.next_position[1]
+    assert sorted([*learnt, *waiting, *unfinished]) == list(range(drawn)), "a prompt was lost, or is there twice"
+    return drawn

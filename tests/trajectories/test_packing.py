@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from midflight.errors import BatchCorrupt
-from midflight.trajectories import from_bytes, pack, to_bytes
+from midflight.trajectories.packing import from_bytes, pack, to_bytes
 from midflight.types import Batch, Group, PackedBatch, RolloutKey, Trajectory
 
 from .making import group, key, row

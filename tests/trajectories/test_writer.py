@@ -11,10 +11,11 @@ import pytest
 
 from midflight.errors import StoreFailed
 from midflight.testing.virtual_time import run_virtual
-from midflight.trajectories import Store, StoreWriter
-from midflight.trajectories.store import Deed
+from midflight.trajectories.store import Store
+from midflight.trajectories.writer import StoreWriter
+from midflight.types.facts import Admitted, GroupFinished
 
-from .making import key, task
+from .making import group, key, task
 
 Clock = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -24,15 +25,15 @@ def clock(request: pytest.FixtureRequest) -> Clock:
     return request.param
 
 
-def admit(index: int) -> Deed:
-    return lambda store: store.admit(key(index), task(index))
+def admit(index: int) -> Admitted:
+    return Admitted(key(index), task(index))
 
 
 def reopened(path: Path) -> int:
     """How many groups are in the file."""
     store = Store(path, run="tests")
     try:
-        return len(store.recover(0).unfinished)
+        return len(store.unfinished())
     finally:
         store.close()
 
@@ -59,7 +60,7 @@ def test_what_was_put_before_a_flush_is_durable_after_it(tmp_path: Path, clock: 
             writer.put(admit(index))
         await writer.flush()
         assert reopened(tmp_path / "store") == 50
-        assert await writer.call(lambda store: store.recover(0).next_position) == (0, 50)
+        assert await writer.read(lambda store: store.next_position()) == (0, 50)
 
     clock(writing(tmp_path / "store", story))
 
@@ -77,7 +78,7 @@ def test_a_failing_write_ends_the_run_and_every_wait_with_its_cause(tmp_path: Pa
     failures: list[StoreFailed] = []
 
     async def story(writer: StoreWriter) -> None:
-        writer.put(lambda store: store.finish_group(key(7)))
+        writer.put(GroupFinished(group(key(7)), 1))
         with pytest.raises(StoreFailed) as caught:
             await writer.flush()
         failures.append(caught.value)

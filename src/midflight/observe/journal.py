@@ -128,10 +128,10 @@ class Journal:
                 self._dropped[reason.value] += 1
             case Waited():
                 self._waits[f"{fact.who} for {fact.for_whom}"] += fact.seconds
-            case Leased(train_version=at):
+            case Leased(batch=batch):
                 # Taken before the step before it ends, where batches are prefetched: kept under the version it will train at.
-                self._groups = {version: taken for version, taken in self._groups.items() if version >= at - 2}
-                self._groups[at] = (fact.num_groups, dict(sorted(fact.staleness.items())))
+                self._groups = {version: taken for version, taken in self._groups.items() if version >= batch.train_version - 2}
+                self._groups[batch.train_version] = (len(batch.groups), dict(sorted(fact.staleness.items())))
             case WeightsCommitted():
                 self._stage = max(self._stage or 0.0, fact.stage_seconds)
                 self._pause = max(self._pause or 0.0, fact.pause_seconds)

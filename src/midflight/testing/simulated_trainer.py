@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from midflight.run.api.service import RolloutService, StepDone
+from midflight.run.api.service import RolloutService
 from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.types.facts import Stepped
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedReport:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    skipped: str | None = None
 
 
 class SimulatedTrainer:
@@ -55,10 +57,10 @@ class SlowSteps:
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._service.take(train_version)
 
-    async def done(self, report: StepDone) -> None:
+    async def done(self, step: Stepped) -> None:
         """Waits for the step's duration, then for the service."""
         await asyncio.sleep(self._seconds())
-        await self._service.done(report)
+        await self._service.done(step)
 
     async def publish(self, manifest: WeightManifest) -> None:
         await self._service.publish(manifest)

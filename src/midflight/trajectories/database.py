@@ -1,16 +1,68 @@
-"""One SQLite connection as the store uses it: statements, joined transactions, and a few numbers that only grow."""
+"""One SQLite file as the store uses it: its tables and settings, statements, joined transactions, and the names its errors get."""
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from midflight.errors import StoreCorrupt
-from midflight.trajectories.schema import connect, naming
+from midflight.errors import StoreCorrupt, StoreFailed
 
 Value: TypeAlias = "int | float | str | bytes | None"
+
+APPLICATION_ID = 0x4D464C54
+"""Marks the file as ours ("MFLT")."""
+SCHEMA_VERSION = 2
+
+TABLES = """
+CREATE TABLE runs (name TEXT NOT NULL);
+CREATE TABLE numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (
+    epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    task BLOB NOT NULL,
+    state TEXT NOT NULL,            -- State
+    reason TEXT,                    -- of a dropped one
+    finished INTEGER,               -- order of finishing, kept while the group may wait again
+    lease INTEGER,                  -- while a step on it is not final
+    PRIMARY KEY (epoch, position, attempt)
+) WITHOUT ROWID;
+CREATE INDEX groups_by_state ON groups (state, finished);
+CREATE INDEX groups_by_lease ON groups (lease) WHERE lease IS NOT NULL;
+CREATE TABLE rollouts (             -- those that have ended
+    epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL, sample INTEGER NOT NULL,
+    reward REAL, truncated INTEGER NOT NULL, error TEXT, seconds REAL NOT NULL,
+    num_trainable INTEGER NOT NULL, rows BLOB NOT NULL,
+    PRIMARY KEY (epoch, position, attempt, sample)
+);
+CREATE TABLE turns (                -- completed turns of rollouts that have not ended
+    epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL, sample INTEGER NOT NULL,
+    number INTEGER NOT NULL, turn BLOB NOT NULL,
+    PRIMARY KEY (epoch, position, attempt, sample, number)
+);
+CREATE TABLE fates (                -- tokens of rollouts that have ended (I3)
+    epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL, sample INTEGER NOT NULL,
+    fate TEXT NOT NULL, reason TEXT NOT NULL, num_tokens INTEGER NOT NULL,
+    PRIMARY KEY (epoch, position, attempt, sample, fate, reason)
+) WITHOUT ROWID;
+CREATE TABLE leases (               -- given, and in no checkpoint yet
+    lease INTEGER PRIMARY KEY, train_version INTEGER NOT NULL, done INTEGER NOT NULL
+);
+"""
+
+
+class State(StrEnum):
+    """Of a group. `TRAINED` is final: a checkpoint contains it."""
+
+    IN_LINE = "in_line"
+    """To start before any new task is drawn."""
+    RUNNING = "running"
+    WAITING = "waiting"
+    LEASED = "leased"
+    TRAINED = "trained"
+    DROPPED = "dropped"
 
 
 class Database:
@@ -66,19 +118,16 @@ class Database:
         self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def number(self, name: str) -> int | None:
-        """`None` before it was first raised."""
+        """`None` before it was first set."""
         found = self.execute("SELECT value FROM numbers WHERE name = ?", name)
         return found[0][0] if found else None
+
+    def set_number(self, name: str, value: int) -> None:
+        self.execute("INSERT INTO numbers VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", name, value)
 
     def raise_number(self, name: str, value: int) -> None:
         """To `value`, if it was below."""
         self.execute("INSERT INTO numbers VALUES (?, ?) ON CONFLICT DO UPDATE SET value = max(value, excluded.value)", name, value)
-
-    def count(self, name: str) -> int:
-        """1, 2, 3, ... for ever."""
-        value = (self.number(name) or 0) + 1
-        self.raise_number(name, value)
-        return value
 
     def _claim(self, run: str) -> None:
         with self.transaction():
@@ -86,3 +135,60 @@ class Database:
             ((owner,),) = self.execute("SELECT name FROM runs")
         if owner != run:
             raise StoreCorrupt(f"Opening {self.path}: it belongs to run {owner!r}, not {run!r}; choose another run folder.")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Opens the file, or makes it. Used by one thread at a time, and by this process alone."""
+    with naming(path):
+        is_new = not path.exists() or path.stat().st_size == 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        try:
+            if is_new:
+                _create(connection)
+            else:
+                _check(connection, path)
+            # WAL with NORMAL survives the death of any process at any instant. A power cut may take the newest
+            # transactions; `Store.checkpointed` therefore syncs before a checkpoint relies on them.
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    """In one transaction: a process killed in it leaves an empty file, which counts as new."""
+    connection.executescript(
+        f"BEGIN IMMEDIATE;\nPRAGMA application_id = {APPLICATION_ID};\nPRAGMA user_version = {SCHEMA_VERSION};\n{TABLES}\nCOMMIT;"
+    )
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION_ID:
+        raise StoreCorrupt(f"Opening {path}: it is an SQLite file, but not a store of Midflight; choose another run folder.")
+    if version != SCHEMA_VERSION:
+        raise StoreCorrupt(
+            f"Opening {path}: its schema is {version}, this Midflight knows {SCHEMA_VERSION}; use the version that wrote it."
+        )
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise StoreCorrupt(f"Opening {path}: {found}; restore the file from a copy, or start a new run folder.")
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Turns what SQLite and the disk say into errors that name the file and the remedy."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise StoreCorrupt(f"Reading {path}: {error}; restore the file from a copy, or start a new run folder.") from error
+        remedy = "free some space and resume the run" if code == sqlite3.SQLITE_FULL else "check the disk and the folder's permissions"
+        raise StoreFailed(f"Writing {path}: {error}; {remedy}.") from error
+    except OSError as error:
+        raise StoreFailed(f"Opening {path}: {error.strerror or error}; check the disk and the folder's permissions.") from error

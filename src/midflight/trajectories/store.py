@@ -1,31 +1,56 @@
 """The durable record of one run's rollouts: one SQLite file, owned by the rollout process. Synchronous; `StoreWriter` waits.
 
-Every deed is one transaction, or part of the one of `apply`. After the death of any process at any instant (I8) a deed has
-happened or it has not, and `recover` says where every group is.
+Every fact is one transaction, or part of the one of `write`. After the death of any process at any instant (I8) a fact is in the
+file or it is not, and `facts` gives it back: folded, they are the books as they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from midflight.errors import StoreCorrupt, UnknownLease
 from midflight.trajectories import codec
-from midflight.trajectories.database import Database, Value
-from midflight.trajectories.recovery import Recovered, Unfinished
-from midflight.trajectories.schema import State
+from midflight.trajectories.database import Database, State, Value
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Task, Trajectory, Turn, Version
+from midflight.types.facts import (
+    Admitted,
+    CarriedOver,
+    Checkpointed,
+    Fact,
+    GroupClosed,
+    GroupFinished,
+    Interrupted,
+    Leased,
+    Stepped,
+    TakenBack,
+    TrajectoryKept,
+    TurnKept,
+    WentBack,
+)
 
 T = TypeVar("T")
-Deed: TypeAlias = "Callable[[Store], object]"
 
 _GROUP = "epoch = ? AND position = ? AND attempt = ?"
 _ROLLOUT = _GROUP + " AND sample = ?"
 _OF_LEASE = "(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE lease = ?)"
+_ENDED = (
+    f"(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE state IN ('{State.TRAINED}', '{State.DROPPED}'))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A group that was running or in line. Its rollouts go on: those in `finished` need not run again, the others are replayed."""
+
+    key: GroupKey
+    finished: tuple[Trajectory, ...]
+    turns: Mapping[RolloutKey, tuple[Turn, ...]]
+    """Completed turns, in order, of rollouts that had not ended."""
 
 
 class Store:
@@ -37,176 +62,248 @@ class Store:
     def close(self) -> None:
         self._db.close()
 
-    def apply(self, deeds: Iterable[Deed]) -> None:
+    def write(self, deeds: Iterable[Callable[[Store], object]]) -> None:
         """Several deeds in one transaction: all of them happen, or none."""
         with self._db.transaction():
             for deed in deeds:
                 deed(self)
 
-    # --- Groups and rollouts ---
+    # --- Applying ---
 
-    def admit(self, key: GroupKey, task: Task) -> None:
-        """A group starts. One that was running before a crash, or was put in line by `requeue`, is known already."""
-        self._db.execute(
-            "INSERT OR IGNORE INTO groups (epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?)",
-            *_group(key),
-            codec.encode_task(task),
+    def apply(self, fact: Fact) -> None:
+        with self._db.transaction():
+            match fact:
+                case Admitted():
+                    self._admit(fact)
+                case TurnKept():
+                    self._keep_turn(fact)
+                case TrajectoryKept():
+                    self._keep(fact)
+                case GroupFinished():
+                    self._finish(fact)
+                case GroupClosed():
+                    self._close(fact)
+                case Leased():
+                    self._lease(fact)
+                case Stepped(lease=lease):
+                    self._step(lease)
+                case TakenBack(lease=lease):
+                    (train_version,) = self._open(lease)
+                    self._take_back(lease)
+                    self._db.set_number("next", min(self._db.number("next") or 0, train_version))
+                case WentBack():
+                    self._go_back(fact)
+                case Checkpointed(version=version):
+                    self._settle(version)
+                    self._db.sync_after_commit()
+                case Interrupted():
+                    self._db.execute("UPDATE groups SET state = ? WHERE state = ?", State.IN_LINE, State.RUNNING)
+                case _:
+                    pass
+
+    def _admit(self, admitted: Admitted) -> None:
+        self._db.move(
+            "INSERT INTO groups (epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET state = excluded.state WHERE state = ?",
+            *_group(admitted.key),
+            codec.encode_task(admitted.task),
             State.RUNNING,
+            State.IN_LINE,
         )
 
-    def record_turn(self, key: RolloutKey, number: int, turn: Turn) -> None:
-        """The `number`-th completed turn of a rollout that goes on; number 0 begins anew, so a retry forgets what it replaces."""
-        with self._db.transaction():
-            if number == 0:
-                self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
-            self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", *_rollout(key), number, codec.encode_turn(turn))
+    def _keep_turn(self, kept: TurnKept) -> None:
+        """Number 0 begins anew, so a retry forgets what it replaces."""
+        where = _rollout(kept.key)
+        if kept.number == 0:
+            self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *where)
+        self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", *where, kept.number, codec.encode_turn(kept.turn))
 
-    def finish_rollout(
-        self, trajectory: Trajectory, *, masked: Mapping[Reason, int] | None = None, dropped: Mapping[Reason, int] | None = None
-    ) -> None:
-        """Writes the trajectory and its tokens' fates in the transaction that completes it; its turns are in its rows from now on.
-
-        `masked` and `dropped` are those of the session's record. A retried rollout replaces its trajectory and adds its fates.
-        """
+    def _keep(self, kept: TrajectoryKept) -> None:
+        """The rollout's turns are in its rows from now on."""
+        trajectory = kept.trajectory
         key, num_trainable = trajectory.key, trajectory.num_trainable
-        values = (trajectory.reward, trajectory.truncated, trajectory.error, trajectory.seconds, num_trainable)
-        with self._db.transaction():
+        self._db.execute(
+            "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *_rollout(key),
+            *(trajectory.reward, trajectory.truncated, trajectory.error, trajectory.seconds, num_trainable),
+            codec.encode_rows(trajectory.rows),
+        )
+        self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
+        for fate, counts in ((Fate.MASKED, kept.masked), (Fate.DROPPED, kept.dropped)):
+            for reason, num_tokens in counts.items():
+                self._add_fate(key, fate, reason, num_tokens)
+        if trajectory.reward is None:
+            self._add_fate(key, Fate.DROPPED, Reason.NO_REWARD, num_trainable)
+        else:
+            self._add_fate(key, Fate.WAITING, None, num_trainable)
+
+    def _finish(self, finished: GroupFinished) -> None:
+        where = _group(finished.group.key)
+        self._db.move(
+            f"UPDATE groups SET state = ?, finished = ? WHERE state = ? AND {_GROUP}",
+            *(State.WAITING, finished.order, State.RUNNING),
+            *where,
+        )
+        self._db.raise_number("finished", finished.order)
+        self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)  # of rollouts that ended without a record
+
+    def _close(self, closed: GroupClosed) -> None:
+        """With its successor at once: a crash between the two would lose the prompt."""
+        where = _group(closed.key)
+        self._db.move(
+            f"UPDATE groups SET state = ?, reason = ?, lease = NULL WHERE state IN (?, ?, ?) AND {_GROUP}",
+            *(State.DROPPED, closed.reason, State.RUNNING, State.WAITING, State.LEASED),
+            *where,
+        )
+        self._db.execute(
+            f"INSERT INTO fates SELECT epoch, position, attempt, sample, ?, ?, num_tokens FROM fates WHERE fate = ? AND {_GROUP} "
+            "ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens",
+            *(Fate.DROPPED, closed.reason, Fate.WAITING),
+            *where,
+        )
+        self._db.execute(f"DELETE FROM fates WHERE fate = ? AND {_GROUP}", Fate.WAITING, *where)
+        self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)
+        if closed.successor is not None:
+            self._db.move(
+                f"INSERT INTO groups (epoch, position, attempt, task, state) SELECT ?, ?, ?, task, ? FROM groups WHERE {_GROUP}",
+                *_group(closed.successor),
+                State.IN_LINE,
+                *where,
+            )
+
+    def _lease(self, leased: Leased) -> None:
+        batch = leased.batch
+        self._db.execute("INSERT INTO leases VALUES (?, ?, 0)", batch.lease, batch.train_version)
+        self._db.raise_number("lease", batch.lease)
+        self._db.raise_number("version", batch.train_version + 1)
+        self._db.set_number("next", batch.train_version + 1)
+        for group in batch.groups:
+            self._db.move(
+                f"UPDATE groups SET state = ?, lease = ? WHERE state = ? AND {_GROUP}",
+                *(State.LEASED, batch.lease, State.WAITING),
+                *_group(group.key),
+            )
+        for fate, counts in ((Fate.MASKED, leased.masked), (Fate.DROPPED, leased.dropped)):
+            for key, num_tokens in counts.items():
+                self._add_fate(key, Fate.WAITING, None, -num_tokens)
+                self._add_fate(key, fate, Reason.STALE, num_tokens)
+        self._db.execute(f"DELETE FROM fates WHERE num_tokens = 0 AND {_OF_LEASE}", batch.lease)
+
+    def _step(self, lease: int) -> None:
+        self._open(lease)
+        self._db.execute("UPDATE leases SET done = 1 WHERE lease = ?", lease)
+        self._db.execute(f"UPDATE fates SET fate = ? WHERE fate = ? AND {_OF_LEASE}", Fate.TRAINED, Fate.WAITING, lease)
+
+    def _take_back(self, lease: int) -> None:
+        """Tokens that the stale policy had taken out wait again too."""
+        self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
+        self._db.execute(
+            f"DELETE FROM fates WHERE (fate IN (?, ?) OR reason = ?) AND {_OF_LEASE}", Fate.WAITING, Fate.TRAINED, Reason.STALE, lease
+        )
+        self._db.execute(
+            f"INSERT INTO fates SELECT epoch, position, attempt, sample, ?, '', num_trainable FROM rollouts "
+            f"WHERE reward IS NOT NULL AND num_trainable > 0 AND {_OF_LEASE}",
+            Fate.WAITING,
+            lease,
+        )
+        self._db.execute("UPDATE groups SET state = ?, lease = NULL WHERE lease = ?", State.WAITING, lease)
+
+    def _go_back(self, back: WentBack) -> None:
+        self._settle(back.checkpoint)
+        for lease in self._leases("1"):
+            self._take_back(lease)
+        self._db.raise_number("version", back.version)
+        self._db.set_number("next", back.version)
+
+    def _settle(self, version: Version) -> None:
+        """Steps up to `version` are final, also one whose report was lost with this process: the checkpoint has it."""
+        for lease in self._leases("train_version < ?", version):
+            self._step(lease)
+            self._db.execute("UPDATE groups SET state = ?, lease = NULL WHERE lease = ?", State.TRAINED, lease)
+            self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
+
+    def _add_fate(self, key: RolloutKey, fate: Fate, reason: Reason | None, num_tokens: int) -> None:
+        if num_tokens:
             self._db.execute(
-                "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO fates VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens",
                 *_rollout(key),
-                *values,
-                codec.encode_rows(trajectory.rows),
+                *(fate, reason or "", num_tokens),
             )
-            self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
-            for reason, num_tokens in (masked or {}).items():
-                self._add_fate(key, Fate.MASKED, reason, num_tokens)
-            for reason, num_tokens in (dropped or {}).items():
-                self._add_fate(key, Fate.DROPPED, reason, num_tokens)
-            if trajectory.reward is None:
-                self._add_fate(key, Fate.DROPPED, Reason.NO_REWARD, num_trainable)
-            else:
-                self._add_fate(key, Fate.WAITING, None, num_trainable)
 
-    def finish_group(self, key: GroupKey) -> None:
-        """All rollouts of a running group are written: it waits for a step."""
-        with self._db.transaction():
-            order = self._db.count("finished")
-            self._db.move(
-                "UPDATE groups SET state = ?, finished = ? WHERE state = ? AND " + _GROUP, State.WAITING, order, State.RUNNING, *_group(key)
-            )
-            self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *_group(key))  # of rollouts that ended without a record
-
-    def drop_group(self, key: GroupKey, reason: Reason) -> None:
-        """A group ends untrained, and its tokens with it: a running or waiting one, or a leased one whose step was skipped."""
-        with self._db.transaction():
-            self._db.move(
-                f"UPDATE groups SET state = ?, reason = ?, lease = NULL WHERE state IN (?, ?, ?) AND {_GROUP}",
-                *(State.DROPPED, reason, State.RUNNING, State.WAITING, State.LEASED),
-                *_group(key),
-            )
-            self._drop_tokens(_GROUP, reason, *_group(key))
-            self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *_group(key))
-            self._db.execute("DELETE FROM leases WHERE NOT EXISTS (SELECT * FROM groups WHERE groups.lease = leases.lease)")
-
-    def requeue(self, key: GroupKey, reason: Reason) -> None:
-        """Drops the attempt and puts the task in line as the next one, at once: a crash between the two would lose the prompt."""
-        with self._db.transaction():
-            task = self._task(key)
-            self.drop_group(key, reason)
-            self.admit(replace(key, attempt=key.attempt + 1), task)
-
-    # --- Leases ---
-
-    def lease(self, batch: Batch) -> None:
-        """A batch is about to leave for the trainer, or leaves once more for one that asked again.
-
-        Tokens the buffer trimmed from it for their age get that fate.
-        """
-        if self._leases("lease = ? AND train_version = ?", batch.lease, batch.train_version):
-            return
-        with self._db.transaction():
-            self._db.execute("INSERT INTO leases VALUES (?, ?, 0)", batch.lease, batch.train_version)
-            self._db.raise_number("lease", batch.lease)
-            self._db.raise_number("version", batch.train_version + 1)
-            for group in batch.groups:
-                self._db.move(
-                    "UPDATE groups SET state = ?, lease = ? WHERE state = ? AND " + _GROUP,
-                    State.LEASED,
-                    batch.lease,
-                    State.WAITING,
-                    *_group(group.key),
-                )
-                for trajectory in group.trajectories:
-                    self._trim_tokens(trajectory)
-
-    def done(self, lease: int) -> None:
-        """The step is made. Final only when a checkpoint of its version is (`checkpointed`)."""
-        with self._db.transaction():
-            self._end_lease("UPDATE leases SET done = 1 WHERE lease = ?", lease)
-            self._db.execute(f"UPDATE fates SET fate = ? WHERE fate = ? AND {_OF_LEASE}", Fate.TRAINED, Fate.WAITING, lease)
-
-    def take_back(self, lease: int) -> None:
-        """The trainer died before the step was in a checkpoint: its groups wait again."""
-        with self._db.transaction():
-            self._end_lease("DELETE FROM leases WHERE lease = ?", lease)
-            self._db.execute(
-                f"DELETE FROM fates WHERE (fate IN (?, ?) OR reason = ?) AND {_OF_LEASE}", Fate.WAITING, Fate.TRAINED, Reason.STALE, lease
-            )
-            self._db.execute(
-                f"INSERT INTO fates SELECT epoch, position, attempt, sample, ?, '', num_trainable FROM rollouts "
-                f"WHERE reward IS NOT NULL AND num_trainable > 0 AND {_OF_LEASE}",
-                Fate.WAITING,
-                lease,
-            )
-            self._db.execute("UPDATE groups SET state = ?, lease = NULL WHERE lease = ?", State.WAITING, lease)
-
-    def checkpointed(self, version: Version) -> None:
-        """A checkpoint of `version` is complete: the steps up to it are final. On disk before this returns, power cuts included."""
-        with self._db.transaction():
-            for lease in self._leases("train_version < ?", version):
-                self._settle(lease)
-            self._db.sync_after_commit()
+    def _open(self, lease: int) -> tuple[Version]:
+        found = self._db.execute("SELECT train_version FROM leases WHERE lease = ?", lease)
+        if not found:
+            raise UnknownLease(f"Lease {lease} is not open in {self._db.path.name}; take a batch again.")
+        return found[0]
 
     # --- After a crash ---
 
-    def revert(self, version: Version) -> tuple[Group, ...]:
-        """Weights later than `version` have died. Steps up to it are final; later ones' groups wait again, exactly once.
+    def facts(self) -> Iterator[Fact]:
+        """What happened to all groups, in an order in which it may have happened. Folded, the facts are the books.
 
-        Returns the groups of steps that were done: a buffer that lived on counts them as trained.
+        Of what is final only the sums are told.
         """
-        with self._db.transaction():
-            for lease in self._leases("train_version < ?", version):
-                self._settle(lease)
-            untrained = [g for lease in self._leases("done = 1") for g in self._groups("lease = ?", lease)]
-            for lease in self._leases("1"):
-                self.take_back(lease)
-        return tuple(untrained)
+        for key in self._keys("state IN (?, ?, ?)", State.RUNNING, State.WAITING, State.LEASED):
+            yield Admitted(key, self._task(key))
+        for key in self._keys("state IN (?, ?, ?, ?)", State.IN_LINE, State.RUNNING, State.WAITING, State.LEASED):
+            yield from self._kept(key)
+        for key in self._keys("state IN (?, ?)", State.WAITING, State.LEASED):
+            ((order,),) = self._db.execute(f"SELECT finished FROM groups WHERE {_GROUP}", *_group(key))
+            yield GroupFinished(self._group(key), order)
+        for lease, train_version, done in self._db.execute("SELECT lease, train_version, done FROM leases ORDER BY lease"):
+            groups = sorted(self._groups("lease = ?", lease), key=lambda group: group.key)
+            yield Leased(Batch(lease, train_version, tuple(groups)), {}, {}, {})
+            if done:
+                yield Stepped(lease, train_version + 1, started=0.0, ended=0.0, num_tokens=0, metrics={})
+        yield self._carried_over()
 
-    def recover(self, checkpoint_version: Version | None) -> Recovered:
-        """Where everything is, after this process died.
+    def groups_after(self, checkpoint: Version) -> tuple[Group, ...]:
+        """Those of steps that were made, which a checkpoint of that version does not have."""
+        leases = self._leases("done = 1 AND train_version >= ?", checkpoint)
+        return tuple(group for lease in leases for group in self._groups("lease = ?", lease))
 
-        With a version, the trainer goes on from that checkpoint (see `revert`); with `None` it lives, and all its leases stand.
-        """
-        with self._db.transaction():
-            if checkpoint_version is not None:
-                self.revert(checkpoint_version)
-            waiting = self._groups("state = ?", State.WAITING)
-            leases = tuple(self._batch(lease) for lease in self._leases("done = 0"))
-            unfinished = tuple(self._unfinished(key) for key in self._keys("state = ?", State.RUNNING))
-            again = [g.key for g in (*waiting, *(g for batch in leases for g in batch.groups))]
-            return Recovered(
-                waiting=waiting,
-                unfinished=unfinished,
-                leases=leases,
-                tasks={**{u.key: u.task for u in unfinished}, **{key: self._task(key) for key in again}},
-                next_position=self._next_position(),
-                highest_version=self._db.number("version"),
-                next_lease=(self._db.number("lease") or 0) + 1,
-            )
+    def unfinished(self) -> tuple[Unfinished, ...]:
+        """In the order of their keys."""
+        return tuple(self._unfinished(key) for key in sorted(self._keys("state IN (?, ?)", State.RUNNING, State.IN_LINE)))
 
-    def token_fates(self) -> Mapping[tuple[Fate, Reason | None], int]:
-        """Tokens of ended rollouts by fate and reason (I3)."""
-        found = self._db.execute("SELECT fate, reason, SUM(num_tokens) FROM fates GROUP BY fate, reason")
+    def next_position(self) -> tuple[int, int]:
+        """(epoch, index) of the next task to draw. An index past the end of its epoch means the start of the next."""
+        found = self._db.execute("SELECT epoch, position FROM groups ORDER BY epoch DESC, position DESC LIMIT 1")
+        return (found[0][0], found[0][1] + 1) if found else (0, 0)
+
+    def _carried_over(self) -> CarriedOver:
+        trained, dropped = 0, dict[Reason, int]()
+        for state, reason, number in self._db.execute(
+            "SELECT state, reason, COUNT(*) FROM groups WHERE state IN (?, ?) GROUP BY state, reason", State.TRAINED, State.DROPPED
+        ):
+            if state == State.TRAINED:
+                trained = number
+            else:
+                dropped[Reason(reason)] = number
+        return CarriedOver(
+            trained=trained,
+            dropped=dropped,
+            tokens=self._fates(_ENDED),
+            in_line=tuple(self._keys("state = ?", State.IN_LINE)),
+            next_version=self._db.number("next"),
+            highest_version=self._db.number("version"),
+            num_leases=self._db.number("lease") or 0,
+            num_finished=self._db.number("finished") or 0,
+        )
+
+    def _kept(self, key: GroupKey) -> Iterator[TrajectoryKept]:
+        """Fates that a step or its stale policy gave are left out: the lease gives them anew."""
+        for trajectory in self._trajectories(key, self._task(key)):
+            fates = self._fates(_ROLLOUT, *_rollout(trajectory.key))
+            masked = {reason: n for (fate, reason), n in fates.items() if fate is Fate.MASKED and reason not in (None, Reason.STALE)}
+            dropped = {reason: n for (fate, reason), n in fates.items() if fate is Fate.DROPPED and reason not in (None, Reason.STALE)}
+            if trajectory.reward is None and trajectory.num_trainable:
+                dropped[Reason.NO_REWARD] -= trajectory.num_trainable
+            yield TrajectoryKept(trajectory, masked, dropped)
+
+    def _fates(self, where: str, *values: Value) -> Mapping[tuple[Fate, Reason | None], int]:
+        """Tokens by fate and reason (I3)."""
+        found = self._db.execute(f"SELECT fate, reason, SUM(num_tokens) FROM fates WHERE {where} GROUP BY fate, reason", *values)
         return {(Fate(fate), Reason(reason) if reason else None): total for fate, reason, total in found}
 
     # --- Reading ---
@@ -216,19 +313,14 @@ class Store:
 
     def _group(self, key: GroupKey) -> Group:
         task = self._task(key)
-        scored = (t for t in self._trajectories(key, task) if t.reward is not None)
-        return Group(key, task.id, task.source, tuple(scored))
+        return Group.of(key, task, self._trajectories(key, task))
 
     def _unfinished(self, key: GroupKey) -> Unfinished:
-        task = self._task(key)
         turns: dict[RolloutKey, list[Turn]] = {}
         for sample, blob in self._db.execute(f"SELECT sample, turn FROM turns WHERE {_GROUP} ORDER BY sample, number", *_group(key)):
             turns.setdefault(RolloutKey(key, sample), []).append(self._decoded(codec.decode_turn, blob))
-        return Unfinished(key, task, tuple(self._trajectories(key, task)), {rollout: tuple(made) for rollout, made in turns.items()})
-
-    def _batch(self, lease: int) -> Batch:
-        (version,) = self._db.execute("SELECT train_version FROM leases WHERE lease = ?", lease)[0]
-        return Batch(lease, version, tuple(sorted(self._groups("lease = ?", lease), key=lambda g: g.key)))
+        finished = tuple(self._trajectories(key, self._task(key)))
+        return Unfinished(key, finished, {rollout: tuple(made) for rollout, made in turns.items()})
 
     def _trajectories(self, key: GroupKey, task: Task) -> Iterator[Trajectory]:
         columns = "sample, reward, rows, truncated, error, seconds"
@@ -249,6 +341,7 @@ class Store:
             raise StoreCorrupt(f"Reading {self._db.path}: {error}; restore the file from a copy, or start a new run folder.") from error
 
     def _keys(self, where: str, *values: Value) -> list[GroupKey]:
+        """In the order of finishing, those that have not finished in that of their keys."""
         found = self._db.execute(
             f"SELECT epoch, position, attempt FROM groups WHERE {where} ORDER BY finished, epoch, position, attempt", *values
         )
@@ -256,58 +349,6 @@ class Store:
 
     def _leases(self, where: str, *values: Value) -> list[int]:
         return [lease for (lease,) in self._db.execute(f"SELECT lease FROM leases WHERE {where} ORDER BY lease", *values)]
-
-    def _next_position(self) -> tuple[int, int]:
-        found = self._db.execute("SELECT epoch, position FROM groups ORDER BY epoch DESC, position DESC LIMIT 1")
-        return (found[0][0], found[0][1] + 1) if found else (0, 0)
-
-    # --- Tokens ---
-
-    def _add_fate(self, key: RolloutKey, fate: Fate, reason: Reason | None, num_tokens: int) -> None:
-        if num_tokens:
-            self._db.execute(
-                "INSERT INTO fates VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens",
-                *_rollout(key),
-                fate,
-                reason or "",
-                num_tokens,
-            )
-
-    def _trim_tokens(self, trajectory: Trajectory) -> None:
-        """What the batch no longer trains on left for its age: masked if its trajectory still has rows, else dropped."""
-        key, left = trajectory.key, trajectory.num_trainable
-        found = self._db.execute(f"SELECT num_tokens FROM fates WHERE {_ROLLOUT} AND fate = ?", *_rollout(key), Fate.WAITING)
-        trimmed = (found[0][0] if found else 0) - left
-        if trimmed:
-            self._db.execute(f"DELETE FROM fates WHERE {_ROLLOUT} AND fate = ?", *_rollout(key), Fate.WAITING)
-            self._add_fate(key, Fate.WAITING, None, left)
-            self._add_fate(key, Fate.MASKED if trajectory.rows else Fate.DROPPED, Reason.STALE, trimmed)
-
-    def _drop_tokens(self, where: str, reason: Reason, *values: Value) -> None:
-        """Waiting tokens -> dropped(reason), added to what was dropped for that reason before."""
-        self._db.execute(
-            f"INSERT INTO fates SELECT epoch, position, attempt, sample, ?, ?, num_tokens FROM fates WHERE fate = ? AND {where} "
-            "ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens",
-            Fate.DROPPED,
-            reason,
-            Fate.WAITING,
-            *values,
-        )
-        self._db.execute(f"DELETE FROM fates WHERE fate = ? AND {where}", Fate.WAITING, *values)
-
-    # --- Writing ---
-
-    def _settle(self, lease: int) -> None:
-        """The step is final, also if its `done` was lost with this process: the checkpoint has it."""
-        if self._leases("lease = ? AND done = 0", lease):
-            self.done(lease)
-        self._db.execute("UPDATE groups SET state = ?, lease = NULL WHERE lease = ?", State.TRAINED, lease)
-        self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
-
-    def _end_lease(self, sql: str, lease: int) -> None:
-        if not self._leases("lease = ?", lease):
-            raise UnknownLease(f"Lease {lease} is not open in {self._db.path.name}; take a batch again.")
-        self._db.execute(sql, lease)
 
 
 def _group(key: GroupKey) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The store on an event loop: deeds are put without waiting, and written by a thread, many in one transaction."""
+"""The store on an event loop: facts are put without waiting, and written by a thread, many in one transaction."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from midflight.errors import StoreFailed
-from midflight.trajectories.store import Deed, Store
+from midflight.trajectories.store import Store
+from midflight.types.facts import Fact
 
 T = TypeVar("T")
 
 MAX_PENDING = 20_000
-"""Deeds in memory. At the rate of completed turns this is minutes of a disk that stands still: then the run ends and says so."""
+"""Facts in memory. At the rate of completed turns this is minutes of a disk that stands still: then the run ends and says so."""
 MAX_TOGETHER = 1_000
-"""Deeds of one transaction: its commit is paid once, and `flush` waits for at most one that is under way and its own."""
+"""Facts of one transaction: its commit is paid once, and `flush` waits for at most one that is under way and its own."""
 
 
 class StoreWriter:
-    """Deeds happen in the order they were put.
+    """Facts are written in the order they were put, so that a file that lacks one lacks all after it.
 
-    What must be durable before the next move: a group before it is put into the buffer, for a group that is leased and then
-    forgotten would be generated and trained again; a lease before its batch leaves for the trainer, for the same reason; a
-    checkpoint's `checkpointed` before older leases are forgotten. The rest may follow: a turn that is lost is only played again.
+    What must be durable before the next move: a lease, and with it the groups it is of, before its batch leaves for the trainer, for a
+    group that is trained and then forgotten would be generated and trained again; a checkpoint before older leases are
+    forgotten. The rest may follow: a turn that is lost is only played again.
     """
 
     def __init__(self, store: Store, *, max_pending: int = MAX_PENDING) -> None:
         self._store = store
         self._max_pending = max_pending
-        self._pending: deque[Deed] = deque()
+        self._pending: deque[Callable[[Store], object]] = deque()
         self._num_put = 0
         self._num_written = 0
         self._writing = threading.Lock()  # between the thread and `close`
@@ -38,8 +39,11 @@ class StoreWriter:
         self._written = asyncio.Event()
         self._failure: BaseException | None = None
 
-    def put(self, deed: Deed) -> None:
+    def put(self, fact: Fact) -> None:
         """To be written soon. Never waits; `room` is for those who can."""
+        self._append(lambda store: store.apply(fact))
+
+    def _append(self, deed: Callable[[Store], object]) -> None:
         if self._failure is not None:
             raise StoreFailed(f"The store has failed: {self._failure}") from self._failure
         if len(self._pending) >= self._max_pending:
@@ -54,20 +58,20 @@ class StoreWriter:
             await self._next_write()
 
     async def flush(self) -> None:
-        """Waits until every deed put before is durable. Ended by `run`, or with its failure."""
+        """Waits until every fact put before is durable. Ended by `run`, or with its failure."""
         mark = self._num_put
         while self._num_written < mark:
             await self._next_write()
 
-    async def call(self, deed: Callable[[Store], T]) -> T:
-        """Waits for a deed and everything put before it, and returns its result. A deed that raises ends the run: check first."""
+    async def read(self, reading: Callable[[Store], T]) -> T:
+        """Waits for everything put before, and returns what the store says then. A reading that raises ends the run."""
         results: list[T] = []
-        self.put(lambda store: results.append(deed(store)))
+        self._append(lambda store: results.append(reading(store)))
         await self.flush()
         return results[0]
 
     async def run(self) -> None:
-        """Waits for deeds and writes them; ended by its task group. What is pending then is written by `close`."""
+        """Waits for facts and writes them; ended by its task group. What is pending then is written by `close`."""
         while True:
             self._arrived.clear()
             while self._pending:
@@ -96,7 +100,7 @@ class StoreWriter:
     def _write(self) -> None:
         with self._writing:
             deeds = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_TOGETHER))]
-            self._store.apply(deeds)
+            self._store.write(deeds)
             self._num_written += len(deeds)
 
     async def _next_write(self) -> None:

@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from midflight.types.names import Reason, Version
-from midflight.types.rollouts import GroupKey, RolloutKey
+from midflight.types.generation import Turn
+from midflight.types.names import Fate, Reason, Version
+from midflight.types.rollouts import Batch, Group, GroupKey, RolloutKey, Task, Trajectory
 
 
 class EngineStepped(msgspec.Struct, frozen=True, gc=False):
@@ -66,20 +67,6 @@ class RolloutEnded(msgspec.Struct, frozen=True):
     error: str | None
 
 
-class GroupFinished(msgspec.Struct, frozen=True):
-    key: GroupKey
-    num_trajectories: int
-    mean_reward: float
-
-
-class GroupClosed(msgspec.Struct, frozen=True):
-    """A group ended untrained."""
-
-    key: GroupKey
-    reason: Reason
-    num_tokens: int
-
-
 class Waited(msgspec.Struct, frozen=True):
     """`who` (trainer, admission, handover) was idle because of `for_whom`."""
 
@@ -88,23 +75,132 @@ class Waited(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Leased(msgspec.Struct, frozen=True):
-    """A batch was given to the trainer. `staleness` counts trainable tokens by age in versions."""
+# --- What moves groups and tokens: books and store apply these -------------------------------------------------------
 
-    train_version: Version
-    num_groups: int
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A group started: the next of the stream, or one that was in line."""
+
+    key: GroupKey
+    task: Task
+
+
+class SlotFreed(msgspec.Struct, frozen=True):
+    """A rollout of a running group makes no more tokens. Slots are the process's own and not stored."""
+
+    key: GroupKey
+
+
+class TurnKept(msgspec.Struct, frozen=True):
+    """The `number`-th turn of a rollout that goes on was completed; number 0 begins a try anew."""
+
+    key: RolloutKey
+    number: int
+    turn: Turn
+
+
+class TrajectoryKept(msgspec.Struct, frozen=True):
+    """A rollout ended and is not tried again. Every token that was generated for it is in one of the three.
+
+    `masked` and `dropped` count tokens that are not trainable, those of tries without a reward among them.
+    """
+
+    trajectory: Trajectory
+    masked: Mapping[Reason, int]
+    dropped: Mapping[Reason, int]
+
+
+class GroupFinished(msgspec.Struct, frozen=True):
+    """A running group waits for a step, as the `order`-th of the run."""
+
+    group: Group
+    order: int
+
+
+class GroupClosed(msgspec.Struct, frozen=True):
+    """A group ended untrained, and with it the `num_tokens` that could have been trained on. A `successor` puts its task in line."""
+
+    key: GroupKey
+    reason: Reason
     num_tokens: int
+    successor: GroupKey | None = None
+
+
+class Leased(msgspec.Struct, frozen=True):
+    """Groups were given to the trainer. `staleness` counts trainable tokens by age in versions."""
+
+    batch: Batch
     staleness: Mapping[int, int]
+    masked: Mapping[RolloutKey, int]
+    """Tokens that the stale policy took out and left in their row as context."""
+    dropped: Mapping[RolloutKey, int]
+    """Tokens that left with their row."""
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """One step of the trainer, which made `version`."""
+    """One step of the trainer, which made `version`. What was left in its lease is trained, and final with a checkpoint of it.
 
+    A skipped step left the weights as they were; its groups were closed before.
+    """
+
+    lease: int
     version: Version
     started: float
     ended: float
     num_tokens: int
     metrics: Mapping[str, float]
+    skipped: bool = False
+
+
+class TakenBack(msgspec.Struct, frozen=True):
+    """The step of a lease will not be made: its groups wait again, in their old places."""
+
+    lease: int
+
+
+class WentBack(msgspec.Struct, frozen=True):
+    """A trainer goes on from its checkpoint, under a number that no other weights have had.
+
+    Steps up to the checkpoint are final. Open leases are taken back, and `groups`, those of later steps, wait again.
+    """
+
+    checkpoint: Version
+    version: Version
+    groups: tuple[Group, ...]
+
+
+class Checkpointed(msgspec.Struct, frozen=True):
+    """A checkpoint of `version` exists: the steps up to it are final."""
+
+    version: Version
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """The process that ran the rollouts died: what was running is in line again."""
+
+
+class CarriedOver(msgspec.Struct, frozen=True):
+    """What a store says of groups that are trained or dropped for good, of those in line, and of its numbers."""
+
+    trained: int
+    dropped: Mapping[Reason, int]
+    tokens: Mapping[tuple[Fate, Reason | None], int]
+    in_line: tuple[GroupKey, ...]
+    next_version: Version | None
+    """That the next batch is for; none before the first."""
+    highest_version: Version | None
+    """That any lease was meant to make."""
+    num_leases: int
+    num_finished: int
+
+
+class Served(msgspec.Struct, frozen=True):
+    """Every routable engine serves `version` or a newer one. Engines say it anew after a crash, so it is not stored."""
+
+    version: Version
+
+
+# --- What engines and evaluations did --------------------------------------------------------------------------------
 
 
 class WeightsCommitted(msgspec.Struct, frozen=True):
@@ -144,17 +240,47 @@ class Evaluated(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+Stored: TypeAlias = (
+    Admitted
+    | TurnKept
+    | TrajectoryKept
+    | GroupFinished
+    | GroupClosed
+    | Leased
+    | Stepped
+    | TakenBack
+    | WentBack
+    | Checkpointed
+    | Interrupted
+)
+"""What the store applies."""
+
+Booked: TypeAlias = (
+    Admitted
+    | SlotFreed
+    | TrajectoryKept
+    | GroupFinished
+    | GroupClosed
+    | Leased
+    | Stepped
+    | TakenBack
+    | WentBack
+    | Checkpointed
+    | Interrupted
+    | CarriedOver
+    | Served
+)
+"""What the books apply."""
+
 Fact: TypeAlias = (
-    EngineStepped
+    Stored
+    | Booked
+    | EngineStepped
     | TurnFinished
     | SessionEnded
     | RequestFailed
     | RolloutEnded
-    | GroupFinished
-    | GroupClosed
     | Waited
-    | Leased
-    | Stepped
     | WeightsCommitted
     | Quarantined
     | Rejoined

@@ -85,15 +85,12 @@ class Kind(StrEnum):
 
 
 class Fate(StrEnum):
-    """What became of a token the gateway received (invariant I3): exactly one of these."""
+    """What became of a token of an ended rollout (invariant I3): exactly one of these."""
 
-    IN_FLIGHT = "in_flight"
     WAITING = "waiting"
     TRAINED = "trained"
     MASKED = "masked"
     DROPPED = "dropped"
-    EVALUATED = "evaluated"
-    UNTRACKED = "untracked"
 
 
 class Reason(StrEnum):
@@ -106,10 +103,10 @@ class Reason(StrEnum):
     NO_REWARD = "no_reward"
     TOO_FEW = "too_few"
     ZERO_SPREAD = "zero_spread"
-    TOO_LONG = "too_long"
     REQUEUED = "requeued"
     NOT_FINITE = "not_finite"
-    RESTARTED = "restarted"
+    SKIPPED = "skipped"
+    """The trainer made no update with it: its loss or gradient was not finite, or an alarm held the step back."""
     SHUTDOWN = "shutdown"
     ABANDONED = "abandoned"
     """The request was cancelled or failed before its answer was complete."""

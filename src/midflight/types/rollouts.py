@@ -5,7 +5,7 @@ Shapes: `T` is the number of tokens of a row. Times are seconds, on the clock of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, Version
@@ -125,6 +125,15 @@ class Group:
     task_id: str
     source: str
     trajectories: tuple[Trajectory, ...]
+
+    @classmethod
+    def of(cls, key: GroupKey, task: Task, trajectories: Iterable[Trajectory]) -> Group:
+        """The scored trajectories in the order of their samples.
+
+        A reward of `None` says that the infrastructure failed: it leaves the group and never becomes a number (I10).
+        """
+        scored = sorted((t for t in trajectories if t.reward is not None), key=lambda t: t.key.sample)
+        return cls(key, task.id, task.source, tuple(scored))
 
     @property
     def oldest_version(self) -> Version | None:

@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute
 from midflight.config.sections import Config
 from midflight.errors import RequestRejected
 from midflight.run.api.batches import batch_as_lists
-from midflight.run.api.service import PREFIX, TakesWithin
+from midflight.run.api.service import PREFIX, TrainerService
 from midflight.run.api.session_routes import WaitSeconds
 from midflight.run.api.steps import DoneBody, ModelTensors, StepBook
 from midflight.trajectories.packing import to_bytes
@@ -38,6 +38,10 @@ class Take(StrictBody, frozen=True):
     train_version: Annotated[Version, Meta(ge=0)]
     wait_seconds: WaitSeconds | None = None
     """Then the answer is 204. Without it the request waits as long as it takes."""
+
+
+class OfLease(StrictBody, frozen=True):
+    lease: int
 
 
 class AtVersion(StrictBody, frozen=True):
@@ -108,7 +112,7 @@ class TrainerRoutes:
 
     def __init__(
         self,
-        service: TakesWithin,
+        service: TrainerService,
         *,
         token: str,
         model: Path,
@@ -126,6 +130,8 @@ class TrainerRoutes:
         verbs = {
             "take": self._take,
             "done": self._done,
+            "take_back": self._take_back,
+            "restart": self._restart,
             "weights": self._weights,
             "checkpointed": self._checkpointed,
             "finish": self._finish,
@@ -154,6 +160,21 @@ class TrainerRoutes:
         self._book.done(step)
         return json_answer({"version": step.version})
 
+    async def _take_back(self, request: Request) -> Response:
+        body = await body_of(request, OfLease)
+        self._book.check_open(body.lease)
+        await self._service.take_back(body.lease)
+        self._book.taken_back(body.lease)
+        return json_answer({"lease": body.lease})
+
+    async def _restart(self, request: Request) -> Response:
+        """The answer's version is the one that the next step begins at, and whose weights must be published first."""
+        body = await body_of(request, AtVersion)
+        self._book.check_restart(body.version)
+        version = await self._service.restart(body.version)
+        self._book.restarted(version)
+        return json_answer({"version": version})
+
     async def _weights(self, request: Request) -> Response:
         """Waits until every engine serves the version, is reserved or in quarantine; `served_version` says what came of it."""
         body = await body_of(request, WeightsBody)
@@ -167,6 +188,7 @@ class TrainerRoutes:
         body = await body_of(request, AtVersion)
         self._book.check_saved(body.version)
         await self._service.checkpointed(body.version)
+        self._book.saved(body.version)
         return json_answer({"version": body.version})
 
     async def _finish(self, request: Request) -> Response:

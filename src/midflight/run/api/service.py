@@ -9,21 +9,11 @@ import msgspec
 from midflight.run.parts import PartLost
 from midflight.trajectories.packing import from_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.types.facts import Stepped
 from midflight.wire.client import HttpClient
 
 PREFIX = "/midflight/v1"
 """Of the routes by which a trainer, a harness or a worker asks."""
-
-
-class StepDone(msgspec.Struct, frozen=True):
-    """A step that ended. `version` is the one it made; times are CLOCK_MONOTONIC seconds."""
-
-    lease: int
-    version: Version
-    started: float
-    ended: float
-    num_tokens: int
-    metrics: dict[str, float]
 
 
 class RolloutService(Protocol):
@@ -31,8 +21,8 @@ class RolloutService(Protocol):
         """Leases the batch to train at this version; waits until there is one. Asking again gives the same batch."""
         ...
 
-    async def done(self, report: StepDone) -> None:
-        """The step is over: its groups are trained, final with the checkpoint that contains them."""
+    async def done(self, step: Stepped) -> None:
+        """The step is over: its groups are trained, final with the checkpoint that contains them, or dropped if it was skipped."""
         ...
 
     async def publish(self, manifest: WeightManifest) -> None:
@@ -48,11 +38,22 @@ class RolloutService(Protocol):
         ...
 
 
-class TakesWithin(RolloutService, Protocol):
-    """A service whose batches are also asked for by requests that may not wait for ever."""
+class TrainerService(RolloutService, Protocol):
+    """What a foreign trainer may ask for too: it may not wait for ever, and it may go back while the gateway and the engines stay."""
 
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
         """As `take`, but None when there is no batch yet after `seconds`; 0 looks once."""
+        ...
+
+    async def take_back(self, lease: int) -> None:
+        """The step of a lease will not be made: its groups wait again. `UnknownLease` if it is not open."""
+        ...
+
+    async def restart(self, checkpoint: Version) -> Version:
+        """The trainer goes on from its checkpoint: groups of later steps wait again, exactly once (I8).
+
+        Returns the number under which the checkpoint's weights go on: its own, or one that no other weights have had.
+        """
         ...
 
 
@@ -73,7 +74,7 @@ class RolloutClient:
     async def take(self, train_version: Version) -> PackedBatch:
         return from_bytes(await self._post("take", {"train_version": train_version}))
 
-    async def done(self, report: StepDone) -> None:
+    async def done(self, step: Stepped) -> None:
         await self._post("done", report)
 
     async def publish(self, manifest: WeightManifest) -> None:

@@ -1,6 +1,6 @@
 """What the trainer was handed, made and published: refuses what comes out of turn, and fills in what it left unsaid.
 
-A version is one step: it begins at `train_version` and makes `train_version + 1` (DECISIONS 1). Synchronous; it never waits.
+A version is one step: it begins at `train_version` and makes `train_version + 1`. Synchronous; it never waits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from msgspec import Meta
 
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
 from midflight.models.adapter import served_weights
-from midflight.run.api.service import StepDone
 from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.types.facts import Stepped
 from midflight.weights.transports.files import read_specs
 
 Seconds = Annotated[float, Meta(ge=0, le=1e10)]
@@ -38,6 +38,7 @@ class StepBook:
 
     def __init__(self, *, start_version: Version) -> None:
         self._made = self._newest_taken = start_version
+        self._saved = start_version
         self._open: dict[int, _Taken] = {}
         self._published: tuple[Version, str] | None = None
 
@@ -54,29 +55,53 @@ class StepBook:
         self._newest_taken = max(self._newest_taken, batch.train_version)
         self._open.setdefault(batch.lease, _Taken(batch.train_version, now, int(batch.loss_mask.sum())))
 
-    def report(self, said: DoneBody, *, now: float) -> StepDone:
+    def report(self, said: DoneBody, *, now: float) -> Stepped:
         """The step as the run counts it. `UnknownLease` and `OutOfTurn` leave everything as it was."""
-        taken = self._open.get(said.lease)
-        if taken is None:
-            raise UnknownLease(f"lease {said.lease} is not open: it was never given, or its step is done already.")
+        self.check_open(said.lease)
+        taken = self._open[said.lease]
         if said.version != taken.train_version + 1:
             raise OutOfTurn(
                 f"lease {said.lease} is of the step that begins at version {taken.train_version} and makes {taken.train_version + 1}, "
                 f"not {said.version}: report that."
             )
         ended = now if said.ended is None else said.ended
-        return StepDone(
+        return Stepped(
             lease=said.lease,
             version=said.version,
             started=min(ended, taken.at if said.started is None else said.started),
             ended=ended,
-            num_tokens=taken.num_tokens if said.num_tokens is None else said.num_tokens,
+            num_tokens=(0 if said.skipped else taken.num_tokens) if said.num_tokens is None else said.num_tokens,
             metrics=said.metrics,
+            skipped=said.skipped,
         )
 
-    def done(self, step: StepDone) -> None:
+    def done(self, step: Stepped) -> None:
         self._open.pop(step.lease, None)
         self._made = max(self._made, step.version)
+
+    def check_open(self, lease: int) -> None:
+        if lease not in self._open:
+            raise UnknownLease(f"lease {lease} is not open: it was never given, or its step is done already.")
+
+    def taken_back(self, lease: int) -> None:
+        """The batch of its version may be taken again."""
+        del self._open[lease]
+
+    def check_restart(self, checkpoint: Version) -> None:
+        """Steps up to a checkpoint that was reported are final: no trainer goes back beyond it."""
+        if not self._saved <= checkpoint <= self._made:
+            raise OutOfTurn(
+                f"going back to version {checkpoint}: it must be a checkpoint of version {self._saved}, the newest that was reported, "
+                f"to {self._made}, the newest made."
+            )
+
+    def restarted(self, version: Version) -> None:
+        """The next step begins at `version`; leases are closed."""
+        self._made = self._newest_taken = version
+        self._open.clear()
+
+    def saved(self, version: Version) -> None:
+        self._saved = max(self._saved, version)
 
     def check_saved(self, version: Version) -> None:
         """A checkpoint holds steps that were made: what is trained later must not count as final."""
@@ -110,6 +135,8 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_tokens: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     metrics: Annotated[dict[str, float], Meta(max_length=1024)] = {}
     """They are kept in the journal for every step."""
+    skipped: bool = False
+    """The step left the weights as they were: its groups are dropped and not trained."""
 
 
 class ModelTensors:

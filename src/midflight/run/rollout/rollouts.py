@@ -1,34 +1,33 @@
-"""The stream of rollouts: groups are started as admission allows, and handed to the buffer when they are durable.
+"""The stream of rollouts: groups are started as admission allows, and wait for a step when they have ended.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `Rollouts.run` | tasks | admission of the next group | the queue: a step taken, a version served, a rollout ended |
-| `Rollouts._group` (one each) | its rollouts | their ends, then the store | the rollouts' deadlines; the store's writer |
+| `RolloutStream.run` | tasks | admission of the next group | the queue: a step taken, a version served, a rollout ended |
+| `RolloutStream._group` (one each) | its rollouts | their ends | the rollouts' deadlines |
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 
+from midflight.buffer.books import Books
 from midflight.buffer.queue import GroupQueue
 from midflight.environments.rollout import GroupRunner, RolloutRunner
 from midflight.environments.tasks import SeededStream
 from midflight.errors import RunFailed
 from midflight.run.rollout.ages import GroupAges
-from midflight.run.rollout.records import Records
-from midflight.trajectories.groups import collect
 from midflight.types import Group, GroupKey, Reason, RolloutKey, Row, Task, Trajectory
-from midflight.types.facts import GroupFinished, Record
+from midflight.types.facts import GroupFinished, Record, SlotFreed, TrajectoryKept
 
 MAX_FAILED_GROUPS = 8
 """Groups in a row of which not one rollout got a reward. More is no bad luck: the environment or the engines are broken."""
 
 
 class Fates:
-    """Tokens that no trajectory carries on, by rollout and reason, until their group ends (I3)."""
+    """Tokens that no trajectory carries on, by rollout and reason, until the rollout is kept (I3)."""
 
     def __init__(self) -> None:
         self._masked: defaultdict[RolloutKey, Counter[Reason]] = defaultdict(Counter)
@@ -41,104 +40,91 @@ class Fates:
     def rows_discarded(self, key: RolloutKey, rows: tuple[Row, ...], *, reason: Reason) -> None:
         self._dropped[key][reason] += sum(row.num_trainable for row in rows)
 
-    def of(self, key: RolloutKey) -> tuple[Mapping[Reason, int], Mapping[Reason, int]]:
-        """(masked, dropped) of a rollout so far."""
-        return self._masked[key], self._dropped[key]
-
-    def settle(self, keys: Iterable[RolloutKey]) -> tuple[Mapping[Reason, int], Mapping[Reason, int]]:
-        """(masked, dropped) of rollouts whose group has ended; forgets them."""
-        masked, dropped = Counter[Reason](), Counter[Reason]()
-        for key in keys:
-            masked.update(self._masked.pop(key, Counter()))
-            dropped.update(self._dropped.pop(key, Counter()))
-        return masked, dropped
+    def kept(self, trajectory: Trajectory) -> TrajectoryKept:
+        """The rollout is not tried again; its counts are forgotten here."""
+        key = trajectory.key
+        return TrajectoryKept(trajectory, self._masked.pop(key, Counter()), self._dropped.pop(key, Counter()))
 
 
-class _Slots:
+class GroupSlots:
     """The slots that admission reserved for a group: leaving one frees it for the next group."""
 
-    def __init__(self, queue: GroupQueue, key: GroupKey) -> None:
-        self._queue, self._key = queue, key
+    def __init__(self, key: GroupKey, record: Record) -> None:
+        self._key, self._record = key, record
 
     async def __aenter__(self) -> None:
         return None
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
-        self._queue.end_rollout(self._key)
+        self._record(SlotFreed(self._key))
 
 
 class Recorded:
-    """Runs rollouts and records each as it ends. Those that had ended before a crash come back from the store, once."""
+    """Runs rollouts and keeps each that gets a reward. Those kept before a crash come back from the store, once."""
 
-    def __init__(self, runner: RolloutRunner, records: Records, fates: Fates) -> None:
-        self._runner, self._records, self._fates = runner, records, fates
+    def __init__(self, runner: RolloutRunner, fates: Fates, record: Record) -> None:
+        self._runner, self._fates, self._record = runner, fates, record
         self._finished: dict[RolloutKey, Trajectory] = {}
 
     def restore(self, trajectories: Iterable[Trajectory]) -> None:
-        self._finished.update({t.key: t for t in trajectories})
+        self._finished.update({t.key: t for t in trajectories if t.reward is not None})
 
     async def run(self, key: RolloutKey, task: Task) -> Trajectory:
         if (finished := self._finished.pop(key, None)) is not None:
             return finished
         trajectory = await self._runner.run(key, task)
         if trajectory.reward is not None:
-            self._records.rollout_finished(trajectory, *self._fates.of(key))
+            self._record(self._fates.kept(trajectory))
         return trajectory
 
 
-class Rollouts:
+class RolloutStream:
     """Starts a group whenever admission allows, and sees each to its end."""
 
     def __init__(
         self,
         queue: GroupQueue,
+        books: Books,
         stream: SeededStream,
         *,
         runner: Recorded,
         ages: GroupAges,
         fates: Fates,
-        records: Records,
         record: Record,
+        room: Callable[[], Awaitable[None]],
         group_size: int,
-        min_group_size: int,
         retries: int,
     ) -> None:
-        self._queue, self._stream, self._runner = queue, stream, runner
-        self._ages, self._fates, self._records, self._record = ages, fates, records, record
-        self._group_size, self._min_group_size, self._retries = group_size, min_group_size, retries
+        """`room` waits while the disk is far behind."""
+        self._queue, self._books, self._stream, self._runner = queue, books, stream, runner
+        self._ages, self._fates, self._record, self._room = ages, fates, record, room
+        self._group_size, self._retries = group_size, retries
         self._failed_in_a_row = 0
 
     async def run(self) -> None:
         """Runs until cancelled, which cancels the groups, or until too many groups in a row have failed."""
         async with asyncio.TaskGroup() as groups:
             while True:
-                await self._records.room()
-                key = await self._queue.admit(self._draw)
-                task = self._stream.task_at(key.epoch, key.index)
-                self._records.admitted(key, task)
-                groups.create_task(self._group(key, task), name=f"group {key}")
+                await self._room()
+                admitted = await self._queue.admit(self._draw, self._task_of)
+                groups.create_task(self._group(admitted.key, admitted.task), name=f"group {admitted.key}")
                 await asyncio.sleep(0)  # the agents of a group start together: milliseconds in which nobody else is heard
 
     def _draw(self) -> GroupKey:
         return self._stream.next()[0]
 
+    def _task_of(self, key: GroupKey) -> Task:
+        return self._stream.task_at(key.epoch, key.index)
+
     async def _group(self, key: GroupKey, task: Task) -> None:
-        slots = _Slots(self._queue, key)
+        slots = GroupSlots(key, self._record)
         runner = GroupRunner(rollouts=self._runner, slots=slots, fates=self._fates, group_size=self._group_size, retries=self._retries)
         trajectories = await runner.run(key, task)
         for lost in (t for t in trajectories if t.reward is None):
-            self._records.rollout_finished(lost, *self._fates.of(lost.key))  # only now: it is not tried again
-            self._fates.rows_discarded(lost.key, lost.rows, reason=Reason.NO_REWARD)
-        masked, dropped = self._fates.settle(t.key for t in trajectories)
-        result = collect(key, task, trajectories=trajectories, min_size=self._min_group_size)
-        if isinstance(result, Group):
-            await self._records.finished(result)
-            self._queue.put(result, masked=masked, dropped=dropped)
-            rewards = [t.reward for t in result.trajectories if t.reward is not None]
-            self._record(GroupFinished(key, len(rewards), sum(rewards) / len(rewards)))
-        else:
-            scored = sum(t.num_trainable for t in trajectories if t.reward is not None)  # the others' tokens are in `dropped`
-            self._queue.drop(key, result, num_tokens=scored + sum(masked.values()) + sum(dropped.values()))
+            self._record(self._fates.kept(lost))  # only now: it is not tried again
+        group = Group.of(key, task, trajectories)
+        reason = self._books.unfit(group)
+        self._record(GroupFinished(group, self._books.next_order) if reason is None else self._books.closing(key, reason))
         self._ages.forget(key)
         self._budget(trajectories)
 

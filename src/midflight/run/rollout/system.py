@@ -2,10 +2,10 @@
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `Rollouts.run` | tasks | admission | the queue (see `buffer.queue`) |
+| `RolloutStream.run` | tasks | admission | the queue (see `buffer.queue`) |
 | `take` | finished groups | a batch that may be taken | rollouts that end, versions that go live |
 | `publish` | manifests | the handover before; an evaluation that it must not overtake | engines' commits, or their deadlines; the evaluation, or `pin_seconds` |
-| `StoreWriter.run` | deeds | the next deed | whoever puts one |
+| `StoreWriter.run` | facts | the next fact | whoever records one |
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from midflight.buffer.limits import Limits
+from midflight.buffer.books import Books
+from midflight.buffer.groups import Limits
 from midflight.buffer.queue import GroupQueue
 from midflight.config import derived
-from midflight.config.sections import Config, RolloutSection
+from midflight.config.sections import RolloutSection
 from midflight.environments.tasks import SeededStream, Source
 from midflight.observe.status import Phase
-from midflight.run.api.service import StepDone
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.agents import Agents
 from midflight.run.rollout.ages import GroupAges
 from midflight.run.rollout.evaluations import Evaluations, Phases
-from midflight.run.rollout.records import Records
-from midflight.run.rollout.rollouts import Fates, Recorded, Rollouts
+from midflight.run.rollout.rollouts import Fates, Recorded, RolloutStream
 from midflight.trajectories.packing import pack
-from midflight.trajectories.recovery import Recovered
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import Batch, PackedBatch, Task, Version, WeightManifest
-from midflight.types.facts import Stepped
+from midflight.types.facts import Booked, Checkpointed, Fact, Interrupted, Served, Stepped, Stored, TakenBack, TurnKept, WentBack
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -54,7 +52,7 @@ def buffer_limits(rollout: RolloutSection) -> Limits:
 
 
 class RolloutSystem:
-    """Implements `RolloutService`. Built complete, so that it runs alike over real engines and simulated ones, real time and virtual."""
+    """Implements `TrainerService`. Built complete, so that it runs alike over real engines and simulated ones, real time and virtual."""
 
     def __init__(
         self,
@@ -69,20 +67,32 @@ class RolloutSystem:
     ) -> None:
         config, serving = agents.config, agents.serving
         self._teacher = teacher
-        self._record, self._phases_told = agents.record, phases
+        self._observe, self._phases_told = agents.record, phases
         self._version = version
         self._writer = StoreWriter(store)
-        self._records = Records(self._writer)
         self._gateway, self._handover = serving.gateway, serving.handover
-        self._gateway.on_turn = self._records.turn_completed
+        self._gateway.on_turn = lambda key, number, turn: self.record(TurnKept(key, number, turn))
         self._ages = GroupAges(serving.gateway)
-        self._fates = Fates()
+        self.books = Books(buffer_limits(config.rollout), start_version=version)
+        self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group)
+        serving.fleet.on_served = lambda version: self.record(Served(version))
         self._stream = SeededStream(sources, seed=config.run.seed)
-        recovered = store.recover(checkpoint) if checkpoint is not None else None
-        self.queue = self._queue(config, first_lease=recovered.next_lease if recovered else 1)
-        serving.fleet.on_served = self.queue.served
-        recorded = Recorded(agents.runner(self._ages, self._fates, tracked=True), self._records, self._fates)
-        self._rollouts = self._rolling_out(config, recorded)
+        fates = Fates()
+        recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record)
+        if checkpoint is not None:
+            self._restore(store, recorded, checkpoint=checkpoint)
+        self._rollouts = RolloutStream(
+            self.queue,
+            self.books,
+            self._stream,
+            runner=recorded,
+            ages=self._ages,
+            fates=fates,
+            record=self.record,
+            room=self._writer.room,
+            group_size=config.rollout.group_size,
+            retries=config.rollout.retries,
+        )
         self._evaluations = Evaluations(
             agents.evaluator,
             held_out(sources),
@@ -95,41 +105,27 @@ class RolloutSystem:
         )
         self._last_step = asyncio.Event()  # the trainer has said `finish`
         self._finished = asyncio.Event()
-        if recovered is not None:
-            self._restore(recovered, recorded)
 
-    def _queue(self, config: Config, *, first_lease: int) -> GroupQueue:
-        return GroupQueue(
-            buffer_limits(config.rollout),
-            record=self._record,
-            running_oldest=self._ages.of_group,
-            closed=self._records.closed,
-            start_version=self._version,
-            first_lease=first_lease,
-        )
-
-    def _rolling_out(self, config: Config, runner: Recorded) -> Rollouts:
-        return Rollouts(
-            self.queue,
-            self._stream,
-            runner=runner,
-            ages=self._ages,
-            fates=self._fates,
-            records=self._records,
-            record=self._record,
-            group_size=config.rollout.group_size,
-            min_group_size=derived.min_group_size(config.rollout),
-            retries=config.rollout.retries,
-        )
-
-    def _restore(self, found: Recovered, recorded: Recorded) -> None:
+    def _restore(self, store: Store, recorded: Recorded, *, checkpoint: Version) -> None:
         """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8)."""
-        self._stream.seek(*found.next_position)
-        self.queue.restore(waiting=found.waiting, unfinished=[u.key for u in found.unfinished])
-        for unfinished in found.unfinished:
+        for fact in store.facts():
+            self.books.apply(fact)
+        self.record(Interrupted())
+        self.record(WentBack(checkpoint, self._version, store.groups_after(checkpoint)))
+        self._stream.seek(*store.next_position())
+        for unfinished in store.unfinished():
             recorded.restore(unfinished.finished)
             for key, turns in unfinished.turns.items():
                 self._gateway.replay(key, turns)
+
+    def record(self, fact: Fact) -> None:
+        """Applies a fact in one order: to the books, which may refuse it; to the store; to the observers. Then whoever waits is woken."""
+        self.books.apply(fact)
+        if isinstance(fact, Stored):
+            self._writer.put(fact)
+        self._observe(fact)
+        if isinstance(fact, Booked):
+            self.queue.wake()
 
     # --- The run of it -----------------------------------------------------------------------------------------------
 
@@ -159,7 +155,7 @@ class RolloutSystem:
     # --- RolloutService ----------------------------------------------------------------------------------------------
 
     async def take(self, train_version: Version) -> PackedBatch:
-        return await self._leased(await self.queue.take(train_version))
+        return await self._packed(await self.queue.take(train_version))
 
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
         """Only the wait for the batch has the deadline: once there is one, it is written down and given."""
@@ -168,12 +164,28 @@ class RolloutSystem:
                 batch = await self.queue.take(train_version)
         except TimeoutError:
             return None
-        return await self._leased(batch)
+        return await self._packed(batch)
 
-    async def done(self, report: StepDone) -> None:
-        self.queue.done(report.lease)  # first: a lease that is not open is refused here
-        self._records.done(report.lease)
-        self._record(Stepped(report.version, report.started, report.ended, report.num_tokens, report.metrics))
+    async def done(self, step: Stepped) -> None:
+        """A lease that is not open is refused before anything is recorded."""
+        for closed in self.books.skipping(step.lease) if step.skipped else ():
+            self.record(closed)
+        self.record(step)
+
+    async def take_back(self, lease: int) -> None:
+        self.record(TakenBack(lease))
+        await self._writer.flush()
+
+    async def restart(self, checkpoint: Version) -> Version:
+        """Reads the groups again if a step was reported meanwhile. Ended by the writer."""
+        while True:
+            groups = await self._writer.read(lambda store: store.groups_after(checkpoint))
+            if frozenset(group.key for group in groups) == self.books.learnt_after(checkpoint):
+                break
+        version = self.books.resumed_as(checkpoint)
+        self.record(WentBack(checkpoint, version, groups))
+        await self._writer.flush()
+        return version
 
     async def publish(self, manifest: WeightManifest) -> None:
         async with self._evaluations.making_way():
@@ -181,16 +193,16 @@ class RolloutSystem:
             self._evaluations.published(manifest.version)
 
     async def checkpointed(self, version: Version) -> None:
-        await self._records.checkpointed(version)
-        self.queue.checkpointed(version)
+        self.record(Checkpointed(version))
+        await self._writer.flush()
 
     async def finish(self, version: Version) -> None:
         """Waits for the last evaluation; ended by it."""
         self._last_step.set()
         await self._finished.wait()
 
-    async def _leased(self, batch: Batch) -> PackedBatch:
+    async def _packed(self, batch: Batch) -> PackedBatch:
         """Waits until the lease is on disk, then for the teacher, which scores while the step before is made."""
-        await self._records.leased(batch)
+        await self._writer.flush()
         packed = pack(batch)
         return packed if self._teacher is None else await self._teacher.scored(packed)

@@ -15,8 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-from midflight.run.api.service import RolloutService, StepDone
+from midflight.run.api.service import RolloutService
 from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.types.facts import Stepped
 
 REWARD_WINDOW = 20
 """Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
@@ -31,6 +32,10 @@ MAX_HANDOVERS = 2
 class Report(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]: ...
+    @property
+    def skipped(self) -> str | None:
+        """Why the step left the weights as they were; `None` if it made an update."""
+        ...
 
 
 class Steps(Protocol):
@@ -112,20 +117,21 @@ class TrainingLoop:
             await self._write(await self._copied(), self._trainer.version)
         await self._service.finish(self._trainer.version)
 
-    async def _step(self, batch: PackedBatch) -> StepDone:
+    async def _step(self, batch: PackedBatch) -> Stepped:
         started = time.monotonic()
         report = await asyncio.to_thread(self._trainer.step, batch)
         ended = time.monotonic()
         if (scored := np.isfinite(batch.rewards)).any():
             self._rewards.append(float(batch.rewards[scored].mean()))
-        num_tokens = int(batch.loss_mask.sum())
-        return StepDone(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics))
+        skipped = report.skipped is not None
+        num_tokens = 0 if skipped else int(batch.loss_mask.sum())
+        return Stepped(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics), skipped)
 
     async def _publish(self) -> WeightManifest:
         """Copies the weights out before the next step may change them."""
         return await asyncio.to_thread(self._outlet.publish, self._trainer.version)
 
-    async def _hand_over(self, manifest: WeightManifest, done: StepDone | None = None, *, after: asyncio.Task[None] | None = None) -> None:
+    async def _hand_over(self, manifest: WeightManifest, done: Stepped | None = None, *, after: asyncio.Task[None] | None = None) -> None:
         """Reports the step; waits for the handover before it, and until every engine serves this version or is in quarantine."""
         if done is not None:
             async with self._reports:

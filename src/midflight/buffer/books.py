@@ -1,0 +1,395 @@
+"""Where every group and every token is, and what the next step may train on. Facts change it, and nothing else does.
+
+I1: submitted = running + waiting + leased + trained + dropped(by reason), after every fact.
+I3: received = waiting + trained + masked(by reason) + dropped(by reason), for the tokens of rollouts that have ended. Tokens of
+running rollouts are in flight and known to the gateway; leased ones wait until their step is done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from midflight.buffer.groups import Finished, Learnt, Limits, OpenLease, Share, Tokens, Trimmed
+from midflight.buffer.staleness import ages, credit, overfull, surplus
+from midflight.errors import OutOfTurn, UnknownLease
+from midflight.types import Batch, Fate, Group, GroupKey, Reason, StalePolicy, Version
+from midflight.types.facts import (
+    Admitted,
+    CarriedOver,
+    Checkpointed,
+    Fact,
+    GroupClosed,
+    GroupFinished,
+    Interrupted,
+    Leased,
+    Served,
+    SlotFreed,
+    Stepped,
+    TakenBack,
+    TrajectoryKept,
+    WentBack,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet. `for_whom` is one of generation, stragglers, trainer, handover, slots; `detail` is a sentence for people."""
+
+    for_whom: str
+    detail: str
+
+
+class Books:
+    """Synchronous, and equal to what the store would give back after a crash. `GroupQueue` does the waiting.
+
+    Reading methods decide: they say what may be recorded next, and change nothing.
+    """
+
+    def __init__(self, limits: Limits, *, start_version: Version = 0) -> None:
+        self._limits = limits
+        self.submitted = 0
+        self.trained = 0
+        self.dropped = Counter[Reason]()
+        self.tokens = Tokens()
+        self._line: set[GroupKey] = set()  # to start before any new task is drawn
+        self._running: dict[GroupKey, int] = {}  # slots held
+        self._kept: dict[GroupKey, int] = {}  # trainable tokens of ended rollouts whose group has not
+        self._waiting: dict[GroupKey, Finished] = {}
+        self._leases: dict[int, OpenLease] = {}
+        self._learnt: dict[GroupKey, Learnt] = {}
+        self._served = start_version
+        self._next = start_version  # of the next step that has no batch
+        self._made = start_version  # the newest version the trainer is known to have made
+        self._highest = start_version  # that any lease was meant to make
+        self._num_leases = 0
+        self._num_finished = 0
+
+    # --- What is where ---
+
+    @property
+    def running(self) -> tuple[GroupKey, ...]:
+        """In the order of admission."""
+        return tuple(self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_running_rollouts(self) -> int:
+        return sum(self._running.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_leased(self) -> int:
+        return sum(len(lease.shares) for lease in self._leases.values())
+
+    @property
+    def tokens_waiting(self) -> int:
+        """Trainable tokens of ended rollouts whose group runs, waits or is leased."""
+        leased = (share.num_trained for lease in self._leases.values() for share in lease.shares.values())
+        return sum(self._kept.values()) + sum(f.num_tokens for f in self._waiting.values()) + sum(leased)
+
+    @property
+    def next_order(self) -> int:
+        """Of the next group that finishes."""
+        return self._num_finished + 1
+
+    @property
+    def in_line(self) -> GroupKey | None:
+        """The earliest task that must start before any new one is drawn."""
+        return min(self._line, default=None)
+
+    # --- Deciding ---
+
+    def admission(self) -> Wait | None:
+        """`None` if a group may start."""
+        limits = self._limits
+        open_groups = self.num_running + self.num_waiting
+        free = credit(
+            open_groups=open_groups,
+            next_version=self._next,
+            served_version=self._served,
+            max_staleness=limits.max_staleness,
+            groups_per_step=limits.groups_per_step,
+        )
+        if free <= 0:
+            whom = "handover" if self._served < self._made else "trainer"
+            return Wait(
+                whom, f"{open_groups} groups are open for step {self._next}, all that max_staleness allows at version {self._served}"
+            )
+        if self.num_waiting >= limits.buffer_groups:
+            return Wait("trainer", f"{self.num_waiting} finished groups wait, buffer_groups is {limits.buffer_groups}")
+        if self.num_running_rollouts + limits.group_size > limits.max_in_flight:
+            return Wait("slots", f"{self.num_running_rollouts} rollouts run, max_in_flight is {limits.max_in_flight}")
+        return None
+
+    def unfit(self, group: Group) -> Reason | None:
+        """Why a group whose rollouts have ended cannot wait for a step; `None` if it can."""
+        if not group.trajectories:
+            return Reason.NO_REWARD
+        if len(group.trajectories) < self._limits.min_group_size or group.oldest_version is None:
+            return Reason.TOO_FEW
+        if self._limits.drop_zero_spread and len({t.reward for t in group.trajectories}) == 1:
+            return Reason.ZERO_SPREAD
+        return None
+
+    def closing(self, key: GroupKey, reason: Reason, *, again: bool = False) -> GroupClosed:
+        """The fact that ends a group now; `again` puts its task in line as the next attempt."""
+        successor = replace(key, attempt=key.attempt + 1) if again else None
+        return GroupClosed(key, reason, self._num_tokens(key), successor)
+
+    def skipping(self, lease: int) -> list[GroupClosed]:
+        """What ends the groups of a lease whose step the trainer skipped. `UnknownLease` if it is not open."""
+        return [self.closing(key, Reason.SKIPPED) for key in self._open(lease).shares]
+
+    def held(self, train_version: Version) -> Batch | None:
+        """The batch already leased for that version, if its lease is open."""
+        return next((lease.batch for lease in self._leases.values() if lease.batch.train_version == train_version), None)
+
+    def overdue(self, train_version: Version) -> list[GroupClosed]:
+        """What ends the groups that no step from this version on may train on, by the stale policy. `OutOfTurn` for a version that is past.
+
+        Under `wait` there is none, unless a crash or a late message broke the proof's assumptions; such tasks are tried again however
+        often, as no prompt may be lost to a crash (I8): the crashes are bounded.
+        """
+        if train_version < self._next:
+            raise OutOfTurn(f"A batch for version {train_version} was asked, but the next is {self._next}; ask for that one.")
+        limits, floor = self._limits, train_version - self._limits.max_staleness
+        match limits.policy:
+            case StalePolicy.WAIT:
+                ordered = sorted(self._waiting.values(), key=lambda f: (f.oldest, f.order))
+                excess = surplus(
+                    [f.oldest for f in ordered],
+                    train_version,
+                    max_staleness=limits.max_staleness,
+                    groups_per_step=limits.groups_per_step,
+                )
+                return [self.closing(f.group.key, Reason.REQUEUED, again=True) for f in ordered[:excess]]
+            case StalePolicy.REQUEUE:
+                stale = [key for key, f in self._waiting.items() if f.oldest < floor]
+                left = {key: key.attempt < limits.requeues for key in stale}
+                return [self.closing(key, Reason.REQUEUED if again else Reason.STALE, again=again) for key, again in left.items()]
+            case StalePolicy.DROP | StalePolicy.MASK:
+                trimmed = {key: f.at(floor, limits.policy).group for key, f in self._waiting.items() if f.oldest < floor}
+                return [self.closing(key, Reason.STALE) for key, group in trimmed.items() if group.oldest_version is None]
+
+    def choose(self, train_version: Version, running_oldest: Mapping[GroupKey, Version | None]) -> Leased | Wait:
+        """The batch of the step that begins at `train_version`: the B groups of oldest version, in the order of their keys.
+
+        `running_oldest` gives the oldest version among the tokens of each running group, of its ended rollouts too, `None` before
+        the first. What is `overdue` must be closed before.
+        """
+        limits = self._limits
+        aged: list[tuple[Version, int, Trimmed]] = []
+        for finished in self._waiting.values():
+            trimmed = finished.at(train_version - limits.max_staleness, limits.policy)
+            oldest = finished.oldest if trimmed.group is finished.group else trimmed.group.oldest_version
+            assert oldest is not None, f"{trimmed.group.key} is overdue"
+            aged.append((oldest, finished.order, trimmed))
+        aged.sort(key=lambda entry: entry[:2])
+        chosen, left = aged[: limits.groups_per_step], aged[limits.groups_per_step :]
+        if len(chosen) < limits.groups_per_step:
+            have = f"{len(chosen)} of {limits.groups_per_step} groups"
+            return Wait("generation", f"step {train_version} has {have}; {self.num_running} are running")
+        behind = [oldest for oldest, _, _ in left]
+        if limits.policy is StalePolicy.WAIT and (wait := self._stragglers(behind, train_version, running_oldest)) is not None:
+            return wait
+        return self._leased(train_version, sorted((trimmed for _, _, trimmed in chosen), key=lambda trimmed: trimmed.group.key))
+
+    def _leased(self, train_version: Version, chosen: list[Trimmed]) -> Leased:
+        batch = Batch(self._num_leases + 1, train_version, tuple(trimmed.group for trimmed in chosen))
+        staleness = ages((t for group in batch.groups for t in group.trajectories), train_version)
+        masked = {key: number for trimmed in chosen for key, number in trimmed.masked.items()}
+        dropped = {key: number for trimmed in chosen for key, number in trimmed.dropped.items()}
+        return Leased(batch, staleness, masked, dropped)
+
+    def _stragglers(self, behind: list[Version], train_version: Version, running_oldest: Mapping[GroupKey, Version | None]) -> Wait | None:
+        """A running group that is over age already can never be trained: to wait for it would gain nothing."""
+        limits = self._limits
+        floor = train_version - limits.max_staleness
+        running = {key: oldest for key in self._running if (oldest := running_oldest.get(key)) is not None and oldest >= floor}
+        bound = overfull(
+            [*behind, *running.values()], train_version, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step
+        )
+        if bound is None:
+            return None
+        late = ", ".join(f"{k.epoch}-{k.index}-{k.attempt}" for k, oldest in running.items() if oldest <= bound)
+        return Wait("stragglers", f"step {train_version} would leave too many groups behind at version {bound} or older; running: {late}")
+
+    def resumed_as(self, checkpoint: Version) -> Version:
+        """The number under which the weights of a checkpoint go on: its own, unless a lease was meant to make a later one."""
+        return checkpoint if self._highest <= checkpoint else self._highest + 1
+
+    def learnt_after(self, checkpoint: Version) -> frozenset[GroupKey]:
+        """Groups of steps that were made and that a checkpoint of that version does not have."""
+        return frozenset(key for key, learnt in self._learnt.items() if learnt.version > checkpoint)
+
+    # --- Applying ---
+
+    def apply(self, fact: Fact) -> None:
+        """`UnknownLease` leaves everything as it was."""
+        match fact:
+            case Admitted(key=key):
+                assert not self._is_open(key), f"{key} is admitted already"
+                self._line.discard(key)
+                self._running[key] = self._limits.group_size
+                self.submitted += 1
+            case SlotFreed(key=key):
+                assert self._running[key] > 0, f"{key} has no rollout left to end"
+                self._running[key] -= 1
+                return
+            case TrajectoryKept():
+                self._keep(fact)
+            case GroupFinished(group=group, order=order):
+                del self._running[group.key]
+                self._waiting[group.key] = finished = Finished.of(group, order)
+                self._num_finished = order
+                assert self._kept.pop(group.key, 0) == finished.num_tokens, f"I3: {group.key} has other tokens than its rollouts"
+            case GroupClosed():
+                self._close(fact)
+            case Leased(batch=batch):
+                self._lease(batch)
+            case Stepped(lease=lease):
+                self._step(lease)
+            case TakenBack(lease=lease):
+                self._take_back(lease)
+            case WentBack():
+                self._go_back(fact)
+            case Checkpointed(version=version):
+                self._settle(version)
+            case Interrupted():
+                self.submitted -= len(self._running)
+                self._line.update(self._running)
+                self._running.clear()
+            case CarriedOver():
+                self._carry_over(fact)
+            case Served(version=version):
+                self._served, self._made = version, max(self._made, version)
+            case _:
+                return
+        self._check()
+
+    def _keep(self, kept: TrajectoryKept) -> None:
+        trajectory, number = kept.trajectory, kept.trajectory.num_trainable
+        group = trajectory.key.group
+        self.tokens.received += number + sum(kept.masked.values()) + sum(kept.dropped.values())
+        self.tokens.masked.update(kept.masked)
+        self.tokens.dropped.update(kept.dropped)
+        if trajectory.reward is None:
+            self.tokens.drop(Reason.NO_REWARD, number)
+        else:
+            self._kept[group] = self._kept.get(group, 0) + number
+
+    def _close(self, closed: GroupClosed) -> None:
+        key = closed.key
+        assert self._num_tokens(key) == closed.num_tokens, f"I3: {key} has {self._num_tokens(key)} tokens, not {closed.num_tokens}"
+        for places in (self._running, self._kept, self._waiting, *(lease.shares for lease in self._leases.values())):
+            places.pop(key, None)
+        self.dropped[closed.reason] += 1
+        self.tokens.drop(closed.reason, closed.num_tokens)
+        if closed.successor is not None:
+            self._line.add(closed.successor)
+
+    def _lease(self, batch: Batch) -> None:
+        """The store gives whole groups; the policy takes from them what it took before."""
+        assert batch.lease not in self._leases, f"lease {batch.lease} is taken"
+        floor = batch.train_version - self._limits.max_staleness
+        finished = {group.key: self._waiting.pop(group.key) for group in batch.groups}
+        trimmed = {key: f.at(floor, self._limits.policy) for key, f in finished.items()}
+        groups = tuple(t.group for t in trimmed.values())
+        assert all((oldest := g.oldest_version) is not None and oldest >= floor for g in groups), f"I2: a token below version {floor}"
+        shares = {key: Share(t.group.num_trainable, sum(t.masked.values()), sum(t.dropped.values())) for key, t in trimmed.items()}
+        self._leases[batch.lease] = OpenLease(batch if batch.groups == groups else replace(batch, groups=groups), finished, shares)
+        for share in shares.values():
+            self.tokens.mask(Reason.STALE, share.num_masked)
+            self.tokens.drop(Reason.STALE, share.num_dropped)
+        self._next = batch.train_version + 1
+        self._highest = max(self._highest, self._next)
+        self._num_leases = max(self._num_leases, batch.lease)
+
+    def _step(self, number: int) -> None:
+        lease = self._open(number)
+        version = lease.batch.train_version + 1
+        for key, share in lease.shares.items():
+            self._learnt[key] = Learnt(version, lease.finished[key].order, share)
+            self.tokens.trained += share.num_trained
+        self.trained += len(lease.shares)
+        self._made = max(self._made, version)
+        del self._leases[number]
+
+    def _take_back(self, number: int) -> None:
+        lease = self._open(number)
+        for key, share in lease.shares.items():
+            self._untrim(share)
+            self._waiting[key] = lease.finished[key]
+        self._next = min(self._next, lease.batch.train_version)
+        del self._leases[number]
+
+    def _go_back(self, back: WentBack) -> None:
+        self._settle(back.checkpoint)
+        for number in list(self._leases):
+            self._take_back(number)
+        for group in back.groups:
+            learnt = self._learnt.pop(group.key)
+            self._untrim(learnt.share)
+            self.trained -= 1
+            self.tokens.trained -= learnt.share.num_trained
+            self._waiting[group.key] = Finished.of(group, learnt.order)
+        assert not self._learnt, f"I8: {sorted(self._learnt)} were trained after the checkpoint and do not wait again"
+        self._next = self._made = back.version
+        self._highest = max(self._highest, back.version)
+
+    def _untrim(self, share: Share) -> None:
+        self.tokens.mask(Reason.STALE, -share.num_masked)
+        self.tokens.drop(Reason.STALE, -share.num_dropped)
+
+    def _settle(self, version: Version) -> None:
+        """Steps up to `version` are final, also one that was never reported: the checkpoint has it."""
+        for number in [n for n, lease in self._leases.items() if lease.batch.train_version < version]:
+            self._step(number)
+        self._learnt = {key: learnt for key, learnt in self._learnt.items() if learnt.version > version}
+
+    def _carry_over(self, carried: CarriedOver) -> None:
+        self.submitted += carried.trained + sum(carried.dropped.values())
+        self.trained += carried.trained
+        self.dropped.update(carried.dropped)
+        for (fate, reason), number in carried.tokens.items():
+            self.tokens.received += number
+            if reason is None:
+                self.tokens.trained += number
+            else:
+                (self.tokens.masked if fate is Fate.MASKED else self.tokens.dropped)[reason] += number
+        self._line.update(carried.in_line)
+        self._next = self._next if carried.next_version is None else carried.next_version
+        self._highest = self._highest if carried.highest_version is None else carried.highest_version
+        self._num_leases, self._num_finished = carried.num_leases, carried.num_finished
+
+    # --- Looking up ---
+
+    def _open(self, lease: int) -> OpenLease:
+        if lease not in self._leases:
+            raise UnknownLease(f"Lease {lease} is not open (open: {sorted(self._leases)}); take a batch again.")
+        return self._leases[lease]
+
+    def _num_tokens(self, key: GroupKey) -> int:
+        """Trainable tokens of a group that runs, waits or is leased."""
+        if key in self._running:
+            return self._kept.get(key, 0)
+        if key in self._waiting:
+            return self._waiting[key].num_tokens
+        return next(lease.shares[key].num_trained for lease in self._leases.values() if key in lease.shares)
+
+    def _is_open(self, key: GroupKey) -> bool:
+        return key in self._running or key in self._waiting or any(key in lease.shares for lease in self._leases.values())
+
+    def _check(self) -> None:
+        groups = self.num_running + self.num_waiting + self.num_leased + self.trained + self.dropped.total()
+        assert self.submitted == groups, f"I1: {self.submitted} groups submitted, {groups} accounted for"
+        tokens = self.tokens_waiting + self.tokens.trained + self.tokens.masked.total() + self.tokens.dropped.total()
+        assert self.tokens.received == tokens, f"I3: {self.tokens.received} tokens received, {tokens} accounted for"

@@ -1,0 +1,157 @@
+"""The buffer's limits, and groups that wait for a step or are in one: what the stale policy leaves of them, and of their tokens.
+
+`floor` is the oldest version that may still be trained: train_version - max_staleness. `drop` and `mask` return the group without
+over-age trainable tokens, and how the tokens that left divide into masked and dropped. All are pure functions on groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from midflight.types import Batch, Group, GroupKey, Reason, RolloutKey, Row, StalePolicy, Trajectory, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Depth (`max_in_flight`, rollouts), bound on age (`max_staleness`, versions) and size (`buffer_groups`) are three knobs.
+
+    A batch must fit into the buffer and a group into the depth, or nothing is ever trained: `config.checks` refuses such numbers.
+    """
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    policy: StalePolicy
+    max_in_flight: int
+    buffer_groups: int
+    min_group_size: int
+    requeues: int
+    drop_zero_spread: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """A group without its over-age tokens, and how many trainable tokens of each rollout left."""
+
+    group: Group
+    masked: Mapping[RolloutKey, int]
+    """They stay in a row as context."""
+    dropped: Mapping[RolloutKey, int]
+    """They left with their row."""
+
+
+def trim(policy: StalePolicy, group: Group, floor: Version) -> Trimmed:
+    """What the policy leaves of a group at the step; `wait` and `requeue` train whole groups or none."""
+    match policy:
+        case StalePolicy.DROP:
+            return without_stale_trajectories(group, floor)
+        case StalePolicy.MASK:
+            return with_stale_tokens_masked(group, floor)
+        case StalePolicy.WAIT | StalePolicy.REQUEUE:
+            return Trimmed(group, {}, {})
+
+
+def without_stale_trajectories(group: Group, floor: Version) -> Trimmed:
+    """`drop`: a trajectory with an over-age token loses its rows; its reward stays in the group's baseline."""
+    stale = {t.key: t.num_trainable for t in group.trajectories if _is_stale(t, floor)}
+    kept = tuple(replace(t, rows=()) if t.key in stale else t for t in group.trajectories)
+    return Trimmed(replace(group, trajectories=kept), masked={}, dropped=stale)
+
+
+def with_stale_tokens_masked(group: Group, floor: Version) -> Trimmed:
+    """`mask`: an over-age token stays as context without a gradient; a row without any trainable token left is dropped."""
+    kept: list[Trajectory] = []
+    num_masked, num_dropped = Counter[RolloutKey](), Counter[RolloutKey]()
+    for trajectory in group.trajectories:
+        rows: list[Row] = []
+        for row in trajectory.rows:
+            masked = _mask_stale(row, floor)
+            left = masked.num_trainable
+            if left:
+                rows.append(masked)
+            (num_masked if left else num_dropped)[trajectory.key] += row.num_trainable - left
+        kept.append(replace(trajectory, rows=tuple(rows)))
+    return Trimmed(replace(group, trajectories=tuple(kept)), num_masked, num_dropped)
+
+
+def _is_stale(trajectory: Trajectory, floor: Version) -> bool:
+    return (oldest := trajectory.oldest_version) is not None and oldest < floor
+
+
+def _mask_stale(row: Row, floor: Version) -> Row:
+    return replace(row, loss_mask=row.loss_mask & (row.versions >= floor))
+
+
+@dataclass(slots=True)
+class Finished:
+    """A group that waits. `trimmed` is what the stale policy leaves of it at `floor`, the oldest version that may be trained."""
+
+    group: Group
+    oldest: Version
+    order: int
+    num_tokens: int
+    floor: Version
+    trimmed: Trimmed
+
+    @classmethod
+    def of(cls, group: Group, order: int) -> Finished:
+        oldest = group.oldest_version
+        assert oldest is not None, f"{group.key} waits without a token to train on"
+        return cls(group, oldest, order, group.num_trainable, oldest, Trimmed(group, {}, {}))
+
+    def at(self, floor: Version, policy: StalePolicy) -> Trimmed:
+        if self.oldest >= floor:
+            return Trimmed(self.group, {}, {})
+        if self.floor != floor:
+            self.floor, self.trimmed = floor, trim(policy, self.group, floor)
+        return self.trimmed
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The tokens of a group in a step: those trained, and those that the stale policy took out."""
+
+    num_trained: int
+    num_masked: int
+    num_dropped: int
+
+
+@dataclass(slots=True)
+class OpenLease:
+    batch: Batch
+    finished: dict[GroupKey, Finished]
+    shares: dict[GroupKey, Share]
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """A group that is trained, in no checkpoint yet: by the step that made `version`."""
+
+    version: Version
+    order: int
+    share: Share
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Tokens of rollouts that have ended, by fate (I3)."""
+
+    received: int = 0
+    trained: int = 0
+    masked: Counter[Reason] = field(default_factory=Counter[Reason])
+    dropped: Counter[Reason] = field(default_factory=Counter[Reason])
+
+    def mask(self, reason: Reason, number: int) -> None:
+        _count(self.masked, reason, number)
+
+    def drop(self, reason: Reason, number: int) -> None:
+        _count(self.dropped, reason, number)
+
+
+def _count(counter: Counter[Reason], reason: Reason, number: int) -> None:
+    """A reason without a token is not in the counter."""
+    counter[reason] += number
+    if not counter[reason]:
+        del counter[reason]
