@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,12 @@ from midflight.errors import UnknownLease
 from midflight.run.rollout.system import RolloutSystem
 from midflight.testing.simulated_trainer import SimulatedReport, SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
+from midflight.trajectories.database import State
 from midflight.types import Batch, GroupKey, PackedBatch, Reason, Version, WeightManifest
 from midflight.types.facts import Stepped
 
 from .site import Agents, Site, config, fast_engines
+from .test_recovery import Place, states
 
 
 class Foreign:
@@ -57,7 +58,7 @@ def test_i8_a_trainer_that_goes_back_trains_no_prompt_twice_and_loses_none(tmp_p
             config(staleness=staleness), tmp_path, engines=fast_engines(2, by_version=True), agents=Agents(0), num_tasks=12, sdk=False
         )
         async with site.opened() as ring:
-            foreign = Foreign(site, ring.system)
+            foreign, again = Foreign(site, ring.system), set[Place]()
 
             async def train() -> None:
                 for version in range(3):
@@ -76,15 +77,17 @@ def test_i8_a_trainer_that_goes_back_trains_no_prompt_twice_and_loses_none(tmp_p
                     foreign.version = 5
                 for _ in range(5):
                     await foreign.step(await foreign.take(foreign.version))
-                trained = Counter((key.epoch, key.index) for key in foreign.learnt)
-                assert set(trained.values()) == {1} and {(key.epoch, key.index) for key in lost} <= set(trained)
-                assert ring.system.books.trained == len(foreign.learnt) == 12
+                places = [(key.epoch, key.index) for key in foreign.learnt]
+                assert len(set(places)) == len(places) == ring.system.books.trained == 12, "trained twice"
                 assert set(ring.system.books.dropped) <= {Reason.REQUEUED}
+                again.update((key.epoch, key.index) for key in lost)
 
             await ring.serve(train())
         for batch in site.taken:
             assert all(group.oldest_version >= batch.train_version - staleness for group in batch.groups), "I2"
         site.check_fates()
+        found = states(tmp_path)
+        assert again and all(found[place][-1][0] is not State.DROPPED for place in again), "a prompt lost"
 
     run_virtual(main, seed=0, max_seconds=3600)
 

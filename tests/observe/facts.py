@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from midflight.types import GroupKey, RolloutKey
+from midflight.types import Batch, Group, GroupKey, RolloutKey
 from midflight.types.facts import EngineStepped, Fact, Leased, RolloutEnded, Stepped, WeightsCommitted
 
 
@@ -33,11 +33,12 @@ def rollout(
 
 
 def batch(observer: Observer, train_version: int, staleness: Mapping[int, int]) -> None:
-    observer.apply(Leased(train_version, num_groups=16, num_tokens=sum(staleness.values()), staleness=staleness))
+    groups = tuple(Group(GroupKey(0, index), "task", "spell_backward", ()) for index in range(16))
+    observer.apply(Leased(Batch(1, train_version, groups), staleness, {}, {}))
 
 
 def step(observer: Observer, version: int, started: float = 1000.0, ended: float = 1000.5, num_tokens: int = 100, **metrics: float) -> None:
-    observer.apply(Stepped(version, started, ended, num_tokens, metrics))
+    observer.apply(Stepped(1, version, started, ended, num_tokens, metrics))
 
 
 def decode(

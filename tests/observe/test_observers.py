@@ -9,7 +9,7 @@ from tests.facts import Facts
 from tests.observe.facts import KEY, Observer, batch, commit, decode, rollout, step
 
 from midflight.observe.observers import Observers
-from midflight.types import Reason
+from midflight.types import Group, Reason
 from midflight.types.facts import (
     Evaluated,
     Fact,
@@ -30,7 +30,7 @@ def tell_everything(observer: Observer) -> None:
     observer.apply(SessionEnded(num_turns=3, num_branches=1, num_rewritten=1, num_mismatches=0))
     observer.apply(RequestFailed(session_id=None, status=503, error="no engine"))
     rollout(observer, None)
-    observer.apply(GroupFinished(key=KEY.group, num_trajectories=8, mean_reward=0.5))
+    observer.apply(GroupFinished(Group(KEY.group, "task", "spell_backward", ()), order=1))
     observer.apply(GroupClosed(key=KEY.group, reason=Reason.STALE, num_tokens=9))
     observer.apply(Waited(who="trainer", for_whom="engines", seconds=1.5))
     batch(observer, 3, {0: 5, 2: 7})

@@ -98,7 +98,7 @@ class ScriptedEngine:
         self.stage_seconds = stage_seconds
         self.commit_seconds = commit_seconds
         self.ignores_pause = False
-        """Says that it paused, and goes on (P9)."""
+        """Says that it paused, and goes on."""
         self.mangle: Callable[[Chunk], Iterable[Chunk]] | None = None
         """Applied to every chunk before it is sent: makes malformed answers."""
         self.requests: deque[GenerateRequest] = deque(maxlen=_MAX_RECORDED)

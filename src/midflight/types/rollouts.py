@@ -147,11 +147,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one step of the trainer eats: a lease on whole groups (DECISIONS 13)."""
+    """What one step of the trainer eats: a lease on whole groups."""
 
     lease: int
     train_version: Version
-    """The version whose weights begin the step: ages are counted from here (DECISIONS 2)."""
+    """The version whose weights begin the step: ages are counted from here."""
     groups: tuple[Group, ...]
 
 

@@ -81,7 +81,7 @@ class RolloutProcess:
     # --- Purposes ----------------------------------------------------------------------------------------------------
 
     async def train(self) -> None:
-        """For our trainer it ends only by the launcher, because he may still read our last answer; for another, after that answer."""
+        """For our trainer it ends only by the launcher, because it may still read our last answer; for another, after that answer."""
         sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
         serving = await self._attached(anonymous=False)
         async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:

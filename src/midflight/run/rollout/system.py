@@ -108,10 +108,11 @@ class RolloutSystem:
 
     def _restore(self, store: Store, recorded: Recorded, *, checkpoint: Version) -> None:
         """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8)."""
+        for fact in (Interrupted(), WentBack(checkpoint, self._version, store.groups_after(checkpoint))):
+            store.apply(fact)
+            self._observe(fact)
         for fact in store.facts():
             self.books.apply(fact)
-        self.record(Interrupted())
-        self.record(WentBack(checkpoint, self._version, store.groups_after(checkpoint)))
         self._stream.seek(*store.next_position())
         for unfinished in store.unfinished():
             recorded.restore(unfinished.finished)
