@@ -75,7 +75,7 @@ class RolloutClient:
         return from_bytes(await self._post("take", {"train_version": train_version}))
 
     async def done(self, step: Stepped) -> None:
-        await self._post("done", report)
+        await self._post("done", step)
 
     async def publish(self, manifest: WeightManifest) -> None:
         await self._post("weights", manifest)
