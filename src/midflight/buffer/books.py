@@ -130,7 +130,7 @@ class Books:
         return None
 
     def unfit(self, group: Group) -> Reason | None:
-        """Why a group whose rollouts have ended cannot wait for a step; `None` if it can."""
+        """Why a group whose rollouts have ended cannot wait for a step; `None` if it can. A failed rollout is not among its scores (I10)."""
         if not group.trajectories:
             return Reason.NO_REWARD
         if len(group.trajectories) < self._limits.min_group_size or group.oldest_version is None:
