@@ -31,7 +31,7 @@ from learning_report import Result, read_results, report, write_docs  # noqa: E4
 from overlap_runs import cpu_seconds  # noqa: E402
 from smoke import SETTINGS, options_of  # noqa: E402
 
-from midflight.observe.journal import History, StepLine, read_journal  # noqa: E402
+from midflight.observe.journal import PastLines, StepLine, read_journal  # noqa: E402
 from midflight.observe.memory import descendants  # noqa: E402
 
 MODES: Mapping[str, tuple[str, ...]] = {
@@ -209,7 +209,7 @@ def _result(plan: Plan, folder: Path, cpu: Sequence[tuple[float, float]]) -> Res
     )
 
 
-def _phase(history: History) -> tuple[float, float]:
+def _phase(history: PastLines) -> tuple[float, float]:
     """From the end of the evaluation before the first step to the end of the last step, on the journal's clock."""
     return max(line.seconds for line in history.evaluations if line.step == 0), history.steps[-1].seconds
 

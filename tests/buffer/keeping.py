@@ -13,11 +13,11 @@ from midflight.types.facts import (
     GroupClosed,
     GroupFinished,
     Leased,
-    Served,
     SlotFreed,
     Stepped,
     TakenBack,
     TrajectoryKept,
+    VersionServed,
 )
 
 from .making import group, key
@@ -81,7 +81,7 @@ class Keeper:
         self.record(SlotFreed(running))
 
     def serve(self, version: Version) -> None:
-        self.record(Served(version))
+        self.record(VersionServed(version))
 
     def take(self, train_version: Version, running: Mapping[GroupKey, Version | None] | None = None) -> Batch | Wait:
         if (held := self.books.held(train_version)) is not None:

@@ -28,7 +28,7 @@ from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.gateway.sessions.session import Session, UnderWay, request_seed
 from midflight.ports import SessionHandle
 from midflight.run.rollout.serving import Serving
-from midflight.testing.ring import Ring, open_ring
+from midflight.testing.ring import SmallRing, open_ring
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
@@ -119,7 +119,7 @@ class Site:
         self.turns: defaultdict[RolloutKey, list[Turn]] = defaultdict(list)
         """Of the last try of each rollout."""
         self.taken: list[Batch] = []
-        self.ring: Ring | None = None
+        self.ring: SmallRing | None = None
 
     # --- Running -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Site:
             await ring.train(self.trainer, self.trainer, *beside, service=SlowSteps(ring.system, seconds=lambda: step_seconds))
 
     @asynccontextmanager
-    async def opened(self, *, version: Version = 0, checkpoint: Version | None = None) -> AsyncGenerator[Ring]:
+    async def opened(self, *, version: Version = 0, checkpoint: Version | None = None) -> AsyncGenerator[SmallRing]:
         opened = open_ring(
             self.config,
             self.engines,
@@ -171,7 +171,7 @@ class Site:
         patch.setattr(Answer, "accept", lambda answer, chunk, **more: counted(answer, lambda: accept(answer, chunk, **more)))
         patch.setattr(Answer, "replay", lambda answer, turn: counted(answer, lambda: replay(answer, turn)))
 
-    def _follow(self, ring: Ring) -> None:
+    def _follow(self, ring: SmallRing) -> None:
         take, told = ring.system.queue.take, ring.serving.gateway.on_turn
         assert told is not None
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midflight.observe import intervals
-from midflight.observe.intervals import Overlap, Spans, common_length
+from midflight.observe.measures import Overlap, Spans, common_length
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda p: (p[0] / 8, (p[0] + p[1]) / 8)), max_size=25)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from midflight.observe.status import Bound, SourceStatus, Status, Totals, Wait
+from midflight.observe.status import Bound, IdleTime, SourceStatus, Status, Totals
 from midflight.observe.summary import Summary, summarise, summary_table, write_summary
 
 STATUS = Status(
@@ -21,7 +21,7 @@ STATUS = Status(
     engine_busy=0.95,
     trainer_busy=0.9,
     bound=Bound.BALANCED,
-    waits=(Wait("trainer", "engines", 4.5, 0.03),),
+    waits=(IdleTime("trainer", "engines", 4.5, 0.03),),
 )
 SUMMARY = summarise(STATUS, primary="spell_backward", seconds=200.0004, peak_memory_mb=1234.56)
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from rich.console import Console
 from tests.observe.facts import Clock
 
-from midflight.observe.panel import panel, plain_line
-from midflight.observe.status import Bound, Phase, SourceStatus, Status, Totals, Wait, WarmStartStatus
-from midflight.observe.terminal import PLAIN_SECONDS, Terminal
+from midflight.observe.status import Bound, IdleTime, Phase, SourceStatus, Status, Totals, WarmStartStatus
+from midflight.observe.terminal import PLAIN_SECONDS, Terminal, panel, plain_line
 
 TRAINING = Status(
     phase=Phase.TRAINING,
@@ -27,7 +26,7 @@ TRAINING = Status(
     generation_rate=9120.4,
     training_rate=4040.0,
     num_running=128,
-    waits=(Wait("trainer", "engines", 6.0, 0.08),),
+    waits=(IdleTime("trainer", "engines", 6.0, 0.08),),
     engine_busy=0.97,
     trainer_busy=0.9,
     overlap_share=0.88,

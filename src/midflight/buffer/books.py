@@ -24,11 +24,11 @@ from midflight.types.facts import (
     GroupFinished,
     Interrupted,
     Leased,
-    Served,
     SlotFreed,
     Stepped,
     TakenBack,
     TrajectoryKept,
+    VersionServed,
     WentBack,
 )
 
@@ -269,7 +269,7 @@ class Books:
                 self._running.clear()
             case CarriedOver():
                 self._carry_over(fact)
-            case Served(version=version):
+            case VersionServed(version=version):
                 self._served, self._made = version, max(self._made, version)
             case _:
                 return

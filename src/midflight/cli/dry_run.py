@@ -26,7 +26,7 @@ from midflight.config.derived import (
     worst_staleness,
 )
 from midflight.config.loss import effective_loss
-from midflight.observe.wording import size
+from midflight.observe.status import size
 
 
 def print_report(config: Config, console: Console | None = None, *, own_loss: str | None = None) -> None:

@@ -5,6 +5,7 @@ A key that has no value is left out, so that it is never read as zero; a number 
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import msgspec
 from midflight.errors import ConfigError
 from midflight.observe.progress import RunState
 from midflight.observe.status import Totals
-from midflight.observe.whole_file import write_whole
 from midflight.types import Kind, Version
 from midflight.types.facts import Evaluated, Fact, GroupClosed, Leased, RolloutEnded, Stepped, Waited, WeightsCommitted
 
@@ -67,7 +67,7 @@ _decode = msgspec.json.Decoder(Line).decode
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class PastLines:
     """What a journal holds, in order."""
 
     steps: tuple[StepLine, ...] = ()
@@ -82,12 +82,12 @@ class History:
             state.apply(Evaluated(line.version, line.source, line.num_tasks, line.mean_reward))
 
 
-def read_journal(path: Path, *, until: Version | None = None) -> History:
+def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
     """The lines of a journal, up to a version. A last line that a crash cut short is left out; a missing file is empty."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     found = [_decoded(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()]
     kept = [line for line in found if until is None or line.version <= until]
-    return History(tuple(x for x in kept if isinstance(x, StepLine)), tuple(x for x in kept if isinstance(x, EvaluationLine)))
+    return PastLines(tuple(x for x in kept if isinstance(x, StepLine)), tuple(x for x in kept if isinstance(x, EvaluationLine)))
 
 
 def _decoded(path: Path, number: int, line: bytes) -> Line:
@@ -106,7 +106,7 @@ class Journal:
         Later lines are of steps that did not survive.
         """
         self._state = state
-        history = read_journal(path, until=resume_at) if resume_at is not None else History()
+        history = read_journal(path, until=resume_at) if resume_at is not None else PastLines()
         history.restore(state)
         self._steps = {line.version for line in history.steps}
         self._evaluations = {(line.version, line.source) for line in history.evaluations}
@@ -204,7 +204,18 @@ def _mean_age(ages: Mapping[int, int]) -> float | None:
     return sum(age * count for age, count in ages.items()) / tokens if tokens else None
 
 
-def _rewrite(path: Path, history: History) -> None:
+def _rewrite(path: Path, history: PastLines) -> None:
     """Replaces the file by the lines kept, in their order of time."""
     lines: list[Line] = sorted([*history.steps, *history.evaluations], key=lambda line: (line.version, isinstance(line, EvaluationLine)))
     write_whole(path, b"".join(_encode(line) + b"\n" for line in lines))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces the file in one step, with its bytes on disk first; makes the folder if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    building = path.with_name(f".{path.name}.new")
+    with building.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    building.replace(path)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midflight.errors import ConfigError
-from midflight.observe.journal import EvaluationLine, History, StepLine, read_journal
-from midflight.observe.whole_file import write_whole
+from midflight.observe.journal import EvaluationLine, PastLines, StepLine, read_journal, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +51,7 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
 
 
-def _draw_reward(axes: Axes, history: History) -> None:
+def _draw_reward(axes: Axes, history: PastLines) -> None:
     sources = list(dict.fromkeys(name for line in history.steps for name in line.reward_by_source or {}))
     sources += [line.source for line in history.evaluations if line.source not in sources]
     for color, source in zip(_cycle(len(sources)), dict.fromkeys(sources), strict=False):

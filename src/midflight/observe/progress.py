@@ -7,10 +7,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from midflight.observe.intervals import Overlap
-from midflight.observe.status import Phase, SourceStatus, Status, Totals, Wait
-from midflight.observe.verdict import judge
-from midflight.observe.window import Mean, Rate
+from midflight.observe.measures import Mean, Overlap, Rate
+from midflight.observe.status import IdleTime, Phase, SourceStatus, Status, Totals, judge
 from midflight.types import Kind, Version
 from midflight.types.facts import (
     EngineStepped,
@@ -219,16 +217,13 @@ class RunState:
         engine, trainer, both = self.overlap.busy()
         return min(1.0, engine / seconds), min(1.0, trainer / seconds), min(1.0, both / seconds)
 
-    def _wait_shares(self, now: float) -> tuple[Wait, ...]:
+    def _wait_shares(self, now: float) -> tuple[IdleTime, ...]:
         phase = self.overlap.seconds(now)
         pairs = sorted(self._waits.items(), key=lambda item: -item[1])
-        return tuple(Wait(who, whom, seconds, min(1.0, seconds / phase) if phase > 0 else 0.0) for (who, whom), seconds in pairs)
+        return tuple(IdleTime(who, whom, seconds, min(1.0, seconds / phase) if phase > 0 else 0.0) for (who, whom), seconds in pairs)
 
     def _eta(self, now: float) -> float | None:
         if len(self._step_ends) < 2 or self._phase is not Phase.TRAINING:
             return None
         each = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
         return max(0.0, (self._steps - self._step) * each - (now - self._step_ends[-1]))
-
-
-__all__ = ["Phase", "RunState", "SourceStatus", "Status", "Totals", "Wait"]

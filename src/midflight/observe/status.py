@@ -1,4 +1,4 @@
-"""A snapshot of a run, for whoever shows it: small, typed, and the same after a trip through msgspec as before."""
+"""A snapshot of a run, for whoever shows it: small, typed, and the same after a trip through msgspec as before. And how its numbers read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SourceStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class IdleTime:
     """`who` was idle because of `for_whom`, `seconds` in all, which is `share` of the training phase."""
 
     who: str
@@ -110,7 +110,7 @@ class Status:
     num_running: int = 0
     """Requests decoding now, over all engines."""
     quarantined: tuple[str, ...] = ()
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[IdleTime, ...] = ()
     """Longest first."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     """Groups by reason."""
@@ -122,3 +122,50 @@ class Status:
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     """Which knob to turn, in a few words."""
+
+
+BALANCED = 0.1
+"""Idle shares that differ by less than this call for no change."""
+
+
+def judge(*, engine_busy: float | None, trainer_busy: float | None) -> tuple[Bound, str]:
+    """Compares how much of the training phase each side was idle. The side with less idle time bounds the run."""
+    if engine_busy is None or trainer_busy is None:
+        return Bound.UNKNOWN, ""
+    engine_idle, trainer_idle = 1 - engine_busy, 1 - trainer_busy
+    if abs(engine_idle - trainer_idle) < BALANCED:
+        return Bound.BALANCED, "both sides are about equally busy"
+    if trainer_idle > engine_idle:
+        return Bound.GENERATION, f"the trainer is idle {trainer_idle:.0%}: more engine.count, engine.max_running or rollout.max_in_flight"
+    return Bound.TRAINER, f"the engines are idle {engine_idle:.0%}: more trainer.threads or trainer.micro_batch_tokens, or fewer engines"
+
+
+UNKNOWN = "–"
+
+
+def number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.3f}"
+
+
+def percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.0%}"
+
+
+def duration(seconds: float | None) -> str:
+    """`7 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds is None:
+        return UNKNOWN
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def size(num_bytes: float) -> str:
+    """`512 KB`, `3.4 MB`, `1.2 GB`, in powers of 1024."""
+    for unit, factor in (("GB", 2**30), ("MB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 1024:.0f} KB"

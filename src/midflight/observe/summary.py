@@ -9,9 +9,8 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from midflight.observe.status import Status
-from midflight.observe.whole_file import write_whole
-from midflight.observe.wording import duration, number, percent
+from midflight.observe.journal import write_whole
+from midflight.observe.status import Status, duration, number, percent
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from midflight.ports import Engine, SessionHandle
 from midflight.run.api.service import RolloutService
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
-from midflight.run.rollout.agents import Agents
-from midflight.run.rollout.serving import Serving
+from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.system import RolloutSystem
 from midflight.run.trainer.training import Stage, Steps, TrainingLoop, WeightsOutlet
 from midflight.text.tokenizer import Tokenizer
@@ -49,7 +48,7 @@ class PhaseLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class SmallRing:
     """The rollout side of a run, complete but for its trainer: agents reach it by the `openai` client, in memory."""
 
     config: Config
@@ -96,7 +95,7 @@ async def open_ring(
     checkpoint: Version | None = None,
     client_for: Callable[[Serving, SessionHandle], AsyncOpenAI] | None = None,
     teacher: Teacher | None = None,
-) -> AsyncGenerator[Ring]:
+) -> AsyncGenerator[SmallRing]:
     """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`; with `checkpoint` it goes on after a crash.
 
     `client_for` may give agents another client than the SDK's, such as one that calls the gateway without HTTP.
@@ -118,4 +117,4 @@ async def open_ring(
             checkpoint=checkpoint,
             teacher=teacher,
         )
-        yield Ring(config, serving, system, phases)
+        yield SmallRing(config, serving, system, phases)

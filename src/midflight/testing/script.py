@@ -31,7 +31,7 @@ def scripted_tokenizer() -> Tokenizer:
     return Tokenizer(byte_tokenizer(), template=ChatTemplate(CHAT_TEMPLATE, {}), eos_token_ids=frozenset({END}))
 
 
-class Policy(Protocol[S]):
+class ScriptedPolicy(Protocol[S]):
     """What chooses a scripted engine's tokens: a function of the request and of the tokens so far, and of nothing else (I5).
 
     `S` is what it keeps of them; states are values.
@@ -92,7 +92,7 @@ def likeliest(token_id: int, logprob: float, num: int) -> tuple[tuple[int, float
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScriptedAnswer:
     """A whole generation."""
 
     token_ids: tuple[int, ...]
@@ -103,7 +103,7 @@ class Answer:
 class ScriptedRun(Generic[S]):
     """One request on its way through the script. Synchronous; `peek` looks ahead, `accept` moves on."""
 
-    def __init__(self, script: Policy[S], request: GenerateRequest, tokenizer: Tokenizer, *, stops_on_strings: bool = True) -> None:
+    def __init__(self, script: ScriptedPolicy[S], request: GenerateRequest, tokenizer: Tokenizer, *, stops_on_strings: bool = True) -> None:
         sampling = request.sampling
         self._script = script
         self._sampling = sampling
@@ -145,9 +145,9 @@ class ScriptedRun(Generic[S]):
         return ends and index >= self._sampling.min_tokens
 
 
-def play(script: Policy[S], request: GenerateRequest, tokenizer: Tokenizer, *, version: Version = 0) -> Answer:
+def play(script: ScriptedPolicy[S], request: GenerateRequest, tokenizer: Tokenizer, *, version: Version = 0) -> ScriptedAnswer:
     """The uninterrupted answer under one version: the oracle of I5."""
     run = ScriptedRun(script, request, tokenizer)
     tokens = run.accept(run.peek(request.remaining, version))
     assert run.finish is not None
-    return Answer(tuple(t for t, _ in tokens), tuple(p for _, p in tokens), run.finish)
+    return ScriptedAnswer(tuple(t for t, _ in tokens), tuple(p for _, p in tokens), run.finish)

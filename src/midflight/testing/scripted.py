@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from midflight.engines.validation import check_features, check_request
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported
-from midflight.testing.script import Answer, Policy, Script, ScriptedRun, likeliest, play, scripted_tokenizer
+from midflight.testing.script import Script, ScriptedAnswer, ScriptedPolicy, ScriptedRun, likeliest, play, scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.types import (
     Attestation,
@@ -55,7 +55,7 @@ _MAX_RECORDED = 100_000
 """Requests and calls remembered for tests; a long simulation must not grow without end."""
 
 
-class _Running:
+class _ScriptedRequest:
     """A request inside the engine: waiting for a slot, or in one."""
 
     def __init__(self, request: GenerateRequest, run: ScriptedRun[Any], version: Version) -> None:
@@ -80,7 +80,7 @@ class ScriptedEngine:
         self,
         name: str = "scripted",
         *,
-        script: Policy[Any] | None = None,
+        script: ScriptedPolicy[Any] | None = None,
         capabilities: Capabilities = CAPABLE,
         step_seconds: float = 0.01,
         chunk_tokens: int = 1,
@@ -92,7 +92,7 @@ class ScriptedEngine:
     ) -> None:
         self.name = name
         self.capabilities = capabilities
-        self.script: Policy[Any] = script or Script()
+        self.script: ScriptedPolicy[Any] = script or Script()
         self.step_seconds = step_seconds
         self.chunk_tokens = chunk_tokens
         self.stage_seconds = stage_seconds
@@ -112,8 +112,8 @@ class ScriptedEngine:
         self._paused: PauseMode | None = None
         self._stalled = False
         self._dead = False
-        self._waiting: list[_Running] = []
-        self._running: list[_Running] = []
+        self._waiting: list[_ScriptedRequest] = []
+        self._running: list[_ScriptedRequest] = []
         self._empty = asyncio.Event()
         self._num_tokens = 0
         self._num_unseeded = 0
@@ -128,7 +128,7 @@ class ScriptedEngine:
         """The output ids of an uninterrupted run under one version."""
         return self.whole_answer(request, version=version).token_ids
 
-    def whole_answer(self, request: GenerateRequest, *, version: Version = 0) -> Answer:
+    def whole_answer(self, request: GenerateRequest, *, version: Version = 0) -> ScriptedAnswer:
         return play(self.script, request, self._tokenizer, version=version)
 
     @property
@@ -186,7 +186,7 @@ class ScriptedEngine:
             yield Chunk((), (), self._served.version, self._served.version, Finish(FinishReason.LENGTH))
             return
         self.requests.append(request)
-        running = _Running(request, self._begin(request), self._served.version)
+        running = _ScriptedRequest(request, self._begin(request), self._served.version)
         self._waiting.append(running)
         self._schedule()
         try:
@@ -309,7 +309,7 @@ class ScriptedEngine:
             running.changed.set()
         self.max_concurrent = max(self.max_concurrent, len(self._running))
 
-    def _leave(self, running: _Running) -> None:
+    def _leave(self, running: _ScriptedRequest) -> None:
         for queue in (self._waiting, self._running):
             if running in queue:
                 queue.remove(running)
@@ -322,7 +322,7 @@ class ScriptedEngine:
         for running in (*self._waiting, *self._running):
             running.changed.set()
 
-    async def _advance(self, running: _Running) -> Chunk:
+    async def _advance(self, running: _ScriptedRequest) -> Chunk:
         """The next chunk of a request. Waits for what `generate` waits for."""
         while True:
             self._interrupt(running)
@@ -336,7 +336,7 @@ class ScriptedEngine:
             elif (chunk := await self._decode(running)).token_ids:
                 return chunk
 
-    async def _decode(self, running: _Running) -> Chunk:
+    async def _decode(self, running: _ScriptedRequest) -> Chunk:
         """Tokens of one version; whatever pokes the engine cuts them at the last token that had its time."""
         loop, version = asyncio.get_running_loop(), self._served.version
         tokens = running.run.peek(self._until_interruption(running), version)
@@ -354,7 +354,7 @@ class ScriptedEngine:
         kept = running.run.accept(tokens[:num_done])
         return self._chunk(running, kept, running.run.finish, version)
 
-    def _decoded(self, running: _Running) -> int:
+    def _decoded(self, running: _ScriptedRequest) -> int:
         """Whole tokens done of those being decoded."""
         if running.decoding is None:
             return 0
@@ -362,11 +362,11 @@ class ScriptedEngine:
         elapsed = asyncio.get_running_loop().time() - since
         return min(most, int(elapsed / self.step_seconds + 1e-9)) if self.step_seconds else 0
 
-    def _until_interruption(self, running: _Running) -> int:
+    def _until_interruption(self, running: _ScriptedRequest) -> int:
         after = (at - running.run.num_output for at, _ in self._interruptions if at > running.run.num_output)
         return min(self.chunk_tokens, next(after, self.chunk_tokens))
 
-    def _interrupt(self, running: _Running) -> None:
+    def _interrupt(self, running: _ScriptedRequest) -> None:
         due = next((i for i in self._interruptions if i[0] == running.run.num_output), None)
         if due is not None and running in self._running and running.ending is None:
             self._interruptions.remove(due)
@@ -375,7 +375,7 @@ class ScriptedEngine:
             else:
                 running.end(FinishReason.ABORT)
 
-    def _chunk(self, running: _Running, tokens: list[tuple[int, float]], finish: Finish | None, version: Version) -> Chunk:
+    def _chunk(self, running: _ScriptedRequest, tokens: list[tuple[int, float]], finish: Finish | None, version: Version) -> Chunk:
         if not self.capabilities.versions_per_token:
             version = running.first_version
         ids, logprobs = tuple(t for t, _ in tokens), tuple(p for _, p in tokens)

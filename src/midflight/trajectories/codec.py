@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from midflight.types import Json, Row, Task, Turn
 
 
-class _Row(msgspec.Struct, array_like=True, frozen=True):
+class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
     generated: bytes
     loss_mask: bytes
@@ -20,15 +20,15 @@ class _Row(msgspec.Struct, array_like=True, frozen=True):
     kv_versions: bytes
 
 
-class _Task(msgspec.Struct, frozen=True):
+class _StoredTask(msgspec.Struct, frozen=True):
     id: str
     source: str
     data: dict[str, Any]
 
 
-_ROWS = msgspec.msgpack.Decoder(tuple[_Row, ...])
+_ROWS = msgspec.msgpack.Decoder(tuple[_StoredRow, ...])
 _TURN = msgspec.msgpack.Decoder(Turn)
-_TASK = msgspec.msgpack.Decoder(_Task)
+_TASK = msgspec.msgpack.Decoder(_StoredTask)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -50,7 +50,7 @@ def decode_turn(blob: bytes) -> Turn:
 
 
 def encode_task(task: Task) -> bytes:
-    return _encode(_Task(task.id, task.source, dict(task.data)))
+    return _encode(_StoredTask(task.id, task.source, dict(task.data)))
 
 
 def decode_task(blob: bytes) -> Task:
@@ -58,8 +58,8 @@ def decode_task(blob: bytes) -> Task:
     return Task(task.id, task.source, cast(dict[str, Json], task.data))
 
 
-def _pack_row(row: Row) -> _Row:
-    return _Row(
+def _pack_row(row: Row) -> _StoredRow:
+    return _StoredRow(
         token_ids=row.token_ids.astype("<i4").tobytes(),
         generated=row.generated.tobytes(),
         loss_mask=row.loss_mask.tobytes(),
@@ -69,7 +69,7 @@ def _pack_row(row: Row) -> _Row:
     )
 
 
-def _unpack_row(row: _Row) -> Row:
+def _unpack_row(row: _StoredRow) -> Row:
     return Row(
         token_ids=_array(row.token_ids, "<i4"),
         generated=_array(row.generated, "?"),

@@ -194,7 +194,7 @@ class CarriedOver(msgspec.Struct, frozen=True):
     num_finished: int
 
 
-class Served(msgspec.Struct, frozen=True):
+class VersionServed(msgspec.Struct, frozen=True):
     """Every routable engine serves `version` or a newer one. Engines say it anew after a crash, so it is not stored."""
 
     version: Version
@@ -268,7 +268,7 @@ Booked: TypeAlias = (
     | Checkpointed
     | Interrupted
     | CarriedOver
-    | Served
+    | VersionServed
 )
 """What the books apply."""
 

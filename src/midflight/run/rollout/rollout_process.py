@@ -26,8 +26,7 @@ from midflight.run.api.routes import TrainerRoutes, info_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.teacher import Teacher, score_route
 from midflight.run.parts import TEACHER, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
-from midflight.run.rollout.agents import Agents
-from midflight.run.rollout.serving import Serving
+from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.system import RolloutSystem, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store

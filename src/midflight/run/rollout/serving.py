@@ -9,10 +9,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from midflight.config.sections import Config
+from midflight.environments.evaluation import Evaluator
+from midflight.environments.registry import Environment
+from midflight.environments.rollout import RolloutRunner
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
@@ -20,12 +25,16 @@ from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
-from midflight.ports import Engine
+from midflight.ports import Engine, SessionHandle, Sessions
+from midflight.run.rollout.rollouts import Fates
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Version
+from midflight.types import SamplingParams, Version
 from midflight.types.facts import Record
 from midflight.weights.handover import Handover
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 HEALTH_SECONDS = 1.0
 """Between readings of an engine's progress; a crash shows at once by its connection, this finds stalls."""
@@ -94,3 +103,31 @@ class Serving:
     def routable(self) -> bool:
         """Whether some engine takes requests."""
         return any(state.error is None for state in self.fleet.states())
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    config: Config
+    serving: Serving
+    environment: Environment
+    client_for: Callable[[SessionHandle], AsyncOpenAI]
+    record: Record
+
+    def runner(self, sessions: Sessions, fates: Fates, *, tracked: bool) -> RolloutRunner:
+        """`tracked`: its sessions are trained on."""
+        environment = self.config.environment
+        return RolloutRunner(
+            sessions=sessions,
+            client_for=self.client_for,
+            environment=self.environment,
+            sampling=SamplingParams(max_tokens=environment.max_tokens, temperature=environment.temperature),
+            rollout_seconds=environment.rollout_seconds,
+            record=self.record,
+            fates=fates,
+            tracked=tracked,
+            paused_seconds=self.serving.control.paused_seconds,
+        )
+
+    def evaluator(self, sessions: Sessions) -> Evaluator:
+        slots = asyncio.Semaphore(self.config.evaluation.max_in_flight)
+        return Evaluator(rollouts=self.runner(sessions, Fates(), tracked=False), slots=slots, record=self.record)

@@ -22,15 +22,14 @@ from midflight.environments.tasks import SeededStream, Source
 from midflight.observe.status import Phase
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
-from midflight.run.rollout.agents import Agents
-from midflight.run.rollout.ages import GroupAges
 from midflight.run.rollout.evaluations import Evaluations, Phases
-from midflight.run.rollout.rollouts import Fates, Recorded, RolloutStream
+from midflight.run.rollout.rollouts import Fates, GroupAges, Recorded, RolloutStream
+from midflight.run.rollout.serving import Agents
 from midflight.trajectories.packing import pack
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import Batch, PackedBatch, Task, Version, WeightManifest
-from midflight.types.facts import Booked, Checkpointed, Fact, Interrupted, Served, Stepped, Stored, TakenBack, TurnKept, WentBack
+from midflight.types.facts import Booked, Checkpointed, Fact, Interrupted, Stepped, Stored, TakenBack, TurnKept, VersionServed, WentBack
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -75,7 +74,7 @@ class RolloutSystem:
         self._ages = GroupAges(serving.gateway)
         self.books = Books(buffer_limits(config.rollout), start_version=version)
         self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group)
-        serving.fleet.on_served = lambda version: self.record(Served(version))
+        serving.fleet.on_served = lambda version: self.record(VersionServed(version))
         self._stream = SeededStream(sources, seed=config.run.seed)
         fates = Fates()
         recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record)
