@@ -264,9 +264,7 @@ class Books:
             case Checkpointed(version=version):
                 self._settle(version)
             case Interrupted():
-                self.submitted -= len(self._running)
-                self._line.update(self._running)
-                self._running.clear()
+                self._put_in_line()
             case CarriedOver():
                 self._carry_over(fact)
             case VersionServed(version=version):
@@ -274,6 +272,11 @@ class Books:
             case _:
                 return
         self._check()
+
+    def _put_in_line(self) -> None:
+        self.submitted -= len(self._running)
+        self._line.update(self._running)
+        self._running.clear()
 
     def _keep(self, kept: TrajectoryKept) -> None:
         trajectory, number = kept.trajectory, kept.trajectory.num_trainable

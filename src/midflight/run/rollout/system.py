@@ -80,18 +80,7 @@ class RolloutSystem:
         recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record)
         if checkpoint is not None:
             self._restore(store, recorded, checkpoint=checkpoint)
-        self._rollouts = RolloutStream(
-            self.queue,
-            self.books,
-            self._stream,
-            runner=recorded,
-            ages=self._ages,
-            fates=fates,
-            record=self.record,
-            room=self._writer.room,
-            group_size=config.rollout.group_size,
-            retries=config.rollout.retries,
-        )
+        self._rollouts = self._rolling_out(agents.config.rollout, recorded, fates)
         self._evaluations = Evaluations(
             agents.evaluator,
             held_out(sources),
@@ -104,6 +93,20 @@ class RolloutSystem:
         )
         self._last_step = asyncio.Event()  # the trainer has said `finish`
         self._finished = asyncio.Event()
+
+    def _rolling_out(self, rollout: RolloutSection, runner: Recorded, fates: Fates) -> RolloutStream:
+        return RolloutStream(
+            self.queue,
+            self.books,
+            self._stream,
+            runner=runner,
+            ages=self._ages,
+            fates=fates,
+            record=self.record,
+            room=self._writer.room,
+            group_size=rollout.group_size,
+            retries=rollout.retries,
+        )
 
     def _restore(self, store: Store, recorded: Recorded, *, checkpoint: Version) -> None:
         """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8)."""
