@@ -114,6 +114,7 @@ class NoSteps:
 @dataclass(frozen=True)
 class NoReport:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    skipped: str | None = None
 
 
 class SameWeights:
@@ -248,7 +249,7 @@ class Replay:
         later = train_version - batch.train_version
         return replace(batch, lease=train_version + 1, train_version=train_version, versions=batch.versions + np.int32(later))
 
-    async def done(self, report: Stepped) -> None:
+    async def done(self, step: Stepped) -> None:
         self.ends.append((time.monotonic(), time.process_time()))
 
     async def publish(self, manifest: WeightManifest) -> None:
