@@ -125,7 +125,7 @@ def test_a_rollout_without_a_reward_does_not_keep_a_run_from_ending() -> None:
 class SlowAtFirst(Said):
     """Takes the first report only after some steps more."""
 
-    async def done(self, report: StepDone) -> None:
+    async def done(self, report: Stepped) -> None:
         if report.version == 1:
             await asyncio.sleep(0.1)
         await super().done(report)
