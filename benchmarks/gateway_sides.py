@@ -29,11 +29,13 @@ import numpy as np
 import uvloop
 from aiohttp import ClientSession, TCPConnector, WSMsgType, web
 
-from midflight.engines.wire import PREFIX, STREAM_PATH, Abort, Hello, Step, Submit, decode_client_frames, encode
+from midflight.engines.wire import PREFIX, STREAM_PATH, Abort, Hello, StepFrame, Submit, decode_client_frames, encode
 from midflight.types import Capabilities, EngineHealth, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode
 
 ANSWER_TOKENS = 16
 """Of an answer that does not stream."""
+ROW = np.dtype([("handle", "<i4"), ("token_id", "<i4"), ("logprob", "<f4"), ("kv_version", "<i4")])
+"""A token of `StepFrame.rows`."""
 CAPABILITIES = Capabilities(
     pause_modes=frozenset(PauseMode),
     logprob_kind=LogprobKind.SAMPLED,
@@ -141,7 +143,7 @@ class TrivialEngine:
                 self._work.clear()
             await asyncio.sleep(self._step_seconds)
 
-    def _step(self) -> Step:
+    def _step(self) -> StepFrame:
         handles: list[int] = []
         finishes: list[tuple[int, Finish]] = []
         for handle, request in list(self._running.items()):
@@ -153,13 +155,11 @@ class TrivialEngine:
                 del self._running[handle], self._lengths[handle]
                 finishes.append((handle, Finish(FinishReason.LENGTH)))
         self._num_tokens += len(handles)
-        now = time.monotonic()
-        return Step(
+        now, rows = time.monotonic(), np.zeros(len(handles), dtype=ROW)
+        rows["handle"], rows["token_id"], rows["logprob"] = handles, ord("a"), -0.5
+        return StepFrame(
             version=0,
-            handles=np.array(handles, dtype="<i4").tobytes(),
-            token_ids=np.full(len(handles), ord("a"), dtype="<i4").tobytes(),
-            logprobs=np.full(len(handles), -0.5, dtype="<f4").tobytes(),
-            kv_versions=np.zeros(len(handles), dtype="<i4").tobytes(),
+            rows=rows.tobytes(),
             finishes=tuple(finishes),
             started=now,
             ended=now,
