@@ -45,6 +45,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/bars.py --journey
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

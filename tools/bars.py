@@ -3,7 +3,7 @@
     python tools/bars.py                 what the sources say: about two seconds
     python tools/bars.py --journey       also a streamed chat through all processes (`journey.py`): about fifteen seconds more
     python tools/bars.py --root DIR      of another checkout
-    python tools/bars.py --list          also what exceeds a bar, or counts against one
+    python tools/bars.py --list          also what counts in each row; without this only where a bar is exceeded
 
 | row | what is counted, under `src/midflight` unless said |
 |---|---|
@@ -215,13 +215,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--journey", action="store_true", help="run the streamed chat too")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--list", action="store_true", help="name what counts")
+    parser.add_argument("--list", action="store_true", help="name what counts in each row")
     options = parser.parse_args()
     found = rows(options.root.resolve(), journey=options.journey)
     for row in found:
         bar = "" if row.at_most is None else f"at most {row.at_most:g}"
         print(f"{row.name:27}{row.value:9.{1 if row.unit else 0}f}{row.unit:3}{bar:14}{'EXCEEDED' if row.exceeded else ''}".rstrip())
-        if options.list and row.at_most is not None:
+        if row.exceeded or (options.list and row.at_most is not None):
             print("".join(f"    {line}\n" for line in row.found), end="")
     return 1 if any(row.exceeded for row in found) else 0
 
