@@ -52,7 +52,7 @@ def test_too_few_finished_groups_wait_for_generation() -> None:
     assert isinstance(wait, Wait) and wait.for_whom == "generation" and "1 of 2" in wait.detail
 
 
-def test_s7_a_prompt_is_drawn_only_when_there_is_credit() -> None:
+def test_a_prompt_is_drawn_only_when_there_is_credit() -> None:
     bench = Keeper(limits(2, 0))
     assert bench.admit_all() == [key(0), key(1)]
     assert bench.drawn == 2
@@ -90,7 +90,7 @@ def test_slots_are_counted_in_rollouts_and_freed_one_by_one() -> None:
     assert bench.admit_all() == [key(2)]
 
 
-def test_s10_groups_without_spread_are_dropped_and_replaced_when_asked() -> None:
+def test_groups_without_spread_are_dropped_and_replaced_when_asked() -> None:
     for asked, reasons in ((True, [Reason.ZERO_SPREAD]), (False, [])):
         bench = Keeper(limits(1, 0, n=2, drop_zero_spread=asked))
         bench.put(group(bench.admit_all()[0], (0,), (0,), rewards=(1.0, 1.0)))
@@ -98,7 +98,7 @@ def test_s10_groups_without_spread_are_dropped_and_replaced_when_asked() -> None
         assert bool(bench.admit_all()) == asked
 
 
-def test_s10_groups_below_the_minimum_or_without_a_trainable_token_are_dropped() -> None:
+def test_groups_below_the_minimum_or_without_a_trainable_token_are_dropped() -> None:
     bench = Keeper(limits(2, 0, n=4, min_group_size=2))
     first, second = bench.admit_all()
     bench.put(group(first, (0,)))

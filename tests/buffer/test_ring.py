@@ -160,7 +160,7 @@ def test_i2_holds_under_every_policy_that_takes_in_the_order_of_age(policy: Stal
     assert ring.books.trained == 300
 
 
-def test_s5_drop_shortens_what_is_trained_and_wait_does_not() -> None:
+def test_drop_shortens_what_is_trained_and_wait_does_not() -> None:
     """The bias that makes `wait` the default, measured: mean tokens of trained groups over mean tokens of generated ones."""
     ratios = {policy: _length_ratio(policy) for policy in (StalePolicy.WAIT, StalePolicy.DROP)}
     assert ratios[StalePolicy.WAIT] > 0.98

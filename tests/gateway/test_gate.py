@@ -47,7 +47,7 @@ class Places:
         return await self.line.wait(ticket, lambda: self.choose(who), give_back=self.back.append, allowance=Allowance(seconds))
 
 
-def test_p1_places_go_in_order_of_tickets_whenever_they_come_free() -> None:
+def test_places_go_in_order_of_tickets_whenever_they_come_free() -> None:
     async def main() -> None:
         places = Places()
         async with asyncio.TaskGroup() as group:

@@ -157,7 +157,7 @@ def test_an_ended_session_comes_packed_when_it_has_a_reward_and_stays_whole_when
     run_virtual(main)
 
 
-def test_g4_an_agent_can_neither_score_nor_read_nor_end_a_session_and_an_owner_only_his_own() -> None:
+def test_an_agent_can_neither_score_nor_read_nor_end_a_session_and_an_owner_only_his_own() -> None:
     async def main() -> None:
         async with site() as at:
             mine, other = await opened(at), await opened(at)
@@ -185,7 +185,7 @@ CONTROLLED = [
 ]
 
 
-def test_g10_every_control_route_is_401_without_its_token_or_with_another() -> None:
+def test_every_control_route_is_401_without_its_token_or_with_another() -> None:
     async def main() -> None:
         async with site() as at:
             handle = await opened(at)
@@ -248,7 +248,7 @@ def test_i10_a_reward_is_a_finite_number_or_null_and_never_left_out(reward: str)
     run_virtual(main)
 
 
-def test_g7_beyond_the_most_sessions_the_answer_is_429_with_retry_after() -> None:
+def test_beyond_the_most_sessions_the_answer_is_429_with_retry_after() -> None:
     async def main() -> None:
         async with site(max_sessions=1) as at:
             handle = await opened(at)
@@ -286,7 +286,7 @@ def test_a_worker_claims_a_rollout_runs_its_agent_and_scores_it() -> None:
     run_virtual(main)
 
 
-def test_g11_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(tmp_path: Path) -> None:
+def test_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
     async def main() -> None:
@@ -373,7 +373,7 @@ def test_a_manifest_that_no_engine_could_read_is_refused_and_its_number_stays_fr
     run_virtual(main)
 
 
-def test_g10_a_token_sent_in_the_place_of_an_id_is_not_told_back() -> None:
+def test_a_token_sent_in_the_place_of_an_id_is_not_told_back() -> None:
     async def main() -> None:
         seen = Facts()
         shown: list[str] = []
@@ -440,7 +440,7 @@ def test_a_take_that_may_wait_so_long_and_no_longer_answers_204() -> None:
     run_virtual(main)
 
 
-def test_g10_no_secret_is_in_any_log_error_or_fact(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_secret_is_in_any_log_error_or_fact(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         seen = Facts()
         shown: list[str] = []
