@@ -93,10 +93,8 @@ class ScriptedEngine:
         self.name = name
         self.capabilities = capabilities
         self.script: ScriptedPolicy[Any] = script or Script()
-        self.step_seconds = step_seconds
-        self.chunk_tokens = chunk_tokens
-        self.stage_seconds = stage_seconds
-        self.commit_seconds = commit_seconds
+        self.step_seconds, self.chunk_tokens = step_seconds, chunk_tokens
+        self.stage_seconds, self.commit_seconds = stage_seconds, commit_seconds
         self.ignores_pause = False
         """Says that it paused, and goes on."""
         self.mangle: Callable[[Chunk], Iterable[Chunk]] | None = None
@@ -110,17 +108,14 @@ class ScriptedEngine:
         self._served = self._initial
         self._staged: WeightManifest | None = None
         self._paused: PauseMode | None = None
-        self._stalled = False
-        self._dead = False
+        self._stalled = self._dead = False
         self._waiting: list[_ScriptedRequest] = []
         self._running: list[_ScriptedRequest] = []
         self._empty = asyncio.Event()
-        self._num_tokens = 0
-        self._num_unseeded = 0
+        self._num_tokens = self._num_unseeded = self._corrupt_commits = 0
         self._interruptions: list[tuple[int, Literal["abort", "die"]]] = []
         self._failures: defaultdict[Call, deque[BaseException]] = defaultdict(deque)
         self._hangs: Counter[Call] = Counter()
-        self._corrupt_commits = 0
 
     # --- What tests ask and order ------------------------------------------------------------------------------------
 
