@@ -7,9 +7,9 @@ of an embedded engine, back, out as server-sent events, and into the store (SQLi
 in all threads of all processes, from the request until everything is quiet again, where the function's source is under `src/midflight`.
 A coroutine or generator that goes on after a wait counts again, as `sys.setprofile` has it.
 
-What the processes do without a request, such as looking at their engines' health, is measured first and left out. A step of the engine
-takes some milliseconds, so that every token passes on its own. On a busy machine some pass together, which saves calls: therefore the
-request with the most calls counts, the first one aside.
+What the processes do without a request, such as looking at their engines' health, is measured first and left out, and so is what only
+some requests call. A step of the engine takes some milliseconds, so that every token passes on its own. On a busy machine some pass
+together, which saves calls: therefore the request with the most calls counts, the first one aside.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 NUM_TOKENS = 32
-NUM_REQUESTS = 4
+NUM_REQUESTS = 6
 IDLE_SECONDS = 2.5
 """For everything that happens now and then to happen twice."""
 QUIET_SECONDS = 0.02
@@ -93,7 +93,8 @@ def measure(root: Path) -> Journey:
         idle = counters.stop()
         requests = [_request(endpoint, counters) for _ in range(NUM_REQUESTS)][1:]
     journeys = [Counter({function: n for function, n in calls.items() if n > 2 * idle[function]}) for calls in requests]
-    return Journey(max(journeys, key=Counter.total))
+    always = set.intersection(*map(set, journeys))
+    return Journey(max((Counter({f: n for f, n in calls.items() if f in always}) for calls in journeys), key=Counter.total))
 
 
 # --- The processes ---------------------------------------------------------------------------------------------------
