@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from midflight.allowance import Allowance
-from midflight.gateway.fleet.routing import Holds, Line
+from midflight.gateway.fleet.routing import Holds, WaitingLine
 from midflight.testing.virtual_time import run_virtual
 
 
@@ -30,7 +30,7 @@ class Places:
         self.num_free = 0
         self.given: list[str] = []
         self.back: list[str] = []
-        self.line: Line[str] = Line()
+        self.line: WaitingLine[str] = WaitingLine()
 
     def give(self, num: int) -> None:
         self.num_free += num

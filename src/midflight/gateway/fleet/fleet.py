@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from midflight.allowance import Allowance
 from midflight.errors import ConfigError, EngineUnavailable
-from midflight.gateway.fleet.routing import Candidate, Holds, Line, OwnedEngine, Pins, Reservation, SharedPause, choose
+from midflight.gateway.fleet.routing import Candidate, Holds, OwnedEngine, Pins, Reservation, SharedPause, WaitingLine, choose
 from midflight.ports import Engine
 from midflight.types import Version
 from midflight.types.facts import Quarantined, Record, Rejoined, unheard
@@ -17,7 +17,7 @@ from midflight.types.facts import Quarantined, Record, Rejoined, unheard
 class Lease:
     """A request's place on an engine, until `Fleet.leave`. When the engine is lost its wait is cut and `lost` says why."""
 
-    def __init__(self, member: _Attached, *, tokens: int, allowance: Allowance, evaluates: bool) -> None:
+    def __init__(self, member: _FleetEngine, *, tokens: int, allowance: Allowance, evaluates: bool) -> None:
         self.engine = member.shared.engine
         self.evaluates = evaluates
         """Whether it is of a session that the engine is reserved for."""
@@ -43,7 +43,7 @@ class Lease:
             self._member.tokens_in_flight -= self.tokens
 
 
-class _Attached:
+class _FleetEngine:
     """An attached engine. Its version is the last it attested."""
 
     def __init__(self, engine: Engine, version: Version) -> None:
@@ -82,9 +82,9 @@ class Fleet:
     def __init__(self, *, record: Record = unheard) -> None:
         self.on_served: Callable[[Version], None] | None = None
         """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by the part whose admission depends on it."""
-        self._members: dict[str, _Attached] = {}
+        self._members: dict[str, _FleetEngine] = {}
         self._holds = Holds()
-        self._lines: dict[bool, Line[Lease]] = {evaluates: Line() for evaluates in (False, True)}
+        self._lines: dict[bool, WaitingLine[Lease]] = {evaluates: WaitingLine() for evaluates in (False, True)}
         """One for requests of evaluations, whose engine is another: neither kind waits behind the other."""
         self._reserved: Reservation | None = None
         self._pins = Pins()
@@ -98,7 +98,7 @@ class Fleet:
         """A new engine, routable at once; `version` is what it attested."""
         if engine.name in self._members:
             raise ConfigError(f"attaching engine {engine.name!r}: the name is taken. Give every engine a name of its own.")
-        self._members[engine.name] = _Attached(engine, version)
+        self._members[engine.name] = _FleetEngine(engine, version)
         self._changed()
 
     def detach(self, engine: str) -> None:
@@ -295,7 +295,7 @@ class Fleet:
         allowance.start()
         return Lease(self._members[name], tokens=tokens, allowance=allowance, evaluates=evaluates)
 
-    def _lose(self, member: _Attached, error: BaseException) -> None:
+    def _lose(self, member: _FleetEngine, error: BaseException) -> None:
         self._pins.forget_engine(member.shared.engine.name)
         for lease in member.leases:
             lease.lose(error)

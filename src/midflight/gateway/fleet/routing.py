@@ -61,7 +61,7 @@ class _Waiter(Generic[T]):
         self.chosen: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
 
-class Line(Generic[T]):
+class WaitingLine(Generic[T]):
     """Requests waiting for a place, in order of their tickets. A resumed request keeps its ticket, so it goes first.
 
     No request overtakes another: a place is offered to the first in line, and a new request stands behind all older tickets.
