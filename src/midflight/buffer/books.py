@@ -14,23 +14,7 @@ from dataclasses import dataclass, replace
 from midflight.buffer.groups import Finished, Learnt, Limits, OpenLease, Share, Tokens, Trimmed
 from midflight.buffer.staleness import ages, credit, overfull, surplus
 from midflight.errors import OutOfTurn, UnknownLease
-from midflight.types import Batch, Fate, Group, GroupKey, Reason, StalePolicy, Version
-from midflight.types.facts import (
-    Admitted,
-    CarriedOver,
-    Checkpointed,
-    Fact,
-    GroupClosed,
-    GroupFinished,
-    Interrupted,
-    Leased,
-    SlotFreed,
-    Stepped,
-    TakenBack,
-    TrajectoryKept,
-    VersionServed,
-    WentBack,
-)
+from midflight.types import Batch, Fate, Group, GroupKey, Reason, StalePolicy, Version, facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +123,12 @@ class Books:
             return Reason.ZERO_SPREAD
         return None
 
-    def closing(self, key: GroupKey, reason: Reason, *, again: bool = False) -> GroupClosed:
+    def closing(self, key: GroupKey, reason: Reason, *, again: bool = False) -> facts.GroupClosed:
         """The fact that ends a group now; `again` puts its task in line as the next attempt."""
         successor = replace(key, attempt=key.attempt + 1) if again else None
-        return GroupClosed(key, reason, self._num_tokens(key), successor)
+        return facts.GroupClosed(key, reason, self._num_tokens(key), successor)
 
-    def skipping(self, lease: int) -> list[GroupClosed]:
+    def skipping(self, lease: int) -> list[facts.GroupClosed]:
         """What ends the groups of a lease whose step the trainer skipped. `UnknownLease` if it is not open."""
         return [self.closing(key, Reason.SKIPPED) for key in self._open(lease).shares]
 
@@ -152,7 +136,7 @@ class Books:
         """The batch already leased for that version, if its lease is open."""
         return next((lease.batch for lease in self._leases.values() if lease.batch.train_version == train_version), None)
 
-    def overdue(self, train_version: Version) -> list[GroupClosed]:
+    def overdue(self, train_version: Version) -> list[facts.GroupClosed]:
         """What ends the groups that no step from this version on may train on, by the stale policy. `OutOfTurn` for a version that is past.
 
         Under `wait` there is none, unless a crash or a late message broke the proof's assumptions; such tasks are tried again however
@@ -179,7 +163,7 @@ class Books:
                 trimmed = {key: f.at(floor, limits.policy).group for key, f in self._waiting.items() if f.oldest < floor}
                 return [self.closing(key, Reason.STALE) for key, group in trimmed.items() if group.oldest_version is None]
 
-    def choose(self, train_version: Version, running_oldest: Mapping[GroupKey, Version | None]) -> Leased | Wait:
+    def choose(self, train_version: Version, running_oldest: Mapping[GroupKey, Version | None]) -> facts.Leased | Wait:
         """The batch of the step that begins at `train_version`: the B groups of oldest version, in the order of their keys.
 
         `running_oldest` gives the oldest version among the tokens of each running group, of its ended rollouts too, `None` before
@@ -202,12 +186,12 @@ class Books:
             return wait
         return self._leased(train_version, sorted((trimmed for _, _, trimmed in chosen), key=lambda trimmed: trimmed.group.key))
 
-    def _leased(self, train_version: Version, chosen: list[Trimmed]) -> Leased:
+    def _leased(self, train_version: Version, chosen: list[Trimmed]) -> facts.Leased:
         batch = Batch(self._num_leases + 1, train_version, tuple(trimmed.group for trimmed in chosen))
         staleness = ages((t for group in batch.groups for t in group.trajectories), train_version)
         masked = {key: number for trimmed in chosen for key, number in trimmed.masked.items()}
         dropped = {key: number for trimmed in chosen for key, number in trimmed.dropped.items()}
-        return Leased(batch, staleness, masked, dropped)
+        return facts.Leased(batch, staleness, masked, dropped)
 
     def _stragglers(self, behind: list[Version], train_version: Version, running_oldest: Mapping[GroupKey, Version | None]) -> Wait | None:
         """A running group that is over age already can never be trained: to wait for it would gain nothing."""
@@ -232,42 +216,42 @@ class Books:
 
     # --- Applying ---
 
-    def apply(self, fact: Fact) -> None:
+    def apply(self, fact: facts.Fact) -> None:
         """`UnknownLease` leaves everything as it was."""
         match fact:
-            case Admitted(key=key):
+            case facts.Admitted(key=key):
                 assert not self._is_open(key), f"{key} is admitted already"
                 self._line.discard(key)
                 self._running[key] = self._limits.group_size
                 self.submitted += 1
-            case SlotFreed(key=key):
+            case facts.SlotFreed(key=key):
                 assert self._running[key] > 0, f"{key} has no rollout left to end"
                 self._running[key] -= 1
                 return
-            case TrajectoryKept():
+            case facts.TrajectoryKept():
                 self._keep(fact)
-            case GroupFinished(group=group, order=order):
+            case facts.GroupFinished(group=group, order=order):
                 del self._running[group.key]
                 self._waiting[group.key] = finished = Finished.of(group, order)
                 self._num_finished = order
                 assert self._kept.pop(group.key, 0) == finished.num_tokens, f"I3: {group.key} has other tokens than its rollouts"
-            case GroupClosed():
+            case facts.GroupClosed():
                 self._close(fact)
-            case Leased(batch=batch):
+            case facts.Leased(batch=batch):
                 self._lease(batch)
-            case Stepped(lease=lease):
+            case facts.Stepped(lease=lease):
                 self._step(lease)
-            case TakenBack(lease=lease):
+            case facts.TakenBack(lease=lease):
                 self._take_back(lease)
-            case WentBack():
+            case facts.WentBack():
                 self._go_back(fact)
-            case Checkpointed(version=version):
+            case facts.Checkpointed(version=version):
                 self._settle(version)
-            case Interrupted():
+            case facts.Interrupted():
                 self._put_in_line()
-            case CarriedOver():
+            case facts.CarriedOver():
                 self._carry_over(fact)
-            case VersionServed(version=version):
+            case facts.VersionServed(version=version):
                 self._served, self._made = version, max(self._made, version)
             case _:
                 return
@@ -278,7 +262,7 @@ class Books:
         self._line.update(self._running)
         self._running.clear()
 
-    def _keep(self, kept: TrajectoryKept) -> None:
+    def _keep(self, kept: facts.TrajectoryKept) -> None:
         trajectory, number = kept.trajectory, kept.trajectory.num_trainable
         group = trajectory.key.group
         self.tokens.received += number + sum(kept.masked.values()) + sum(kept.dropped.values())
@@ -289,7 +273,7 @@ class Books:
         else:
             self._kept[group] = self._kept.get(group, 0) + number
 
-    def _close(self, closed: GroupClosed) -> None:
+    def _close(self, closed: facts.GroupClosed) -> None:
         key = closed.key
         assert self._num_tokens(key) == closed.num_tokens, f"I3: {key} has {self._num_tokens(key)} tokens, not {closed.num_tokens}"
         for places in (self._running, self._kept, self._waiting, *(lease.shares for lease in self._leases.values())):
@@ -334,7 +318,7 @@ class Books:
         self._next = min(self._next, lease.batch.train_version)
         del self._leases[number]
 
-    def _go_back(self, back: WentBack) -> None:
+    def _go_back(self, back: facts.WentBack) -> None:
         self._settle(back.checkpoint)
         for number in list(self._leases):
             self._take_back(number)
@@ -358,7 +342,7 @@ class Books:
             self._step(number)
         self._learnt = {key: learnt for key, learnt in self._learnt.items() if learnt.version > version}
 
-    def _carry_over(self, carried: CarriedOver) -> None:
+    def _carry_over(self, carried: facts.CarriedOver) -> None:
         self.submitted += carried.trained + sum(carried.dropped.values())
         self.trained += carried.trained
         self.dropped.update(carried.dropped)

@@ -10,21 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from midflight.config import Config
+from midflight.config import Config, derived
 from midflight.config.checks import notes
-from midflight.config.derived import (
-    admission_limit,
-    batch_rollouts,
-    core_note,
-    knobs,
-    memory_estimate,
-    min_group_size,
-    model_sizes,
-    placement,
-    served_dtype,
-    total_bytes,
-    worst_staleness,
-)
 from midflight.config.loss import effective_loss
 from midflight.observe.status import size
 
@@ -44,7 +31,7 @@ def report(config: Config, *, cores: int, own_loss: str | None = None) -> Render
         _placement(config),
         _memory(config),
     ]
-    remarks = [*notes(config), *filter(None, [core_note(config, cores)])]
+    remarks = [*notes(config), *filter(None, [derived.core_note(config, cores)])]
     if remarks:
         parts.append(Text("\n".join(f"note: {remark}" for remark in remarks), style="yellow"))
     return Group(*parts)
@@ -58,13 +45,13 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _run(config: Config) -> Table:
-    sizes = model_sizes(config.model)
+    sizes = derived.model_sizes(config.model)
     table = _table(f"run {escape(config.run.name)}")
     table.add_row("folder", Text(str(config.run.folder)))
     table.add_row("steps", f"{config.run.steps}" + (f", or reward {config.run.stop_at_reward}" if config.run.stop_at_reward else ""))
     origin = f"from {config.model.path}" if config.model.path else "made, random weights"
     table.add_row("model", f"{sizes.num_parameters:,} parameters, {config.model.dtype}, {escape(origin)}")
-    if (served := served_dtype(config)) != config.model.dtype:
+    if (served := derived.served_dtype(config)) != config.model.dtype:
         table.add_row("served", served)
     target = config.warm_start.target_accuracy
     table.add_row("warm start", "none" if target is None else f"until accuracy {target}, at most {config.warm_start.max_steps} steps")
@@ -75,22 +62,22 @@ def _run(config: Config) -> Table:
 
 def _knobs(config: Config) -> Table:
     table = _table("six knobs of asynchrony", "knob", "value", "meaning", "binds")
-    for knob in knobs(config):
+    for knob in derived.knobs(config):
         table.add_row(knob.name, knob.value, knob.effect, "yes" if knob.binds else "")
     return table
 
 
 def _derived(config: Config) -> Table:
     r = config.rollout
-    stale = worst_staleness(r)
+    stale = derived.worst_staleness(r)
     table = _table("derived")
-    table.add_row("batch", f"{r.groups_per_step} groups x {r.group_size} = {batch_rollouts(r)} rollouts a step")
+    table.add_row("batch", f"{r.groups_per_step} groups x {r.group_size} = {derived.batch_rollouts(r)} rollouts a step")
     table.add_row(
         "admission",
-        f"submitted - released <= (served version + {r.max_staleness + 1}) x {r.groups_per_step}: {admission_limit(r, 0)} groups at first",
+        f"submitted - released <= (served version + {r.max_staleness + 1}) x {r.groups_per_step}: {derived.admission_limit(r, 0)} groups at first",
     )
     table.add_row("worst-case staleness", f"{stale.worst} versions; price: {stale.price}")
-    table.add_row("smallest group", f"{min_group_size(r)} scored rollouts of {r.group_size}")
+    table.add_row("smallest group", f"{derived.min_group_size(r)} scored rollouts of {r.group_size}")
     return table
 
 
@@ -103,15 +90,15 @@ def _loss(config: Config, own_loss: str | None) -> Table:
 
 def _placement(config: Config) -> Table:
     table = _table("placement", "process", "count", "threads", "device", "what for")
-    for place in placement(config):
+    for place in derived.placement(config):
         table.add_row(place.process, str(place.count), str(place.threads), place.device, place.task)
     return table
 
 
 def _memory(config: Config) -> Table:
-    items = memory_estimate(config, model_sizes(config.model))
+    items = derived.memory_estimate(config, derived.model_sizes(config.model))
     table = _table("memory, estimated", "where", "what", "size")
     for item in items:
         table.add_row(item.where, item.what, size(item.num_bytes))
-    table.add_row("total", "", size(total_bytes(items)), style="bold")
+    table.add_row("total", "", size(derived.total_bytes(items)), style="bold")
     return table

@@ -20,19 +20,8 @@ from typing import Protocol
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from midflight.engines import wire
 from midflight.engines.streams import Outlet, StepOutput
-from midflight.engines.wire import (
-    Abort,
-    EngineFrame,
-    Hello,
-    Rejected,
-    Submit,
-    can_carry,
-    decode_client_frames,
-    encode,
-    pack_chunks,
-    pack_step,
-)
 from midflight.errors import EngineUnavailable, MidflightError, Overloaded, RequestRejected
 from midflight.ports import Engine
 from midflight.text.tokenizer import Tokenizer
@@ -87,19 +76,19 @@ class Outbox:
         self._changed = asyncio.Event()
         self._error: Exception | None = None
 
-    def send(self, frame: EngineFrame) -> None:
+    def send(self, frame: wire.EngineFrame) -> None:
         """Sends a frame later. After a frame that found no room none is sent: the client is cut off after those before it."""
         if self._error is None and len(self._frames) >= _MAX_FRAMES:
             self.fail(EngineUnavailable(f"the client reads too slowly: {_MAX_FRAMES} frames wait. Attach again."))
         if self._error is None:
-            self._frames.append(encode(frame))
+            self._frames.append(wire.encode(frame))
             self._changed.set()
 
     def reject(self, handle: int, error: MidflightError) -> None:
         """Ends one request, by the client's number."""
         param = error.param if isinstance(error, RequestRejected) else None
         retry_after = error.retry_after_seconds if isinstance(error, Overloaded) else None
-        self.send(Rejected(handle, error.code, str(error), param, retry_after))
+        self.send(wire.Rejected(handle, error.code, str(error), param, retry_after))
 
     def fail(self, error: Exception) -> None:
         """Tells the client the engine's end, after the frames before it."""
@@ -124,7 +113,7 @@ class _WireClient:
 
     def __init__(self, engine: ServedEngine) -> None:
         self.outbox = Outbox()
-        self.outbox.send(Hello(engine.name, engine.capabilities))
+        self.outbox.send(wire.Hello(engine.name, engine.capabilities))
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """By the client's number, the requests for which something is awaited here."""
 
@@ -136,8 +125,8 @@ class _WireClient:
             # Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
             with contextlib.suppress(WebSocketDisconnect, EngineUnavailable, msgspec.DecodeError):
                 while True:
-                    for frame in decode_client_frames(await socket.receive_bytes()):
-                        if isinstance(frame, Submit):
+                    for frame in wire.decode_client_frames(await socket.receive_bytes()):
+                        if isinstance(frame, wire.Submit):
                             await self.start(frame.handle, frame.request, tasks)
                         elif frame.handle in self.tasks:
                             self.tasks[frame.handle].cancel()
@@ -149,7 +138,7 @@ class _WireClient:
     async def start(self, number: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
         raise NotImplementedError
 
-    def abort(self, frame: Abort) -> None:
+    def abort(self, frame: wire.Abort) -> None:
         """Of a request for which nothing is awaited here: one that has ended, unless the engine has it."""
 
 
@@ -184,7 +173,7 @@ class _ChunkClient(_WireClient):
             self.outbox.reject(number, error)
 
     def _gather(self, number: int, chunk: Chunk) -> None:
-        if not can_carry(chunk):
+        if not wire.can_carry(chunk):
             raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: it is malformed. Check the engine and its adapter.")
         if self._gathered and self._gathered[0][1].version != chunk.version:
             self._flush()
@@ -196,7 +185,7 @@ class _ChunkClient(_WireClient):
         gathered, self._gathered = self._gathered, []
         if gathered:
             started, self._since = self._since, asyncio.get_running_loop().time()
-            self.outbox.send(pack_chunks(gathered, started=started, ended=self._since, num_running=len(self.tasks)))
+            self.outbox.send(wire.pack_chunks(gathered, started=started, ended=self._since, num_running=len(self.tasks)))
 
 
 class _StepClient(_WireClient):
@@ -210,7 +199,7 @@ class _StepClient(_WireClient):
         """The client's number of each live handle."""
 
     def put(self, step: StepOutput) -> None:
-        self.outbox.send(pack_step(step, self._numbers))
+        self.outbox.send(wire.pack_step(step, self._numbers))
         for handle, _, _ in step.finishes:
             self._numbers.pop(handle, None)
         for handle, _, error in step.failures:
@@ -230,7 +219,7 @@ class _StepClient(_WireClient):
         task = self.tasks[number] = tasks.create_task(self._compile(number, request))
         task.add_done_callback(lambda _: self.tasks.pop(number, None))
 
-    def abort(self, frame: Abort) -> None:
+    def abort(self, frame: wire.Abort) -> None:
         self._engine.abort_handles(frozenset(handle for handle, number in self._numbers.items() if number == frame.handle))
 
     async def _compile(self, number: int, request: GenerateRequest) -> None:

@@ -12,23 +12,8 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from midflight.engines import wire
 from midflight.engines.streams import ChunkStream, ChunkStreams
-from midflight.engines.wire import (
-    PREFIX,
-    STREAM_PATH,
-    Abort,
-    ClientFrame,
-    Rejected,
-    StepFrame,
-    Submit,
-    decode_engine_frame,
-    decode_scores,
-    encode,
-    encode_rows,
-    error_from,
-    step_rows,
-    step_tops,
-)
 from midflight.errors import EngineError, EngineUnavailable, MidflightError
 from midflight.types import (
     Attestation,
@@ -63,7 +48,7 @@ class RemoteEngine:
         self._name, self._url, self._record = name, url, record
         self._http = HttpClient(url, lost=self._unavailable, token=token)
         self._capabilities: Capabilities | None = None
-        self._outbox: asyncio.Queue[ClientFrame] | None = None
+        self._outbox: asyncio.Queue[wire.ClientFrame] | None = None
         self._attached = asyncio.Event()
         self._streams = ChunkStreams()
         self._counter = itertools.count(1)
@@ -101,12 +86,12 @@ class RemoteEngine:
 
         def submit(stream: ChunkStream) -> None:
             self._streams.open(handle, stream)
-            self._send(Submit(handle, request))
+            self._send(wire.Submit(handle, request))
 
         def abort() -> None:
             if self._streams.close(handle):
                 with contextlib.suppress(EngineUnavailable):
-                    self._send(Abort(handle))
+                    self._send(wire.Abort(handle))
 
         return ChunkStream(eager=request.eager, on_open=submit, on_close=abort)
 
@@ -117,8 +102,8 @@ class RemoteEngine:
         """As the port's `Scorer`. Waits until the engine is attached, which may be its next life, and then for its answer; ended by
         the caller's deadline."""
         await self._attached.wait()
-        content = await self._request("POST", "/score", encode_rows(token_ids, row_offsets, temperature=temperature))
-        return decode_scores(content, num_tokens=len(token_ids))
+        content = await self._request("POST", "/score", wire.encode_rows(token_ids, row_offsets, temperature=temperature))
+        return wire.decode_scores(content, num_tokens=len(token_ids))
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
 
@@ -148,7 +133,7 @@ class RemoteEngine:
         """
         if not self._attached.is_set():
             raise self._unavailable("is not attached")
-        answer = await self._http.call(method, PREFIX + path, body)
+        answer = await self._http.call(method, wire.PREFIX + path, body)
         if answer.status >= 400:
             raise _refusal(self._name, path, answer)
         return answer.content
@@ -159,7 +144,7 @@ class RemoteEngine:
         delay = _FIRST_DELAY
         while True:
             try:
-                async with self._http.socket(STREAM_PATH, heartbeat_seconds=_HEARTBEAT_SECONDS) as socket:
+                async with self._http.socket(wire.STREAM_PATH, heartbeat_seconds=_HEARTBEAT_SECONDS) as socket:
                     delay = _FIRST_DELAY
                     await self._talk(socket)
             except _LOSSES as error:
@@ -172,7 +157,7 @@ class RemoteEngine:
 
         Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
         """
-        outbox = self._outbox = asyncio.Queue[ClientFrame](maxsize=_MAX_OUTBOX)
+        outbox = self._outbox = asyncio.Queue[wire.ClientFrame](maxsize=_MAX_OUTBOX)
         error = self._unavailable("was cut off")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -192,23 +177,23 @@ class RemoteEngine:
             async for message in socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     continue
-                frame = decode_engine_frame(message.data)
-                if isinstance(frame, StepFrame):
+                frame = wire.decode_engine_frame(message.data)
+                if isinstance(frame, wire.StepFrame):
                     self._take_step(frame)
-                elif isinstance(frame, Rejected):
-                    self._streams.reject(frame.handle, error_from(frame.code, frame.message, frame.param, frame.retry_after_seconds))
+                elif isinstance(frame, wire.Rejected):
+                    self._streams.reject(frame.handle, wire.error_from(frame.code, frame.message, frame.param, frame.retry_after_seconds))
                 else:
                     self._capabilities = frame.capabilities
                     self._attached.set()
 
-    def _take_step(self, frame: StepFrame) -> None:
-        rows = step_rows(frame)
-        tops = step_tops(frame) if frame.top_ids else ()
+    def _take_step(self, frame: wire.StepFrame) -> None:
+        rows = wire.step_rows(frame)
+        tops = wire.step_tops(frame) if frame.top_ids else ()
         self._streams.take(frame.version, rows, tops, finishes=frame.finishes, attested=frame.attested)
         if frame.num_running:
             self._record(EngineStepped(self._name, frame.started, frame.ended, len(rows), frame.num_running))
 
-    def _send(self, frame: ClientFrame) -> None:
+    def _send(self, frame: wire.ClientFrame) -> None:
         if self._outbox is None or not self._attached.is_set():
             raise self._unavailable("is not attached")
         try:
@@ -220,14 +205,14 @@ class RemoteEngine:
         return EngineUnavailable(f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or wait for this one.")
 
 
-async def _send_all(outbox: asyncio.Queue[ClientFrame], socket: aiohttp.ClientWebSocketResponse) -> None:
+async def _send_all(outbox: asyncio.Queue[wire.ClientFrame], socket: aiohttp.ClientWebSocketResponse) -> None:
     """Waits for frames to send; ended when `_receive_all` has ended. What a lost connection means is for that to say."""
     with contextlib.suppress(*_LOSSES):
         while True:
             frames = [await outbox.get()]
             while not outbox.empty():
                 frames.append(outbox.get_nowait())
-            await socket.send_bytes(encode(frames))
+            await socket.send_bytes(wire.encode(frames))
 
 
 def _decoded(content: bytes, kind: type[R]) -> R:
@@ -245,6 +230,6 @@ def _refusal(name: str, path: str, answer: Answered) -> Exception:
         body = json.loads(answer.content)["error"]
         if body["code"] == MidflightError.code:
             return EngineError(f"engine {name!r}: {path}: {body['message']}")
-        return error_from(str(body["code"]), str(body["message"]), body.get("param"))
+        return wire.error_from(str(body["code"]), str(body["message"]), body.get("param"))
     except (ValueError, KeyError, TypeError):
         return EngineError(f"engine {name!r}: {path} answered {answer.status} {answer.content[:200]!r}. Check that the URL is an engine's.")

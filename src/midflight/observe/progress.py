@@ -9,21 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from midflight.observe.measures import Mean, Overlap, Rate
 from midflight.observe.status import IdleTime, Phase, SourceStatus, Status, Totals, judge
-from midflight.types import Kind, Version
-from midflight.types.facts import (
-    EngineStepped,
-    Evaluated,
-    Fact,
-    GroupClosed,
-    Leased,
-    Quarantined,
-    Rejoined,
-    RequestFailed,
-    RolloutEnded,
-    Stepped,
-    Waited,
-    WeightsCommitted,
-)
+from midflight.types import Kind, Version, facts
 
 RATE_SECONDS = 15.0
 """Window of the tokens per second: a few steps of a small model, short enough to show a stall."""
@@ -92,41 +78,41 @@ class RunState:
 
     # --- Facts -------------------------------------------------------------------------------------------------------
 
-    def apply(self, fact: Fact) -> None:
+    def apply(self, fact: facts.Fact) -> None:
         match fact:
-            case EngineStepped():
+            case facts.EngineStepped():
                 self.overlap.add(ENGINE, fact.started, fact.ended)
                 self._generation.add(fact.ended, fact.num_tokens)
                 self._running[fact.engine] = (fact.num_running, fact.ended)
                 self._counts["generated_tokens"] += fact.num_tokens
-            case RequestFailed():
+            case facts.RequestFailed():
                 self._counts["failed_requests"] += 1
-            case RolloutEnded():
+            case facts.RolloutEnded():
                 self._rollout(fact)
-            case GroupClosed(reason=reason):
+            case facts.GroupClosed(reason=reason):
                 self._dropped[reason.value] += 1
-            case Waited():
+            case facts.Waited():
                 self._waits[fact.who, fact.for_whom] += fact.seconds
-            case Leased(staleness=ages):
+            case facts.Leased(staleness=ages):
                 self._ages.append(ages)
                 oldest = max((age for age, count in ages.items() if count), default=0)
                 self._counts["max_token_staleness"] = max(self._counts["max_token_staleness"], oldest)
-            case Stepped():
+            case facts.Stepped():
                 self._stepped(fact)
-            case WeightsCommitted(version=version) if version > self._live:
+            case facts.WeightsCommitted(version=version) if version > self._live:
                 # Several engines commit one version; the version that engines were started with is no update.
                 self._live = version
                 self._counts["weight_updates"] += 1
-            case Quarantined():
+            case facts.Quarantined():
                 self._quarantined[fact.engine] = fact.error
-            case Rejoined(engine=engine):
+            case facts.Rejoined(engine=engine):
                 self._quarantined.pop(engine, None)
-            case Evaluated():
+            case facts.Evaluated():
                 self._evaluated(fact)
             case _:
                 pass
 
-    def _rollout(self, rollout: RolloutEnded) -> None:
+    def _rollout(self, rollout: facts.RolloutEnded) -> None:
         if rollout.key.kind is not Kind.TRAINING:
             self._evaluation = (self._evaluation[0] + 1, self._evaluation[1])
             return
@@ -139,7 +125,7 @@ class RunState:
             state.reward.add(rollout.reward)
             self._reward.add(rollout.reward)
 
-    def _stepped(self, step: Stepped) -> None:
+    def _stepped(self, step: facts.Stepped) -> None:
         self.overlap.add(TRAINER, step.started, step.ended)
         self._training.add(step.ended, step.num_tokens)
         self._step_ends.append(step.ended)
@@ -147,7 +133,7 @@ class RunState:
         self._version = step.version
         self._counts["trained_tokens"] += step.num_tokens
 
-    def _evaluated(self, score: Evaluated) -> None:
+    def _evaluated(self, score: facts.Evaluated) -> None:
         if score.mean_reward is None:
             return
         state = self.sources.setdefault(score.source, SourceState())

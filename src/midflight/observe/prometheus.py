@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from midflight.types.facts import (
-    EngineStepped,
-    Fact,
-    GroupClosed,
-    Leased,
-    Quarantined,
-    Rejoined,
-    RequestFailed,
-    RolloutEnded,
-    SessionEnded,
-    Stepped,
-    TurnFinished,
-    Waited,
-    WeightsCommitted,
-)
+from midflight.types import facts
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -73,35 +59,35 @@ class Metrics:
         """The body of `/metrics`."""
         return generate_latest(self.registry)
 
-    def apply(self, fact: Fact) -> None:
+    def apply(self, fact: facts.Fact) -> None:
         match fact:
-            case EngineStepped():
+            case facts.EngineStepped():
                 tokens, running, seconds = self._of_engine(fact.engine)
                 tokens.inc(fact.num_tokens)
                 running.set(fact.num_running)
                 seconds.observe(fact.ended - fact.started)
-            case TurnFinished():
+            case facts.TurnFinished():
                 self._turn(fact)
-            case SessionEnded():
+            case facts.SessionEnded():
                 self._session(fact)
-            case RequestFailed(status=status):
+            case facts.RequestFailed(status=status):
                 self._failed.labels(str(status)).inc()
-            case RolloutEnded(source=source, reward=reward):
+            case facts.RolloutEnded(source=source, reward=reward):
                 self._rollouts.labels(source, "no" if reward is None else "yes").inc()
                 if reward is not None:  # of a gauge, as rewards may be negative
                     self._reward.labels(source).inc(reward)
-            case GroupClosed(reason=reason):
+            case facts.GroupClosed(reason=reason):
                 self._dropped.labels(reason.value).inc()
-            case Waited(who=who, for_whom=for_whom, seconds=seconds):
+            case facts.Waited(who=who, for_whom=for_whom, seconds=seconds):
                 self._waited.labels(who, for_whom).inc(max(0.0, seconds))
-            case Leased() | Stepped():
+            case facts.Leased() | facts.Stepped():
                 self._trained_on(fact)
-            case WeightsCommitted() | Quarantined() | Rejoined():
+            case facts.WeightsCommitted() | facts.Quarantined() | facts.Rejoined():
                 self._serves(fact)
             case _:
                 pass
 
-    def _turn(self, turn: TurnFinished) -> None:
+    def _turn(self, turn: facts.TurnFinished) -> None:
         self._turns.inc()
         self._prompt_tokens.inc(turn.num_prompt_tokens)
         self._output_tokens.observe(turn.num_output_tokens)
@@ -111,28 +97,28 @@ class Metrics:
         if turn.num_versions > 1:
             self._spanning.inc()
 
-    def _session(self, session: SessionEnded) -> None:
+    def _session(self, session: facts.SessionEnded) -> None:
         self._sessions.inc()
         self._branches.inc(session.num_branches)
         self._rewritten.inc(session.num_rewritten)
         self._mismatches.inc(session.num_mismatches)
 
-    def _trained_on(self, fact: Leased | Stepped) -> None:
+    def _trained_on(self, fact: facts.Leased | facts.Stepped) -> None:
         match fact:
-            case Leased():
+            case facts.Leased():
                 for age, tokens in fact.staleness.items():
                     self._age.labels(str(age)).inc(tokens)
-            case Stepped():
+            case facts.Stepped():
                 self._trained.inc(fact.num_tokens)
                 self._version.set(fact.version)
 
-    def _serves(self, fact: WeightsCommitted | Quarantined | Rejoined) -> None:
+    def _serves(self, fact: facts.WeightsCommitted | facts.Quarantined | facts.Rejoined) -> None:
         match fact:
-            case WeightsCommitted():
+            case facts.WeightsCommitted():
                 self._served.labels(fact.engine).set(fact.version)
                 self._pause.observe(fact.pause_seconds)
-            case Quarantined():
+            case facts.Quarantined():
                 self._quarantined.labels(fact.engine).set(1)
-            case Rejoined():
+            case facts.Rejoined():
                 self._quarantined.labels(fact.engine).set(0)
                 self._served.labels(fact.engine).set(fact.version)

@@ -16,22 +16,7 @@ import msgspec
 from midflight.errors import StoreCorrupt, UnknownLease
 from midflight.trajectories import codec
 from midflight.trajectories.database import Database, State, Value
-from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Task, Trajectory, Turn, Version
-from midflight.types.facts import (
-    Admitted,
-    CarriedOver,
-    Checkpointed,
-    Fact,
-    GroupClosed,
-    GroupFinished,
-    Interrupted,
-    Leased,
-    Stepped,
-    TakenBack,
-    TrajectoryKept,
-    TurnKept,
-    WentBack,
-)
+from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Task, Trajectory, Turn, Version, facts
 
 T = TypeVar("T")
 
@@ -70,38 +55,38 @@ class Store:
 
     # --- Applying ---
 
-    def apply(self, fact: Fact) -> None:
+    def apply(self, fact: facts.Fact) -> None:
         with self._db.transaction():
             match fact:
-                case Admitted():
+                case facts.Admitted():
                     self._admit(fact)
-                case TurnKept():
+                case facts.TurnKept():
                     self._keep_turn(fact)
-                case TrajectoryKept():
+                case facts.TrajectoryKept():
                     self._keep(fact)
-                case GroupFinished():
+                case facts.GroupFinished():
                     self._finish(fact)
-                case GroupClosed():
+                case facts.GroupClosed():
                     self._close(fact)
-                case Leased():
+                case facts.Leased():
                     self._lease(fact)
-                case Stepped(lease=lease):
+                case facts.Stepped(lease=lease):
                     self._step(lease)
-                case TakenBack(lease=lease):
+                case facts.TakenBack(lease=lease):
                     (train_version,) = self._open(lease)
                     self._take_back(lease)
                     self._db.set_number("next", min(self._db.number("next") or 0, train_version))
-                case WentBack():
+                case facts.WentBack():
                     self._go_back(fact)
-                case Checkpointed(version=version):
+                case facts.Checkpointed(version=version):
                     self._settle(version)
                     self._db.sync_after_commit()
-                case Interrupted():
+                case facts.Interrupted():
                     self._db.execute("UPDATE groups SET state = ? WHERE state = ?", State.IN_LINE, State.RUNNING)
                 case _:
                     pass
 
-    def _admit(self, admitted: Admitted) -> None:
+    def _admit(self, admitted: facts.Admitted) -> None:
         self._db.move(
             "INSERT INTO groups (epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT DO UPDATE SET state = excluded.state WHERE state = ?",
@@ -111,14 +96,14 @@ class Store:
             State.IN_LINE,
         )
 
-    def _keep_turn(self, kept: TurnKept) -> None:
+    def _keep_turn(self, kept: facts.TurnKept) -> None:
         """Number 0 begins anew, so a retry forgets what it replaces."""
         where = _rollout(kept.key)
         if kept.number == 0:
             self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *where)
         self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", *where, kept.number, codec.encode_turn(kept.turn))
 
-    def _keep(self, kept: TrajectoryKept) -> None:
+    def _keep(self, kept: facts.TrajectoryKept) -> None:
         """The rollout's turns are in its rows from now on."""
         trajectory = kept.trajectory
         key, num_trainable = trajectory.key, trajectory.num_trainable
@@ -137,7 +122,7 @@ class Store:
         else:
             self._add_fate(key, Fate.WAITING, None, num_trainable)
 
-    def _finish(self, finished: GroupFinished) -> None:
+    def _finish(self, finished: facts.GroupFinished) -> None:
         where = _group(finished.group.key)
         self._db.move(
             f"UPDATE groups SET state = ?, finished = ? WHERE state = ? AND {_GROUP}",
@@ -147,7 +132,7 @@ class Store:
         self._db.raise_number("finished", finished.order)
         self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)  # of rollouts that ended without a record
 
-    def _close(self, closed: GroupClosed) -> None:
+    def _close(self, closed: facts.GroupClosed) -> None:
         """With its successor at once: a crash between the two would lose the prompt."""
         where = _group(closed.key)
         self._db.move(
@@ -171,7 +156,7 @@ class Store:
                 *where,
             )
 
-    def _lease(self, leased: Leased) -> None:
+    def _lease(self, leased: facts.Leased) -> None:
         batch = leased.batch
         self._db.execute("INSERT INTO leases VALUES (?, ?, 0)", batch.lease, batch.train_version)
         self._db.raise_number("lease", batch.lease)
@@ -208,7 +193,7 @@ class Store:
         )
         self._db.execute("UPDATE groups SET state = ?, lease = NULL WHERE lease = ?", State.WAITING, lease)
 
-    def _go_back(self, back: WentBack) -> None:
+    def _go_back(self, back: facts.WentBack) -> None:
         self._settle(back.checkpoint)
         for lease in self._leases("1"):
             self._take_back(lease)
@@ -238,23 +223,23 @@ class Store:
 
     # --- After a crash ---
 
-    def facts(self) -> Iterator[Fact]:
+    def facts(self) -> Iterator[facts.Fact]:
         """What happened to all groups, in an order in which it may have happened. Folded, the facts are the books.
 
         Of what is final only the sums are told.
         """
         for key in self._keys("state IN (?, ?, ?)", State.RUNNING, State.WAITING, State.LEASED):
-            yield Admitted(key, self._task(key))
+            yield facts.Admitted(key, self._task(key))
         for key in self._keys("state IN (?, ?, ?, ?)", State.IN_LINE, State.RUNNING, State.WAITING, State.LEASED):
             yield from self._kept(key)
         for key in self._keys("state IN (?, ?)", State.WAITING, State.LEASED):
             ((order,),) = self._db.execute(f"SELECT finished FROM groups WHERE {_GROUP}", *_group(key))
-            yield GroupFinished(self._group(key), order)
+            yield facts.GroupFinished(self._group(key), order)
         for lease, train_version, done in self._db.execute("SELECT lease, train_version, done FROM leases ORDER BY lease"):
             groups = sorted(self._groups("lease = ?", lease), key=lambda group: group.key)
-            yield Leased(Batch(lease, train_version, tuple(groups)), {}, {}, {})
+            yield facts.Leased(Batch(lease, train_version, tuple(groups)), {}, {}, {})
             if done:
-                yield Stepped(lease, train_version + 1, started=0.0, ended=0.0, num_tokens=0, metrics={})
+                yield facts.Stepped(lease, train_version + 1, started=0.0, ended=0.0, num_tokens=0, metrics={})
         yield self._carried_over()
 
     def groups_after(self, checkpoint: Version) -> tuple[Group, ...]:
@@ -271,7 +256,7 @@ class Store:
         found = self._db.execute("SELECT epoch, position FROM groups ORDER BY epoch DESC, position DESC LIMIT 1")
         return (found[0][0], found[0][1] + 1) if found else (0, 0)
 
-    def _carried_over(self) -> CarriedOver:
+    def _carried_over(self) -> facts.CarriedOver:
         trained, dropped = 0, dict[Reason, int]()
         for state, reason, number in self._db.execute(
             "SELECT state, reason, COUNT(*) FROM groups WHERE state IN (?, ?) GROUP BY state, reason", State.TRAINED, State.DROPPED
@@ -280,7 +265,7 @@ class Store:
                 trained = number
             else:
                 dropped[Reason(reason)] = number
-        return CarriedOver(
+        return facts.CarriedOver(
             trained=trained,
             dropped=dropped,
             tokens=self._fates(_ENDED),
@@ -291,7 +276,7 @@ class Store:
             num_finished=self._db.number("finished") or 0,
         )
 
-    def _kept(self, key: GroupKey) -> Iterator[TrajectoryKept]:
+    def _kept(self, key: GroupKey) -> Iterator[facts.TrajectoryKept]:
         """Fates that a step or its stale policy gave are left out: the lease gives them anew."""
         for trajectory in self._trajectories(key, self._task(key)):
             fates = self._fates(_ROLLOUT, *_rollout(trajectory.key))
@@ -299,7 +284,7 @@ class Store:
             dropped = {reason: n for (fate, reason), n in fates.items() if fate is Fate.DROPPED and reason not in (None, Reason.STALE)}
             if trajectory.reward is None and trajectory.num_trainable:
                 dropped[Reason.NO_REWARD] -= trajectory.num_trainable
-            yield TrajectoryKept(trajectory, masked, dropped)
+            yield facts.TrajectoryKept(trajectory, masked, dropped)
 
     def _fates(self, where: str, *values: Value) -> Mapping[tuple[Fate, Reason | None], int]:
         """Tokens by fate and reason (I3)."""

@@ -12,18 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from midflight.errors import Unauthorized
-from midflight.wire.edge import (
-    BodyTooSlow,
-    ClientGone,
-    Fault,
-    bearer_in,
-    decode_body,
-    fault_of,
-    headers_of,
-    log_unexpected,
-    read_body,
-    same_token,
-)
+from midflight.wire import edge
 
 PACKED = "application/octet-stream"
 JSON = "application/json"
@@ -37,7 +26,7 @@ class StrictBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def route(
-    path: str, verb: Verb, *, token: str | None = None, method: str = "POST", fault: Callable[[Exception], Fault] = fault_of
+    path: str, verb: Verb, *, token: str | None = None, method: str = "POST", fault: Callable[[Exception], edge.Fault] = edge.fault_of
 ) -> BaseRoute:
     """A route whose errors become answers, in the shape that `fault` gives them. With `token`, only for whoever sends that."""
 
@@ -46,10 +35,10 @@ def route(
             if token is not None and not holds(request, token):
                 raise Unauthorized(f"{path} needs a token: send it as `Authorization: Bearer <token>`.")
             return await verb(request)
-        except ClientGone:
+        except edge.ClientGone:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:  # the edge: every error becomes an answer
-            log_unexpected(error)
+            edge.log_unexpected(error)
             return fault_answer(fault(error))
 
     return Route(path, answered, methods=[method])
@@ -57,16 +46,16 @@ def route(
 
 def holds(request: Request, token: str) -> bool:
     """Whether the request carries this token."""
-    return same_token(bearer_of(request), token)
+    return edge.same_token(bearer_of(request), token)
 
 
 def bearer_of(request: Request) -> str:
-    return bearer_in(headers_of(request.scope)) or ""
+    return edge.bearer_in(edge.headers_of(request.scope)) or ""
 
 
 async def body_of(request: Request, kind: type[T]) -> T:
     """Waits for the body, as `read_body` does; see `decode_body`."""
-    return decode_body(await read_body(request.receive), kind)
+    return edge.decode_body(await edge.read_body(request.receive), kind)
 
 
 def wants(request: Request, kinds: Sequence[str]) -> str:
@@ -79,9 +68,9 @@ def json_answer(value: object, *, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
-def fault_answer(fault: Fault) -> Response:
+def fault_answer(fault: edge.Fault) -> Response:
     """As `send_fault`."""
-    closing = {"connection": "close"} if fault.status == BodyTooSlow.status else {}
+    closing = {"connection": "close"} if fault.status == edge.BodyTooSlow.status else {}
     headers = {name.decode(): value.decode() for name, value in fault.headers} | closing
     return Response(msgspec.json.encode(fault.body), fault.status, headers=headers, media_type=JSON)
 

@@ -13,18 +13,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
+from midflight.gateway.dialects import constraints
 from midflight.gateway.dialects.chat import ReasoningEffort, template_options
-from midflight.gateway.dialects.constraints import (
-    ANY_OBJECT,
-    MAX_TOOLS,
-    FunctionTool,
-    SamplingBody,
-    ToolChoiceBody,
-    check_known,
-    choice_of,
-    schema_grammar,
-    tools_of,
-)
 from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
 from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs
 from midflight.gateway.sessions.call import CompletionCall, Messages, ToolChoice
@@ -196,12 +186,12 @@ class ReasoningBody(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(constraints.SamplingBody):
     input: _Input
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoiceBody = None
+    tools: Annotated[list[constraints.FunctionTool], Field(max_length=constraints.MAX_TOOLS)] | None = None
+    tool_choice: constraints.ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Tokens | None = None
     """Ignored: it counts calls of hosted tools, and there are none."""
@@ -247,7 +237,7 @@ class ResponsesBody(SamplingBody):
 def responses_call(body: ResponsesBody) -> CompletionCall:
     """The call that a request means. Raises `RequestRejected` where its fields contradict each other or ask for what is not supported."""
     _refuse_unkept(body)
-    tools = tools_of((f"tools.{place}", tool) for place, tool in enumerate(body.tools or ()))
+    tools = constraints.tools_of((f"tools.{place}", tool) for place, tool in enumerate(body.tools or ()))
     choice, forced = _choice(body.tool_choice, tools)
     options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
     return CompletionCall(
@@ -281,14 +271,14 @@ def _refuse_unkept(body: ResponsesBody) -> None:
 def _choice(given: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
     """Whether to call a tool, and the one that is forced: `{"type": "function", "name": ...}`."""
     if not isinstance(given, dict):
-        return choice_of(given, tools)
+        return constraints.choice_of(given, tools)
     kind, name = given.get("type"), given.get("name")
     if kind != "function":
         remedy = 'send none, auto, required or {"type": "function", "name": ...}, and only the tools allowed'
         raise RequestRejected(f"tool_choice.type is {kind!r:.80}, which is not supported here: {remedy}.", param="tool_choice.type")
     if not isinstance(name, str):
         raise RequestRejected(f"tool_choice.name is {name!r:.80}: send the name of a tool.", param="tool_choice.name")
-    check_known(name, tools, param="tool_choice.name")
+    constraints.check_known(name, tools, param="tool_choice.name")
     return ToolChoice.REQUIRED, name
 
 
@@ -296,8 +286,8 @@ def _grammar(given: FormatBody) -> Grammar | None:
     if given.type == "text":
         return None
     if given.type == "json_object":
-        return ANY_OBJECT
+        return constraints.ANY_OBJECT
     param = "text.format.schema"
     if given.schema_ is None:
         raise RequestRejected(f"{param} is missing: send a JSON schema.", param=param)
-    return schema_grammar(given.schema_, param)
+    return constraints.schema_grammar(given.schema_, param)

@@ -30,20 +30,7 @@ from midflight.gateway.http.control import Control, ControlRoutes
 from midflight.gateway.http.lookups import Lookups
 from midflight.gateway.sessions.session import Session
 from midflight.types import Json
-from midflight.wire.edge import (
-    ClientGone,
-    headers_of,
-    key_in,
-    log_unexpected,
-    plain_fault,
-    read_body,
-    send_fault,
-    send_json,
-    send_more,
-    sse,
-    start_stream,
-    until_gone,
-)
+from midflight.wire import edge
 from midflight.wire.routes import fault_answer, json_answer, metrics_route, route
 
 KEEP_ALIVE_SECONDS = 10.0
@@ -68,7 +55,7 @@ class WholeAnswer:
         if ongoing.error is None and not self._reader.gone:
             body = self._exchange.whole(self._reply, ongoing.job.answers)
             self.started = True
-            await send_json(send, body)
+            await edge.send_json(send, body)
             self._reader.told_all()
 
 
@@ -116,17 +103,17 @@ class AnswerStream:
     async def _send(self, send: Send, frames: bytes, *, last: bool = False) -> None:
         if not self.started:
             self.started = True
-            await start_stream(send)
+            await edge.start_stream(send)
             frames = b"".join(self._sse(frame) for frame in self._exchange.opening(self._reply)) + frames
         if frames or last:
-            await send_more(send, frames, last=last)
+            await edge.send_more(send, frames, last=last)
 
     def _frames(self, events: list[Event]) -> bytes:
         named, exchange, reply = self._dialect.named_events, self._exchange, self._reply
         frames: list[bytes] = []
         for event in events:
             for frame in exchange.frames(reply, event):
-                frames.append(sse(frame, named=named))
+                frames.append(edge.sse(frame, named=named))
         return b"".join(frames)
 
     def _closing(self) -> bytes:
@@ -137,7 +124,7 @@ class AnswerStream:
         return self._sse(self._dialect.broken(self._exchange, self._dialect.fault(error)))
 
     def _sse(self, frame: Json) -> bytes:
-        return sse(frame, named=self._dialect.named_events)
+        return edge.sse(frame, named=self._dialect.named_events)
 
 
 class Silence:
@@ -238,10 +225,10 @@ class CompletionEndpoint:
         asks first lasts until the generation ends, read or not (see `Ongoing`)."""
         session: Session | None = None
         try:
-            headers = headers_of(scope)
-            key = key_in(headers)
+            headers = edge.headers_of(scope)
+            key = edge.key_in(headers)
             session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=key)
-            body = await read_body(receive, declared=headers.get(b"content-length"))
+            body = await edge.read_body(receive, declared=headers.get(b"content-length"))
             exchange = self._dialect.exchange(body)
             await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
             session_id = session.session_id if session.key is not None else None
@@ -249,14 +236,14 @@ class CompletionEndpoint:
             original = self._requests.find(asked, now=_loop_time())
             ongoing = original or self._begin(session, exchange, asked)
             await self._visit(ongoing, exchange, generates=original is None, receive=receive, send=send)
-        except ClientGone:
+        except edge.ClientGone:
             return
         except Exception as error:  # the edge: every error becomes an answer
             self._failed(session, error)
-            await send_fault(send, self._dialect.fault(error))
+            await edge.send_fault(send, self._dialect.fault(error))
 
     def _failed(self, session: Session | None, error: Exception) -> None:
-        log_unexpected(error)
+        edge.log_unexpected(error)
         self._gateway.failed(session, error)
 
     def _begin(self, session: Session, exchange: Exchange, asked: RetryTicket | None) -> Ongoing:
@@ -324,7 +311,7 @@ class Watch:
 
     async def _run(self) -> None:
         """Waits for the client's disconnection; cancelled when it has received the answer."""
-        await until_gone(self._receive)
+        await edge.until_gone(self._receive)
         self._reader.go()
 
 
@@ -341,7 +328,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if request.method == "OPTIONS" and error.status_code == 405:
         return Response(status_code=204, headers=error.headers)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    fault = plain_fault(error.status_code, f"{request.method}: {error.detail}. Look up the route.", code)
+    fault = edge.plain_fault(error.status_code, f"{request.method}: {error.detail}. Look up the route.", code)
     answer = fault_answer(fault)
     answer.headers.update(error.headers or {})
     return answer

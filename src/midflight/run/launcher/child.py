@@ -23,23 +23,8 @@ from typing import Any
 import uvloop
 
 from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, first_error
+from midflight.run import parts
 from midflight.run.launcher.endpoint import TOKEN_VARIABLE
-from midflight.run.parts import (
-    EngineSpec,
-    Failed,
-    Launcher,
-    Message,
-    PartLost,
-    ProcessKind,
-    RolloutSpec,
-    ServerLost,
-    Spec,
-    TrainerSpec,
-    Verdict,
-    decode_message,
-    decode_spec,
-    encode,
-)
 
 STOP_SECONDS = 2.5
 """A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""
@@ -65,7 +50,7 @@ class Child:
 
     def __init__(
         self,
-        part: ProcessKind,
+        part: parts.ProcessKind,
         name: str,
         *,
         log: Path,
@@ -104,20 +89,20 @@ class Child:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def tell(self, spec: Spec) -> None:
+    async def tell(self, spec: parts.Spec) -> None:
         """Sends the spec. Waits for the pipe only; ended by the child reading it or dying."""
         stdin = self.process.stdin
         assert stdin is not None
         with suppress(ConnectionError):
-            stdin.write(encode(spec) + b"\n")
+            stdin.write(parts.encode(spec) + b"\n")
             await stdin.drain()
 
-    async def messages(self) -> AsyncIterator[Message]:
+    async def messages(self) -> AsyncIterator[parts.Message]:
         """Everything the child says, in order; ends when it closes its end, which it does at the latest by dying."""
         stdout = self.process.stdout
         assert stdout is not None
         while line := await stdout.readline():
-            yield decode_message(line)
+            yield parts.decode_message(line)
 
     async def ended(self) -> int:
         """Waits for the exit status; ended by the child."""
@@ -152,16 +137,16 @@ async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
         await child.ended()
 
 
-def error_of(name: str, said: Failed) -> MidflightError:
+def error_of(name: str, said: parts.Failed) -> MidflightError:
     """The launcher's error for a part's last words: what a user can mend is one message, a crash has its traceback (I9)."""
     match said.verdict:
-        case Verdict.CONFIG:
+        case parts.Verdict.CONFIG:
             return ConfigError(said.error)
-        case Verdict.FINAL:
+        case parts.Verdict.FINAL:
             return RunFailed(said.error)
-        case Verdict.LOST:
-            return PartLost(f"{name}: {said.error}")
-        case Verdict.CRASH:
+        case parts.Verdict.LOST:
+            return parts.PartLost(f"{name}: {said.error}")
+        case parts.Verdict.CRASH:
             return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip())
 
 
@@ -174,20 +159,20 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def part_main(part: ProcessKind, arguments: Sequence[str]) -> Callable[[Any, Launcher], Awaitable[None]]:
+def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[Any, parts.Launcher], Awaitable[None]]:
     """Imports a part, which for trainer and embedded engine means torch. Done before the spec is known: it takes seconds.
 
     The environment comes with the rollout process: one that cannot be imported is found now, not after the warm start.
     """
-    if part is ProcessKind.ENGINE and list(arguments) == ["embedded"]:
+    if part is parts.ProcessKind.ENGINE and list(arguments) == ["embedded"]:
         from midflight.run.engine.engine_process import run_engine
 
         return run_engine
-    if part is ProcessKind.ENGINE:
+    if part is parts.ProcessKind.ENGINE:
         from midflight.run.engine.companion import run_companion
 
         return run_companion
-    if part is ProcessKind.ROLLOUT:
+    if part is parts.ProcessKind.ROLLOUT:
         from midflight.environments.registry import load_environment
         from midflight.run.rollout.rollout_process import run_rollout
 
@@ -199,7 +184,7 @@ def part_main(part: ProcessKind, arguments: Sequence[str]) -> Callable[[Any, Lau
     return run_trainer
 
 
-async def run_until_asked(run: Callable[[Spec, Launcher], Awaitable[None]], spec: Spec, launcher: Launcher) -> None:
+async def run_until_asked(run: Callable[[parts.Spec, parts.Launcher], Awaitable[None]], spec: parts.Spec, launcher: parts.Launcher) -> None:
     """Runs the part as the main task; SIGTERM and SIGINT cancel it. Ended by the part or by the launcher.
 
     A failure is told here, before threads that still compute are waited for (I9).
@@ -216,22 +201,22 @@ async def run_until_asked(run: Callable[[Spec, Launcher], Awaitable[None]], spec
         raise
 
 
-def failure_of(error: BaseException) -> Failed:
+def failure_of(error: BaseException) -> parts.Failed:
     """What the launcher must know of it; the traceback goes to the log as well."""
     traceback.print_exception(error)
     first = first_error(error)
     trace = "".join(traceback.format_exception(error))
     match first:
         case ConfigError():
-            return Failed(str(first), trace, Verdict.CONFIG)
+            return parts.Failed(str(first), trace, parts.Verdict.CONFIG)
         case RunFailed() | StoreFailed():
-            return Failed(str(first), trace, Verdict.FINAL)
-        case PartLost():
-            return Failed(str(first), trace, Verdict.LOST)
-        case ServerLost():
-            return Failed(str(first), "", Verdict.CRASH)
+            return parts.Failed(str(first), trace, parts.Verdict.FINAL)
+        case parts.PartLost():
+            return parts.Failed(str(first), trace, parts.Verdict.LOST)
+        case parts.ServerLost():
+            return parts.Failed(str(first), "", parts.Verdict.CRASH)
         case _:
-            return Failed(f"{type(first).__name__}: {first}", trace, Verdict.CRASH)
+            return parts.Failed(f"{type(first).__name__}: {first}", trace, parts.Verdict.CRASH)
 
 
 def stop(task: asyncio.Task[None]) -> None:
@@ -244,8 +229,8 @@ def stop(task: asyncio.Task[None]) -> None:
 
 def main() -> int:
     die_with_parent()
-    part = ProcessKind(sys.argv[1])
-    launcher = Launcher()
+    part = parts.ProcessKind(sys.argv[1])
+    launcher = parts.Launcher()
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth
     try:
         run = part_main(part, sys.argv[2:])
@@ -256,8 +241,15 @@ def main() -> int:
         line = sys.stdin.buffer.readline()
         if not line:
             return 0
-        spec = decode_spec(line)
-        assert isinstance(spec, {ProcessKind.ENGINE: EngineSpec, ProcessKind.ROLLOUT: RolloutSpec, ProcessKind.TRAINER: TrainerSpec}[part])
+        spec = parts.decode_spec(line)
+        assert isinstance(
+            spec,
+            {
+                parts.ProcessKind.ENGINE: parts.EngineSpec,
+                parts.ProcessKind.ROLLOUT: parts.RolloutSpec,
+                parts.ProcessKind.TRAINER: parts.TrainerSpec,
+            }[part],
+        )
         gc.freeze()  # modules live as long as the process; only what a run makes is worth looking at
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_until_asked(run, spec, launcher))
