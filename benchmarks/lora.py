@@ -15,8 +15,7 @@ from smoke import options_of
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.weights import EngineWeights
-from midflight.models.load import load_model, make_model, save_model
-from midflight.models.lora import add_adapters, lora_config
+from midflight.models.load import add_adapters, load_model, lora_config, make_model, save_model
 from midflight.models.names import named_tensors
 from midflight.weights.transports.select import publisher, receiver
 

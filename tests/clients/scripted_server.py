@@ -21,8 +21,7 @@ from dataclasses import replace
 from midflight.config.sections import Config
 from midflight.gateway.http.http import build_app
 from midflight.run.rollout.serving import Serving
-from midflight.testing.replies import Replies
-from midflight.testing.script import scripted_tokenizer
+from midflight.testing.script import Replies, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.types import Feature
 from midflight.types.facts import unheard

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.weights import tensors_fingerprint
 from midflight.errors import WeightsCorrupt
-from midflight.models.fingerprint import fingerprint_views
 from midflight.models.names import dtype_name, named_tensors
+from midflight.models.sizes import fingerprint_views
 from midflight.text.byte_tokenizer import END, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import GenerateRequest, SamplingParams, TensorSpec, Version, WeightManifest

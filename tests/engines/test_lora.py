@@ -17,8 +17,7 @@ from midflight.engines.embedded.engine import Generated
 from midflight.engines.embedded.weights import EngineWeights, model_fingerprint
 from midflight.errors import WeightsCorrupt
 from midflight.models.adapter import FOLDER
-from midflight.models.load import save_model
-from midflight.models.lora import base_tensors
+from midflight.models.load import base_tensors, save_model
 from midflight.models.names import named_tensors
 from midflight.types import GenerateRequest
 

@@ -28,10 +28,9 @@ from midflight.gateway.sessions.call import CompletionCall, Messages
 from midflight.gateway.sessions.session import Session, UnderWay, request_seed
 from midflight.ports import SessionHandle
 from midflight.run.rollout.serving import Serving
-from midflight.testing.ring import SmallRing, open_ring
+from midflight.testing.ring import SimulatedTrainer, SlowSteps, SmallRing, open_ring
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
-from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
 from midflight.types import Batch, GenerateRequest, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
 from midflight.types.facts import Fact, Record, RequestFailed, RolloutEnded, unheard
 

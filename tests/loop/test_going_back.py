@@ -8,7 +8,7 @@ import pytest
 
 from midflight.errors import UnknownLease
 from midflight.run.rollout.system import RolloutSystem
-from midflight.testing.simulated_trainer import SimulatedReport, SimulatedTrainer
+from midflight.testing.ring import SimulatedReport, SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.database import State
 from midflight.types import Batch, GroupKey, PackedBatch, Reason, Version, WeightManifest

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
+from midflight.testing.ring import SimulatedTrainer, SlowSteps
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.database import State
 from midflight.types import Batch, PackedBatch, Reason, Version

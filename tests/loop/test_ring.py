@@ -11,7 +11,7 @@ import pytest
 
 from midflight.config.sections import WeightsSection
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
-from midflight.testing.simulated_trainer import SimulatedTrainer
+from midflight.testing.ring import SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PackedBatch, PauseMode
 from midflight.types.facts import Fact, Leased, RolloutEnded

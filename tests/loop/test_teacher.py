@@ -10,9 +10,7 @@ import pytest
 
 from midflight.errors import EngineUnavailable, RequestTimeout
 from midflight.run.api.teacher import Teacher
-from midflight.testing.ring import open_ring
-from midflight.testing.scripted_scorer import ScriptedScorer
-from midflight.testing.simulated_trainer import SimulatedTrainer, SlowSteps
+from midflight.testing.ring import ScriptedScorer, SimulatedTrainer, SlowSteps, open_ring
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PackedBatch
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt
 from midflight.models.adapter import CONFIG, FOLDER, WEIGHTS, adapter_of
-from midflight.models.load import load_model, save_model
-from midflight.models.lora import add_adapters, base_tensors, lora_config, merged
+from midflight.models.load import add_adapters, base_tensors, load_model, lora_config, merged, save_model
 from midflight.models.names import assign, named_tensors
 from midflight.models.sizes import sizes_of
 

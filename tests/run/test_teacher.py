@@ -17,7 +17,7 @@ from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, Re
 from midflight.gateway.http.http import build_app
 from midflight.run.api.batches import batch_as_lists
 from midflight.run.api.teacher import Teacher, score_route
-from midflight.testing.scripted_scorer import ScriptedScorer
+from midflight.testing.ring import ScriptedScorer
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import Float32, Int32

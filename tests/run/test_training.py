@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from midflight.run.trainer.training import TrainingLoop
-from midflight.testing.simulated_trainer import SimulatedTrainer
+from midflight.testing.ring import SimulatedTrainer
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.facts import Stepped
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected, WeightsCorrupt
-from midflight.testing.replies import Replies
-from midflight.testing.script import Script, likeliest, scripted_tokenizer
+from midflight.testing.script import Replies, Script, likeliest, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import (

@@ -19,8 +19,7 @@ from torch import Tensor
 from midflight.errors import ConfigError, RequestRejected, SlotBusy, WeightsCorrupt
 from midflight.models.names import as_tensors
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.delta import BLOCK, Frames, encode
-from midflight.weights.manifest import ALIGNMENT, MAX_DELTAS, check_extents
+from midflight.weights.manifest import ALIGNMENT, BLOCK, MAX_DELTAS, Frames, check_extents, encode
 from midflight.weights.transports.files import SHARED
 from midflight.weights.transports.publish import DeltaPublisher, Publisher
 from midflight.weights.transports.receive import DeltaReceiver, FileReceiver

@@ -11,8 +11,7 @@ from midflight.errors import EngineUnavailable, NotSupported, PauseIgnored, Requ
 from midflight.testing.scripted import CAPABLE, Call, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Attestation, GenerateRequest, PauseMode, SamplingParams
-from midflight.weights.commit import commit_mode
-from midflight.weights.handover import Handover
+from midflight.weights.handover import Handover, commit_mode
 
 from .fleets import LONG, Commits, LateTokensEngine, PausedLoadingEngine, RecordingFleet, WrongVersionEngine, drained, manifest, only
 

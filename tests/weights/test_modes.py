@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.weights.fleets import only
 
 from midflight.types import PauseMode
-from midflight.weights.commit import commit_mode, swaps_between_steps
+from midflight.weights.handover import commit_mode, swaps_between_steps
 
 KEEPING = replace(only(*PauseMode).capabilities, stages_weights=True)
 RECOMPUTING = replace(KEEPING, commit_mode=PauseMode.RECOMPUTE)

@@ -1,17 +1,21 @@
 """A small ring in this process: the production parts of a run, over whatever engines and trainer a test or an experiment brings.
 
 On virtual time with scripted engines and a `SimulatedTrainer`, or on the real clock with embedded engines and the real trainer.
+`ScriptedScorer` is a teacher whose scores follow from token and position alone, and which fails when it is told to.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from midflight.config.sections import Config
 from midflight.environments.registry import Environment
@@ -28,12 +32,108 @@ from midflight.run.rollout.system import RolloutSystem
 from midflight.run.trainer.training import Stage, Steps, TrainingLoop, WeightsOutlet
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
-from midflight.types import Version
-from midflight.types.facts import Record, unheard
+from midflight.types import Float32, Int32, PackedBatch, Version, WeightManifest
+from midflight.types.facts import Record, Stepped, unheard
 from midflight.wire.memory import MemoryTransport
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+
+# --- A trainer without weights ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedReport:
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    skipped: str | None = None
+
+
+class SimulatedTrainer:
+    """Implements `run.training`'s `Steps` and `Outbox`. `on_step` sees each batch before its step is made; what it raises, the step raises."""
+
+    def __init__(self, *, version: Version = 0, on_step: Callable[[PackedBatch], None] | None = None) -> None:
+        self.version = self._first = version
+        self.num_steps = 0
+        self.batches: list[PackedBatch] = []
+        self.released: list[Version] = []
+        self._on_step = on_step
+
+    def step(self, batch: PackedBatch) -> SimulatedReport:
+        assert batch.train_version == self.version, f"a batch for version {batch.train_version} at {self.version}"
+        if self._on_step is not None:
+            self._on_step(batch)
+        self.batches.append(batch)
+        self.version += 1
+        self.num_steps += 1
+        return SimulatedReport()
+
+    def publish(self, version: Version) -> WeightManifest:
+        """The first version is what scripted engines start with."""
+        fingerprint = "initial" if version == self._first else f"weights-{version}"
+        return WeightManifest(version, fingerprint, "file", "nowhere", ())
+
+    def release(self, version: Version) -> None:
+        self.released.append(version)
+
+
+class SlowSteps:
+    """Stands between trainer and rollout side, and makes steps take time on the loop's clock, the virtual one too.
+
+    `to_thread` runs inline under virtual time, so a step's time passes here, between the batch and the report of its step.
+    """
+
+    def __init__(self, service: RolloutService, *, seconds: Callable[[], float]) -> None:
+        self._service, self._seconds = service, seconds
+
+    async def take(self, train_version: Version) -> PackedBatch:
+        return await self._service.take(train_version)
+
+    async def done(self, step: Stepped) -> None:
+        """Waits for the step's duration, then for the service."""
+        await asyncio.sleep(self._seconds())
+        await self._service.done(step)
+
+    async def publish(self, manifest: WeightManifest) -> None:
+        await self._service.publish(manifest)
+
+    async def checkpointed(self, version: Version) -> None:
+        await self._service.checkpointed(version)
+
+    async def finish(self, version: Version) -> None:
+        await self._service.finish(version)
+
+
+# --- A teacher without a model ----------------------------------------------------------------------------------------
+
+
+class ScriptedScorer:
+    """Implements `Scorer`. An answer takes `seconds`."""
+
+    def __init__(self, *, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.num_asked = 0
+        self._failures: deque[Exception] = deque()
+
+    def fail_next(self, error: Exception, *, times: int = 1) -> None:
+        """The next answers are this error."""
+        self._failures.extend([error] * times)
+
+    async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
+        """Waits for its seconds to pass."""
+        self.num_asked += 1
+        await asyncio.sleep(self.seconds)
+        if self._failures:
+            raise self._failures.popleft()
+        return self.scores(token_ids, row_offsets, temperature=temperature)
+
+    @staticmethod
+    def scores(token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
+        positions = np.arange(len(token_ids)) - np.repeat(row_offsets[:-1], np.diff(row_offsets))
+        return np.where(positions == 0, 0.0, -(1 + (token_ids + positions) % 7) / temperature).astype(np.float32)
+
+
+# --- The ring ---------------------------------------------------------------------------------------------------------
 
 
 class PhaseLog:

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.errors import EngineError, WeightsCorrupt
-from midflight.models.fingerprint import fingerprint_views
 from midflight.models.names import as_tensors, assign, dtype_name, named_tensors
+from midflight.models.sizes import fingerprint_views
 from midflight.ports import WeightReceiver
 from midflight.types import Attestation, TensorSpec, Version, WeightManifest
 

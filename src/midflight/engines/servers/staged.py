@@ -142,7 +142,7 @@ def _write_merged(model: Path, adapter: Adapter, folder: Path, *, given: _Given 
     from safetensors.torch import load_file, save_file
     from torch import Tensor
 
-    from midflight.models.lora import merged
+    from midflight.models.load import merged
     from midflight.models.names import as_tensors
 
     adapters = load_file(adapter.weights) if given is None else as_tensors(*given)

@@ -21,8 +21,7 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.environments.single_turn import exact_match
 from midflight.environments.tasks import Source, load_sources
 from midflight.errors import ConfigError, StepSkipped
-from midflight.models.load import export_model, load_model, make_model
-from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
+from midflight.models.load import add_adapters, export_model, is_adapted, load_model, lora_config, make_model, save_adapters
 from midflight.models.names import assign, in_dtype, named_tensors, torch_dtype
 from midflight.run.api.service import RolloutClient
 from midflight.run.parts import Launcher, ModelReady, TrainerSpec, WarmStart

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from midflight.errors import ConfigError, RunFailed, SlotBusy
-from midflight.models.fingerprint import fingerprint
+from midflight.models.sizes import fingerprint
 from midflight.types import Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, extent, layout
-from midflight.weights.transports import rendezvous
+from midflight.weights.transports import receive
 from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken, listen, serve_store
-from midflight.weights.transports.publish import named_shapes
-from midflight.weights.transports.rendezvous import Address, Again, Answer, Ask, Backend, Gathering, Join, Refused, WaitingReceiver
-from midflight.weights.transports.shared_memory import copy_into
+from midflight.weights.transports.publish import copy_into, named_shapes
+from midflight.weights.transports.receive import Address, Again, Answer, Ask, Backend, Gathering, Join, Refused, WaitingReceiver
 from midflight.wire.edge import same_token
 
 T = TypeVar("T")
@@ -90,7 +89,7 @@ class CollectiveService:
         try:
             async with asyncio.TaskGroup() as receivers:
                 server = await asyncio.start_server(
-                    lambda reader, writer: receivers.create_task(self._converse(reader, writer)), sock=listener, limit=rendezvous.MAX_LINE
+                    lambda reader, writer: receivers.create_task(self._converse(reader, writer)), sock=listener, limit=receive.MAX_LINE
                 )
                 try:
                     await self._serve_rounds()
@@ -111,12 +110,12 @@ class CollectiveService:
         """Waits until the receiver's round is over or it hangs up. A receiver that asks nothing is dropped at the deadline."""
         try:
             async with asyncio.timeout(self._deadline_seconds):
-                ask = rendezvous.read_ask(await reader.readline())
+                ask = receive.read_ask(await reader.readline())
             refusal = self._refusal(ask)
             if refusal is None:
                 await self._wait_in_line(ask, reader, writer)
             else:
-                writer.write(rendezvous.line(refusal))
+                writer.write(receive.line(refusal))
         except (TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
             _log.info("collective transport: a connection ended without a question that could be answered: %s", error)
         finally:
@@ -124,7 +123,7 @@ class CollectiveService:
 
     async def _wait_in_line(self, ask: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         since = asyncio.get_running_loop().time()
-        member = WaitingReceiver(ask, since, answer=lambda answer: writer.write(rendezvous.line(answer)), hang_up=writer.close)
+        member = WaitingReceiver(ask, since, answer=lambda answer: writer.write(receive.line(answer)), hang_up=writer.close)
         try:
             if self._gathering.join(member):
                 self._changed.set()
@@ -185,7 +184,7 @@ class CollectiveService:
         self._keep(members, group)
 
     def _broadcast(self, group: BroadcastGroup, data: Tensor) -> None:
-        for part in rendezvous.buckets(data.numel(), self._bucket_bytes):
+        for part in receive.buckets(data.numel(), self._bucket_bytes):
             if self._closing.is_set():
                 group.close()
                 raise GroupBroken("the publisher is closing")
@@ -300,7 +299,7 @@ class CollectivePublisher:
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers[version] = buffer
         self._held[version] = Published(torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest)
-        return WeightManifest(version, digest, rendezvous.TRANSPORT, str(self._address), specs)
+        return WeightManifest(version, digest, receive.TRANSPORT, str(self._address), specs)
 
     def release(self, version: Version) -> None:
         if self._held.pop(version, None) is not None:

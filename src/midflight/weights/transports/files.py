@@ -19,12 +19,11 @@ import msgspec
 from safetensors import SafetensorError
 
 from midflight.errors import ConfigError, RequestRejected, nearest
-from midflight.models.fingerprint import fingerprint_views
+from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, check_extents, extent, is_sound, views
-from midflight.weights.transports.receive import TRANSPORTS
-from midflight.weights.transports.rendezvous import TRANSPORT as COLLECTIVE
-from midflight.weights.transports.rendezvous import Address
+from midflight.weights.transports.receive import TRANSPORT as COLLECTIVE
+from midflight.weights.transports.receive import TRANSPORTS, Address
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,8 +22,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from midflight.errors import EngineUnavailable, WeightsCorrupt
 from midflight.types import WeightManifest
 from midflight.weights.manifest import extent, repacked, set_aside, views
-from midflight.weights.transports.receive import verify
-from midflight.weights.transports.rendezvous import MAX_LINE, Address, Again, Answer, Ask, Join, Refused, buckets, line, read_answer
+from midflight.weights.transports.receive import MAX_LINE, Address, Again, Answer, Ask, Join, Refused, buckets, line, read_answer, verify
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from midflight.errors import ConfigError, nearest
 from midflight.ports import WeightReceiver
 from midflight.types import WeightManifest
 from midflight.weights.manifest import MAX_HELD
+from midflight.weights.transports.receive import TRANSPORT as COLLECTIVE
 from midflight.weights.transports.receive import TRANSPORTS, DeltaReceiver, FileReceiver
-from midflight.weights.transports.rendezvous import TRANSPORT as COLLECTIVE
 
 if TYPE_CHECKING:
     from midflight.weights.transports.publish import Publisher
@@ -47,8 +47,7 @@ def publisher(kind: str, *, name: str, folder: Path, full_every: int = 1, num_en
     """
     from midflight.weights.transports.collective import CollectivePublisher
     from midflight.weights.transports.files import FilePublisher
-    from midflight.weights.transports.publish import DeltaPublisher
-    from midflight.weights.transports.shared_memory import SegmentPublisher, SharedMemoryPublisher
+    from midflight.weights.transports.publish import DeltaPublisher, SegmentPublisher, SharedMemoryPublisher
 
     differences = full_every != 1
     kept = MAX_HELD + full_every - 1  # the oldest version that is held may have a whole period behind it
