@@ -36,7 +36,7 @@ sys.meta_path.insert(0, _Finder())
 
 from midflight.engines.servers.sglang import SglangServer  # noqa: E402
 from midflight.engines.servers.vllm import VllmServer  # noqa: E402
-from midflight.engines.validation import check_features, check_sampling  # noqa: E402
+from midflight.engines.streams import check_features, check_sampling  # noqa: E402
 from midflight.engines.wire import Submit, decode_client_frames, encode  # noqa: E402
 from midflight.errors import RequestRejected  # noqa: E402
 from midflight.gateway.answers import plan  # noqa: E402

@@ -15,8 +15,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.responses import ResponsesExchange
-from midflight.gateway.sessions.call import CompletionCall
-from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.session import CompletionCall, Session
 
 EVERYTHING = "{{ messages | tojson(sort_keys=true) }}{{ tools | tojson }}{{ reasoning_effort }}"
 """A template that shows all that a template could read."""

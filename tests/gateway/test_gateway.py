@@ -9,8 +9,7 @@ from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, make_gateway
 from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected, SessionClosed, UnknownModel
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.answers.readers import Ongoing
-from midflight.gateway.sessions.call import Asked, CompletionCall, Messages, Text, TokenIds
-from midflight.gateway.sessions.session import request_seed
+from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, Text, TokenIds, request_seed
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import FinishReason, Reason, RolloutKey, SamplingParams, Turn
 from midflight.types.facts import SessionEnded, TurnFinished

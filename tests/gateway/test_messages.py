@@ -19,13 +19,13 @@ from midflight.gateway.answers.answer import Answer, News
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.exchange import Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
-from midflight.gateway.sessions.call import Asked, Messages, ToolChoice
+from midflight.gateway.sessions.session import Asked, Messages, ToolChoice
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.text import Tokenizer
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
 from midflight.text.formats.assistant import joined
-from midflight.text.template import ChatTemplate
+from midflight.text.tokenizer import ChatTemplate
 from midflight.types import Finish, FinishReason, Grammar, GrammarKind, Segment, Turn
 
 HI = [{"role": "user", "content": "hi"}]

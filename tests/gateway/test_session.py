@@ -11,8 +11,7 @@ from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 
 from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
-from midflight.gateway.sessions.call import Messages
-from midflight.gateway.sessions.session import Session, SessionRegistry, request_seed
+from midflight.gateway.sessions.session import Messages, Session, SessionRegistry, request_seed
 from midflight.testing.script import scripted_tokenizer
 from midflight.text.formats import AssistantMessage
 from midflight.types import Chunk, Finish, FinishReason, GroupKey, Reason, RolloutKey, SamplingParams

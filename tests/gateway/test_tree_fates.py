@@ -13,8 +13,7 @@ from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
-from midflight.gateway.sessions.call import Messages, Source, Text, TokenIds
-from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.session import Messages, Session, Source, Text, TokenIds
 from midflight.gateway.sessions.tree import Matcher
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message, Tokenizer

@@ -24,8 +24,7 @@ from midflight.environments.tasks import Source
 from midflight.errors import MidflightError
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.http.control import Control
-from midflight.gateway.sessions.call import CompletionCall, Messages
-from midflight.gateway.sessions.session import Session, UnderWay, request_seed
+from midflight.gateway.sessions.session import CompletionCall, Messages, Session, UnderWay, request_seed
 from midflight.ports import SessionHandle
 from midflight.run.rollout.serving import Serving
 from midflight.testing.ring import SimulatedTrainer, SlowSteps, SmallRing, open_ring

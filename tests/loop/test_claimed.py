@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from midflight.environments.claimed import Claimed, claims
-from midflight.gateway.sessions.call import CompletionCall, Messages
+from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.testing.virtual_time import run_virtual
 from midflight.types.facts import RolloutEnded
 

@@ -11,8 +11,7 @@ import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
 from midflight.errors import ConfigError
-from midflight.observe.journal import EvaluationLine, Journal, StepLine, read_journal
-from midflight.observe.observers import Observers
+from midflight.observe.journal import EvaluationLine, Journal, Observers, StepLine, read_journal
 from midflight.observe.progress import RunState
 from midflight.types import GroupKey, Kind, Reason, RolloutKey
 from midflight.types.facts import Evaluated, GroupClosed, Waited

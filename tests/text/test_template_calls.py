@@ -11,7 +11,7 @@ from midflight.errors import RequestRejected
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message
 from midflight.text.formats import MessageFormat, ToolCall
-from midflight.text.template import as_templates_read
+from midflight.text.tokenizer import as_templates_read
 
 
 def call(name: str, arguments: str) -> dict[str, object]:

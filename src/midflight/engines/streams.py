@@ -1,9 +1,13 @@
-"""What a step gives out, and its tokens as chunks of single requests for the callers inside the process."""
+"""What a step gives out, and its tokens as chunks of single requests for the callers inside the process.
+
+And what a request must satisfy before it enters the engine: a bad one is refused alone, and the engine goes on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +16,82 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.errors import RequestRejected
-from midflight.types import Chunk, Finish, Segment, Version
+from midflight.errors import ContextExceeded, RequestRejected
+from midflight.types import Chunk, Feature, Finish, GenerateRequest, Int32, SamplingParams, Segment, Version
+from midflight.types.generation import MAX_BIASES, RANGED, ranged_values
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
+    """Raises `RequestRejected` or `ContextExceeded`, naming the value and the remedy."""
+    _check_ids("input_ids", request.input_ids, vocab_size)
+    _check_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", tuple(i for i, _ in request.sampling.logit_bias), vocab_size)
+    check_sampling(request.sampling)
+    length, prompt = len(request.input_ids), request.num_prompt_tokens
+    if length == 0:
+        raise RequestRejected("generating: the prompt is empty. Send at least one token.", param="input_ids")
+    if not 1 <= prompt <= length:
+        raise RequestRejected(
+            f"generating: num_prompt_tokens is {prompt} but input_ids has {length} tokens. Send a number from 1 to {length}.",
+            param="num_prompt_tokens",
+        )
+    if length > max_context or prompt >= max_context:
+        raise ContextExceeded(
+            f"generating: {length} input tokens leave no room in a context of {max_context}. Send at most {max_context - 1} tokens.",
+            param="input_ids",
+        )
+
+
+def check_rows(token_ids: Int32, row_offsets: Int32, *, temperature: float, vocab_size: int, max_context: int) -> None:
+    """Checks rows to score. Raises `RequestRejected` or `ContextExceeded`, naming the value and the remedy."""
+    _require(math.isfinite(temperature) and temperature > 0, "temperature", temperature, "a finite number above 0")
+    spans = len(row_offsets) > 1 and row_offsets[0] == 0 and row_offsets[-1] == len(token_ids)
+    lengths = np.diff(row_offsets)
+    if not spans or lengths.min() < 1:
+        raise RequestRejected(
+            "scoring: the rows are empty, or do not span the tokens. Send at least one row, each with a token.", param="rows"
+        )
+    if (longest := int(lengths.max())) > max_context:
+        raise ContextExceeded(f"scoring: a row has {longest} tokens, the context {max_context}. Send shorter rows.", param="rows")
+    bad = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+    if len(bad):
+        raise RequestRejected(f"scoring: token id {bad[0]} is outside the vocabulary. Send ids from 0 to {vocab_size - 1}.", param="rows")
+
+
+def check_features(sampling: SamplingParams, features: frozenset[Feature], *, engine: str) -> None:
+    """`RequestRejected` names a way of sampling that the engine has not: to ignore it would sample from another distribution."""
+    if lacking := sorted(sampling.features - features):
+        raise RequestRejected(f"generating on {engine}: it has no {lacking[0]}. Leave that out.", param=lacking[0])
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Every limit is checked here once, so that the sampler may trust its numbers."""
+    for (p, bounds), value in zip(RANGED, ranged_values(sampling), strict=True):
+        if value != p.default and (value is None or not bounds.holds(value)):
+            raise _refused(p.name, value, f"a number {bounds}")
+    s = sampling
+    _require(s.min_tokens <= s.max_tokens, "min_tokens", s.min_tokens, f"an integer from 0 to max_tokens ({s.max_tokens})")
+    _require(len(s.logit_bias) <= MAX_BIASES, "logit_bias", f"{len(s.logit_bias)} ids", f"at most {MAX_BIASES} ids")
+    for token_id, bias in s.logit_bias:
+        _require(-100 <= bias <= 100, "logit_bias", f"{bias} for token {token_id}", "numbers from -100 to 100")
+
+
+def _require(holds: bool, param: str, value: object, expected: str) -> None:
+    if not holds:
+        raise _refused(param, value, expected)
+
+
+def _refused(param: str, value: object, expected: str) -> RequestRejected:
+    return RequestRejected(f"sampling: {param} is {value!r}. Send {expected}.", param=param)
+
+
+def _check_ids(param: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestRejected(
+            f"generating: token id {bad} in {param} is outside the vocabulary. Send ids from 0 to {vocab_size - 1}.", param=param
+        )
+
 
 Ints = NDArray[np.int64]
 PATIENCE_SECONDS = 0.05

@@ -5,9 +5,10 @@ A key that has no value is left out, so that it is never read as zero; a number 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from midflight.errors import ConfigError
 from midflight.observe.progress import RunState
 from midflight.observe.status import Totals
 from midflight.types import Kind, Version
-from midflight.types.facts import Evaluated, Fact, GroupClosed, Leased, RolloutEnded, Stepped, Waited, WeightsCommitted
+from midflight.types.facts import Evaluated, Fact, GroupClosed, Leased, Record, RolloutEnded, Stepped, Waited, WeightsCommitted
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
@@ -219,3 +220,23 @@ def write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     building.replace(path)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Observers:
+    """Each applies every fact, in order. An observer that fails is logged once, and hurts neither the run nor the others."""
+
+    def __init__(self, observers: Sequence[Record]) -> None:
+        self._observers = tuple(observers)
+        self._reported: set[int] = set()
+
+    def apply(self, fact: Fact) -> None:
+        for number, observe in enumerate(self._observers):
+            try:
+                observe(fact)
+            except Exception:
+                if number not in self._reported:
+                    self._reported.add(number)
+                    _log.exception("an observer (%s) failed on %s; the run goes on, later failures of it are not logged", observe, fact)

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from midflight.errors import RequestRejected
 from midflight.text import StopMatcher, Tokenizer
 from midflight.text.byte_tokenizer import CHAT_TEMPLATE, END, byte_tokenizer
-from midflight.text.template import ChatTemplate
+from midflight.text.tokenizer import ChatTemplate
 from midflight.types import Finish, FinishReason, GenerateRequest, Version
 
 _GAMMA = 0x9E3779B97F4A7C15

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from midflight.engines.validation import check_features, check_request
+from midflight.engines.streams import check_features, check_request
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported
 from midflight.testing.script import Script, ScriptedAnswer, ScriptedPolicy, ScriptedRun, likeliest, play, scripted_tokenizer
 from midflight.text import Tokenizer

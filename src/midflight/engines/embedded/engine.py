@@ -19,8 +19,7 @@ from midflight.engines.embedded.runner import Runner, portions, token_logprobs
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights
-from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput
-from midflight.engines.validation import check_request, check_rows
+from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput, check_request, check_rows
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import WeightReceiver
 from midflight.text.detokenizer import StopMatcher

@@ -18,8 +18,7 @@ from midflight.engines.servers.attempt import Attempt, ServerRequest
 from midflight.engines.servers.http import ServerClient
 from midflight.engines.servers.server import Found, Server, check_same_model, mode_at_server
 from midflight.engines.servers.staged import StagedFolder, StagingArea
-from midflight.engines.streams import ChunkStream
-from midflight.engines.validation import check_features, check_request
+from midflight.engines.streams import ChunkStream, check_features, check_request
 from midflight.errors import EngineError, MidflightError, PauseIgnored
 from midflight.ports import WeightReceiver
 from midflight.text.tokenizer import Tokenizer

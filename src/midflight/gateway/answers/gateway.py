@@ -14,8 +14,8 @@ from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import EngineLimits, Job, Planner
 from midflight.gateway.answers.readers import Ongoing, Requests
-from midflight.gateway.sessions.call import CompletionCall, Messages, Source, Text
-from midflight.gateway.sessions.session import OpenSession, RecordedTurns, Session, SessionRegistry
+from midflight.gateway.sessions.history import RecordedTurns
+from midflight.gateway.sessions.session import CompletionCall, Messages, OpenSession, Session, SessionRegistry, Source, Text
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, Version

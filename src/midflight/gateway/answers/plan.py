@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from midflight.errors import ContextExceeded, RequestRejected, UnknownModel, nearest
 from midflight.gateway.answers.answer import Answer, ChatReading
-from midflight.gateway.sessions.call import CompletionCall, Messages, ToolChoice
 from midflight.gateway.sessions.history import Prompt
-from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.session import CompletionCall, Messages, Session, ToolChoice
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import Capabilities, Feature, GenerateRequest, LogprobKind, SamplingParams

@@ -13,7 +13,7 @@ from midflight.gateway.dialects.constraints import MAX_TOOLS, SamplingBody, Tool
 from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
 from midflight.gateway.dialects.exchange import Alternatives, Reply, call_id, logprob_entries, usage, usage_so_far, weight_versions
 from midflight.gateway.dialects.fields import Tokens, TopLogprobs, parse
-from midflight.gateway.sessions.call import CompletionCall, Messages
+from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
 from midflight.types import FinishReason, Json

@@ -13,7 +13,7 @@ from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.constraints import SamplingBody
 from midflight.gateway.dialects.exchange import Reply, alternatives, token_name, token_text, usage, usage_so_far, weight_versions
 from midflight.gateway.dialects.fields import TopLogprobs, parse
-from midflight.gateway.sessions.call import CompletionCall, Source, Text, TokenIds
+from midflight.gateway.sessions.session import CompletionCall, Source, Text, TokenIds
 from midflight.text import Tokenizer
 from midflight.types import Json
 

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
-from midflight.gateway.sessions.call import CompletionCall
+from midflight.gateway.sessions.session import CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Json, Turn
 from midflight.wire.edge import Fault, fault_of

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, create_model
 
 from midflight.errors import RequestRejected, nearest
-from midflight.gateway.sessions.call import Asked
+from midflight.gateway.sessions.session import Asked
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_BIASES, MAX_TOP_LOGPROBS, PARAMETERS, Api, Parameter
 
 HARMLESS: Mapping[str, str] = {

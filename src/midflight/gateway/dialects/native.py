@@ -13,7 +13,7 @@ from midflight.gateway.dialects.completions import PROMPT_SCHEMA, sources
 from midflight.gateway.dialects.constraints import grammar_of
 from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, token_text, weight_versions
 from midflight.gateway.dialects.fields import Body, SamplingFields, TopLogprobs, parse
-from midflight.gateway.sessions.call import Asked, CompletionCall
+from midflight.gateway.sessions.session import Asked, CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import FinishReason, Json
 from midflight.types.generation import Api

@@ -9,7 +9,7 @@ from midflight.gateway.dialects.constraints import FunctionTool
 from midflight.gateway.dialects.exchange import Alternatives, Exchange, Reply, call_id, logprob_entries, weight_versions
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
-from midflight.gateway.sessions.call import ToolChoice
+from midflight.gateway.sessions.session import ToolChoice
 from midflight.text import Tokenizer
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json

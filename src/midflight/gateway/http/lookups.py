@@ -24,8 +24,7 @@ from midflight.gateway.dialects.messages import messages_fault
 from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
 from midflight.gateway.dialects.responses_input import ResponsesBody
-from midflight.gateway.sessions.call import CompletionCall
-from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.session import CompletionCall, Session
 from midflight.types import Json
 from midflight.wire.edge import headers_of, key_in, read_body
 from midflight.wire.routes import json_answer, route

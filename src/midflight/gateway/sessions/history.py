@@ -22,7 +22,7 @@ import msgspec
 from midflight.errors import RequestRejected
 from midflight.text import Message
 from midflight.text.formats import AssistantMessage
-from midflight.types import FinishReason, Json, Segment, Turn
+from midflight.types import FinishReason, GenerateRequest, Json, Segment, Turn
 
 _ID_BYTES = 4
 
@@ -151,6 +151,20 @@ class Node:
     def packed_ids(self) -> bytes:
         """Ids of prompt and output."""
         return b"".join(part for node in self.path for part in (node.tail, node.output))
+
+
+class RecordedTurns:
+    """The turns of one rollout that were complete before a crash (I8). Each is given once, to the first request with its prompt that
+    has room for it."""
+
+    def __init__(self, turns: Iterable[Turn] = ()) -> None:
+        self._turns = list(turns)
+
+    def take(self, request: GenerateRequest) -> Turn | None:
+        for place, turn in enumerate(self._turns):
+            if turn.prompt_ids == request.input_ids and len(turn.output_ids) <= request.sampling.max_tokens:
+                return self._turns.pop(place)
+        return None
 
 
 def _bytes(text: str) -> bytes:

@@ -1,4 +1,5 @@
-"""Sessions: one rollout's address, its token tree and its turns; and all sessions by id, with their secrets. Synchronous.
+"""An agent's request, free of any wire format. And sessions: one rollout's address, its token tree and its turns; and all sessions by id,
+with their secrets. Synchronous.
 
 A session's token is `<id>.<secret>`: the address or API key of its agent. Its owner has another, `<id>.<other secret>`. With that
 one the session can be scored, read and ended, which its agent must not do. Only the id is ever printed.
@@ -9,18 +10,108 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from enum import StrEnum
+from typing import Protocol, TypeAlias
 
 from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
-from midflight.gateway.sessions.call import Messages, Source, Text
-from midflight.gateway.sessions.history import Prompt, packed
+from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
 from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
-from midflight.text import Tokenizer
-from midflight.text.formats import AssistantMessage, MessageFormat
-from midflight.types import FinishReason, GenerateRequest, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, Version
+from midflight.text import Message, Tokenizer
+from midflight.text.formats import AssistantMessage, MessageFormat, Tool
+from midflight.types import FinishReason, Grammar, Json, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, Version
 from midflight.wire.edge import same_token
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """A prompt to be written by the chat template."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """Options of the template itself, such as `enable_thinking`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    ids: tuple[int, ...]
+
+
+Source: TypeAlias = Messages | Text | TokenIds
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Asked:
+    """Sampling as far as the client asked for it: parameters of `SamplingParams` by name. The others are the session's defaults."""
+
+    given: Mapping[str, object]
+
+    def __init__(self, **given: object) -> None:
+        """What is `None` was not asked for."""
+        object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
+
+    @property
+    def grammar(self) -> Grammar | None:
+        grammar = self.given.get("grammar")
+        return grammar if isinstance(grammar, Grammar) else None
+
+    def number(self, name: str) -> int | None:
+        """A whole number, such as `max_tokens` or `seed`."""
+        value = self.given.get(name)
+        return value if isinstance(value, int) else None
+
+    def constrained(self, grammar: Grammar | None) -> Asked:
+        """The same under this grammar."""
+        return Asked(**{**self.given, "grammar": grammar})
+
+
+class ToolChoice(StrEnum):
+    """Whether the answer may, must or must not call a tool. With `NONE` nothing is looked for: what looks like a call is content."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    """`n` answers to each of `sources`. Choices are numbered source by source."""
+
+    sources: tuple[Source, ...]
+    asked: Asked = Asked()
+    n: int = 1
+    stream: bool = False
+    """Whether news are wanted before the answers are whole."""
+    default_max_tokens: int | None = None
+    """The dialect's default, used if neither client nor session gives one. `None` means all the room there is."""
+    model: str | None = None
+    request_id: str | None = None
+    """The client's own name for the request, by which it may abort it."""
+    may_abort: bool = False
+    """Whether an abort of the operator ends the request with what there is; otherwise it is resumed."""
+    prompt_param: str = "prompt"
+    """What the client calls the prompt."""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the client calls fields of `Asked`, where the names differ."""
+    tool_choice: ToolChoice = ToolChoice.NONE
+    forced_tool: str | None = None
+    """With `REQUIRED`: the one tool that must be called."""
+    parallel_tool_calls: bool = True
+    """False shows the agent the first call only."""
+
+    def name_of(self, asked: str) -> str:
+        """What the client calls a parameter, for refusals. The gateway itself adds the grammar of a call that must come, because of `tool_choice`."""
+        if asked == "grammar" and self.tool_choice is ToolChoice.REQUIRED:
+            return "tool_choice"
+        return self.names.get(asked, asked)
+
 
 SEED_SPACE = 2**64
 
@@ -43,20 +134,6 @@ class UnderWay(Protocol):
     def versions(self) -> Set[Version]:
         """Of its tokens so far."""
         ...
-
-
-class RecordedTurns:
-    """The turns of one rollout that were complete before a crash (I8). Each is given once, to the first request with its prompt that
-    has room for it."""
-
-    def __init__(self, turns: Iterable[Turn] = ()) -> None:
-        self._turns = list(turns)
-
-    def take(self, request: GenerateRequest) -> Turn | None:
-        for place, turn in enumerate(self._turns):
-            if turn.prompt_ids == request.input_ids and len(turn.output_ids) <= request.sampling.max_tokens:
-                return self._turns.pop(place)
-        return None
 
 
 class Session:

@@ -17,8 +17,7 @@ from midflight.environments.rollout import SharedClients
 from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
-from midflight.observe.journal import Journal
-from midflight.observe.observers import Observers
+from midflight.observe.journal import Journal, Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase

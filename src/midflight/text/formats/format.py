@@ -1,21 +1,214 @@
-"""The format of one model's messages: chosen by name, or by what its chat template and its special tokens show."""
+"""The parser of one message: thinking, then content with calls in it. And the format of one model's messages: chosen by
+name, or by what its chat template and its special tokens show.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import groupby
 
 from midflight.errors import ConfigError, RequestRejected, nearest
-from midflight.text.formats.assistant import AssistantMessage, MessageParser, Tool, ToolFormat, joined
+from midflight.text.formats import assistant
+from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading, TrimmedText, outside
 from midflight.text.formats.json_formats import ARGUMENTS, Hermes, Llama3, Mistral
 from midflight.text.formats.lark import Lark, embedded
-from midflight.text.formats.parser import MISTRAL_THINK, THINK, Begun, FormatParser, PlainParser, Thinking
 from midflight.text.formats.qwen_coder import PARAMETER, QwenCoder
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Grammar, GrammarKind
 
+
+class Begun(Enum):
+    """How far the prompt has taken the thinking block."""
+
+    NOT = auto()
+    OPENED = auto()
+    """The message begins inside it."""
+    CLOSED = auto()
+    """The model was told not to think."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """A block at the beginning of a message. Whitespace just inside and just outside the markers belongs to no text."""
+
+    opening: str
+    closing: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.opening, self.closing)
+
+    def begun(self, prompt_text: str | None) -> Begun:
+        """How far the prompt has taken the block. A prompt of ids (`None`) has not opened it."""
+        end = (prompt_text or "").rstrip()
+        if end.endswith(self.opening):
+            return Begun.OPENED
+        return Begun.CLOSED if end.endswith(self.closing) else Begun.NOT
+
+    def before(self, lark: Lark, rule: str, prompt_text: str | None) -> str | None:
+        """Rules in which `start` is `rule` after a block: one that ends if the prompt opened it, else one that may come.
+        `None` where no thinking can come."""
+        match self.begun(prompt_text):
+            case Begun.OPENED:
+                start = f"start: thought GAP? {rule}"
+            case Begun.NOT:
+                start = f"start: ({lark.marker(self.opening)} thought GAP?)? {rule}"
+            case Begun.CLOSED:
+                return None
+        return "\n".join([start, lark.ending("thought", self.closing), r"GAP: /\n{1,2}/"])
+
+
+THINK = Thinking("<think>", "</think>")
+MISTRAL_THINK = Thinking("[THINK]", "[/THINK]")
+
+
+_ANY = re.compile(r"(?s:.)+")
+
+
+class PlainParser:
+    """A `MessageParser` where nothing is looked for: all is content."""
+
+    def feed(self, text: str) -> tuple[assistant.Piece, ...]:
+        return (assistant.ContentPiece(text),) if text else ()
+
+    def finish(self) -> tuple[assistant.Piece, ...]:
+        return ()
+
+
+class FormatParser:
+    """A `MessageParser`. Linear in the text, and cut anywhere the text gives the same message: the next letter alone decides.
+
+    Whitespace: inside a thinking block its ends are dropped, and so is what stands before and after the block. Whitespace
+    beside calls is dropped where the content would begin or end with it, and kept between two texts. All other is content.
+
+    Held back are: half a marker; a call until it is whole; and, while calls are looked for, whitespace at the end.
+    """
+
+    def __init__(
+        self, tools: assistant.ToolFormat | None, thinking: Thinking | None, *, opened: bool, known: Sequence[assistant.Tool] = ()
+    ) -> None:
+        """`None` looks for none. `opened`: the text begins inside the thinking block. `known`: the tools that may be called."""
+        self._tools, self._thinking, self._opened, self._known = tools, thinking, opened, known
+        self._cursor = Cursor()
+        self._pieces: list[assistant.Piece] = []
+        self._num_calls = 0
+        self._content = TrimmedText()
+        self._reading = self._message()
+        self._ended = False
+
+    def feed(self, text: str) -> tuple[assistant.Piece, ...]:
+        assert not self._ended, "a finished message has no more text"
+        self._cursor.push(text)
+        return self._advance()
+
+    def finish(self) -> tuple[assistant.Piece, ...]:
+        if self._ended:
+            return ()
+        self._ended = True
+        self._cursor.end()
+        return self._advance()
+
+    def _advance(self) -> tuple[assistant.Piece, ...]:
+        next(self._reading, None)
+        pieces = tuple(_merged(self._pieces))
+        self._pieces.clear()
+        return pieces
+
+    def _message(self) -> Reading[None]:
+        if self._thinking is not None and (self._opened or (yield from self._opens(self._thinking))):
+            self._cursor.drop()
+            yield from self._think(self._thinking)
+            self._content.touch()
+        if self._tools is None:
+            yield from self._plain()
+        else:
+            yield from self._with_calls(self._tools)
+
+    def _opens(self, thinking: Thinking) -> Reading[bool]:
+        yield from self._cursor.run(SPACES)
+        return (yield from self._cursor.literal(thinking.opening))
+
+    def _think(self, thinking: Thinking) -> Reading[None]:
+        """Up to the closing marker, or the end of the text."""
+        reasoning = TrimmedText()
+        reasoning.touch()
+        inside = outside(thinking.closing)
+        while (yield from self._cursor.peek()):
+            if not self._cursor.take(inside):
+                if (yield from self._cursor.literal(thinking.closing)):
+                    self._cursor.drop()
+                    return
+                yield from self._cursor.letter()
+            if text := reasoning.add(self._cursor.drop()):
+                self._pieces.append(assistant.ReasoningPiece(text))
+
+    def _plain(self) -> Reading[None]:
+        """Content to the end, without delay."""
+        if self._content.touched:
+            yield from self._cursor.run(SPACES)
+            self._cursor.drop()
+        while (yield from self._cursor.peek()):
+            self._cursor.take(_ANY)
+            self._give(self._cursor.drop())
+        self._give(self._cursor.drop())
+
+    def _with_calls(self, tools: assistant.ToolFormat) -> Reading[None]:
+        yield from self._bare(tools)
+        plain = outside(tools.opening)
+        while (yield from self._cursor.peek()):
+            if self._cursor.take(plain):
+                self._write()
+            elif (yield from self._cursor.literal(tools.opening)):
+                yield from self._calls(tools.read(self._cursor, self._call, self._known))
+            else:
+                yield from self._cursor.letter()
+                self._write()
+        self._give(self._content.end())
+
+    def _bare(self, tools: assistant.ToolFormat) -> Reading[None]:
+        """Calls without a marker, if the message begins so."""
+        yield from self._cursor.run(SPACES)
+        reading = tools.read_bare(self._cursor, self._call)
+        if reading is not None and (yield from self._cursor.peek()) == "{":
+            yield from self._calls(reading)
+        self._write()
+
+    def _calls(self, reading: Reading[None]) -> Reading[None]:
+        with suppress(NotACall):
+            yield from reading
+        self._write()
+
+    def _call(self, call: assistant.ToolCall) -> None:
+        self._cursor.drop()
+        self._content.touch()
+        self._pieces.append(assistant.CallPiece(self._num_calls, call))
+        self._num_calls += 1
+
+    def _write(self) -> None:
+        self._give(self._content.add(self._cursor.drop()))
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._pieces.append(assistant.ContentPiece(text))
+
+
+def _merged(pieces: Iterable[assistant.Piece]) -> Iterator[assistant.Piece]:
+    """Neighbouring texts of one kind as one piece."""
+    for kind, group in groupby(pieces, type):
+        if kind is assistant.CallPiece:
+            yield from group
+        else:
+            text = "".join(piece.text for piece in group if not isinstance(piece, assistant.CallPiece))
+            yield assistant.ContentPiece(text) if kind is assistant.ContentPiece else assistant.ReasoningPiece(text)
+
+
 AUTO, NONE = "auto", "none"
 
-_TOOLS: Mapping[str, Callable[[bool], ToolFormat]] = {
+_TOOLS: Mapping[str, Callable[[bool], assistant.ToolFormat]] = {
     "hermes": lambda named: Hermes(),
     "llama3": lambda named: Llama3(),
     "mistral": Mistral,
@@ -34,7 +227,7 @@ _TOOL_SIGNS = ((PARAMETER, "qwen_coder"), (Hermes.opening, "hermes"), (Mistral.o
 _REASONING_SIGNS = tuple((marker, name) for name, thinking in _REASONING.items() for marker in thinking.markers)
 
 
-def tool_format(name: str, tokenizer: Tokenizer) -> ToolFormat | None:
+def tool_format(name: str, tokenizer: Tokenizer) -> assistant.ToolFormat | None:
     """`None`: the model has no format of its own. An unknown name: `ConfigError`."""
     chosen = _chosen("tool_format", name, TOOL_FORMATS, _TOOL_SIGNS, tokenizer)
     return None if chosen == NONE else _TOOLS[chosen](ARGUMENTS in _source(tokenizer) or ARGUMENTS in _special_tokens(tokenizer))
@@ -83,7 +276,9 @@ class MessageFormat:
         self.kept_token_ids: frozenset[int] = tokenizer.special_token_ids & set(self._lark.tokens.values())
         """Special tokens that are markers: their text must reach the parser."""
 
-    def parser(self, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[Tool] = ()) -> MessageParser:
+    def parser(
+        self, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[assistant.Tool] = ()
+    ) -> assistant.MessageParser:
         """A parser for one message. `prompt_text` says whether thinking was opened by the prompt; `calls`: whether tool calls
         are looked for, `forced`: even where free text is not searched for them. `tools`, where they are known, give types to
         arguments that the format writes without."""
@@ -94,12 +289,12 @@ class MessageFormat:
         return FormatParser(self._tools if reads else None, self._thinking, opened=opened, known=tools)
 
     def parse(
-        self, text: str, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[Tool] = ()
-    ) -> AssistantMessage:
+        self, text: str, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[assistant.Tool] = ()
+    ) -> assistant.AssistantMessage:
         parser = self.parser(prompt_text, calls=calls, forced=forced, tools=tools)
-        return joined(parser.feed(text) + parser.finish())
+        return assistant.joined(parser.feed(text) + parser.finish())
 
-    def calls_grammar(self, tools: Sequence[Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
+    def calls_grammar(self, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
         """What a message matches that calls one of these tools (`parallel`: one or more calls) and says nothing else; thinking
         may come first. Arguments match the tool's schema."""
         if not tools:
@@ -108,7 +303,7 @@ class MessageFormat:
         start = self._thinking_before("calls", prompt_text) or "start: calls"
         return Grammar(GrammarKind.LARK, f"{start}\n{rules}\n")
 
-    def calls_or(self, grammar: Grammar, tools: Sequence[Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
+    def calls_or(self, grammar: Grammar, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
         """What a message matches that is free to call one of these tools: `calls_grammar`, or content that matches `grammar`;
         never both. Content alone where free text is not searched for calls."""
         if not tools or not self._reads_free_calls:
