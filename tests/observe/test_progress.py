@@ -8,8 +8,7 @@ import msgspec
 import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
-from midflight.observe.measures import Mean, Rate
-from midflight.observe.progress import RunState
+from midflight.observe.progress import Mean, Rate, RunState
 from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus, judge
 from midflight.types import GroupKey, Kind, Reason, RolloutKey
 from midflight.types.facts import Evaluated, GroupClosed, Quarantined, Rejoined, RequestFailed, Waited
