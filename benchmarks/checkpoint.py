@@ -22,8 +22,7 @@ from smoke import options_of
 from midflight.models.load import make_model
 from midflight.trainer.checkpoint import stage
 from midflight.trainer.objective import Objective
-from midflight.trainer.optimizer import Schedule, named_parameters
-from midflight.trainer.step import Scoring
+from midflight.trainer.step import Schedule, Scoring, named_parameters
 from midflight.trainer.trainer import Adam, Trainer
 
 SIZES = {"demo": (128, 384, 4, 262), "100 M": (768, 2048, 12, 16384)}

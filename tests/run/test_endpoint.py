@@ -13,8 +13,8 @@ from rich.console import Console
 from midflight.config.sections import Config, GatewaySection
 from midflight.errors import ConfigError
 from midflight.observe.terminal import Terminal
-from midflight.run.launcher.endpoint import TOKEN_VARIABLE, Endpoint, control_token, exposure, remove_endpoint, write_endpoint
 from midflight.run.launcher.launch import warn
+from midflight.run.parts import TOKEN_VARIABLE, Endpoint, control_token, exposure, remove_endpoint, write_endpoint
 
 
 def test_the_endpoint_file_is_for_this_user_alone_and_goes_with_its_run(tmp_path: Path) -> None:

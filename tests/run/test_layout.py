@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.run.test_routes import one_batch
 
-from midflight.run.api.batches import batch_as_lists
+from midflight.run.api.session_routes import batch_as_lists
 from midflight.trajectories.packing import to_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "foreign-trainers.md"

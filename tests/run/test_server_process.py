@@ -22,8 +22,7 @@ from midflight.config.sections import Config
 from midflight.errors import ConfigError, RunFailed
 from midflight.run.engine import companion
 from midflight.run.engine.companion import attached, check_interpreter, reserve_port, started
-from midflight.run.launcher.endpoint import TOKEN_VARIABLE
-from midflight.run.parts import ServerLost
+from midflight.run.parts import TOKEN_VARIABLE, ServerLost
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ from midflight.errors import OutOfTurn, RequestRejected, UnknownLease
 from midflight.models.adapter import FOLDER, WEIGHTS
 from midflight.models.load import save_model
 from midflight.models.names import named_tensors
-from midflight.run.api.steps import DoneBody, ModelTensors, StepBook
+from midflight.run.api.service import DoneBody, ModelTensors, StepBook
 from midflight.types import PackedBatch, TensorSpec, WeightManifest
 from midflight.weights.transports.files import manifest_of, read_specs
 

@@ -10,7 +10,7 @@ from tests.trainer.fixtures import batch, tiny_model, trainer
 
 from midflight.run.parts import Alarm, PartLost
 from midflight.run.trainer.team import Team, together
-from midflight.trainer.model.parallel import Ranks
+from midflight.trainer.model.policy import Ranks
 from midflight.trainer.step import StepReport
 from midflight.types import PackedBatch
 

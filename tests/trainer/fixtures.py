@@ -15,8 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from midflight.trainer.checkpoint import stage
 from midflight.trainer.folders import latest_checkpoint
 from midflight.trainer.objective import Objective
-from midflight.trainer.optimizer import Schedule
-from midflight.trainer.step import Scoring
+from midflight.trainer.step import Schedule, Scoring
 from midflight.trainer.trainer import Adam, Scale, StepRules, Trainer
 from midflight.types import PackedBatch
 

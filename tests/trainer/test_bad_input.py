@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 from midflight.config.sections import CorrectionSection, ObjectiveSection
 from midflight.errors import RunFailed
 from midflight.models.names import named_tensors
-from midflight.trainer.model.parallel import Ranks
+from midflight.trainer.model.policy import Ranks
 from midflight.trainer.objective import Objective
-from midflight.trainer.optimizer import named_parameters
-from midflight.trainer.step import Skip, StepReport
+from midflight.trainer.step import Skip, StepReport, named_parameters
 from midflight.types import PackedBatch, Reason
 
 from .fixtures import batch, tiny_model, trainer, weights

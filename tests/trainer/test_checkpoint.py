@@ -19,7 +19,7 @@ import torch
 from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.folders import latest_checkpoint
-from midflight.trainer.optimizer import Schedule
+from midflight.trainer.step import Schedule
 from midflight.trainer.trainer import Fork, Trainer
 
 from .fixtures import batch, save_checkpoint, tiny_model, trainer, weights

@@ -16,8 +16,7 @@ from midflight.config.loss import effective_loss
 from midflight.errors import ConfigError
 from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.critic import Critic, Valuation, value_model_of
-from midflight.trainer.optimizer import named_parameters
-from midflight.trainer.step import LossTokens, Scoring, Skip, step_tokens
+from midflight.trainer.step import LossTokens, Scoring, Skip, named_parameters, step_tokens
 from midflight.trainer.trainer import Trainer, trainer_of
 from midflight.types import PackedBatch
 

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from midflight.config.sections import CorrectionSection, ObjectiveSection
 from midflight.models.names import named_tensors
 from midflight.trainer.critic import Valuation
-from midflight.trainer.model.parallel import Ranks
+from midflight.trainer.model.policy import Ranks
 from midflight.trainer.objective import Objective
 from midflight.trainer.step import Scoring
 

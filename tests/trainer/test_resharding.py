@@ -20,9 +20,8 @@ from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import load_checkpoint, parts_of, stage
 from midflight.trainer.critic import Valuation
 from midflight.trainer.folders import latest_checkpoint
-from midflight.trainer.model.parallel import Ranks
-from midflight.trainer.optimizer import named_parameters
-from midflight.trainer.step import Scoring
+from midflight.trainer.model.policy import Ranks
+from midflight.trainer.step import Scoring, named_parameters
 from midflight.trainer.trainer import Trainer
 
 from .fixtures import save_checkpoint, tiny_model, trainer

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.trainer.model.attention import Runs, attend_raggedly
-from midflight.trainer.optimizer import Schedule
-from midflight.trainer.step import Scoring, Skip, step_tokens
+from midflight.trainer.step import Schedule, Scoring, Skip, step_tokens
 from midflight.trainer.trainer import trainer_of
 from midflight.types import PackedBatch, Reason
 

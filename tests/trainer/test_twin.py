@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from midflight.trainer.optimizer import Schedule
+from midflight.trainer.step import Schedule
 from midflight.types import PackedBatch
 
 from .fixtures import tiny_model, trainer, weights

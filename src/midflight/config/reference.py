@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from midflight.config import sections
-from midflight.config.options import Option, options, tables
+from midflight.config.load import Option, options, tables
 from midflight.config.sections import Config, Section
 
 INTRODUCTION = """# Configuration

@@ -21,8 +21,7 @@ from midflight.engines.wire import PREFIX, STREAM_PATH, decode_rows, encode_scor
 from midflight.errors import NotSupported, RequestRejected
 from midflight.ports import Scorer
 from midflight.types import Capabilities, EngineHealth, PauseMode, Version, WeightManifest
-from midflight.wire.edge import RequireToken, read_body, with_client
-from midflight.wire.routes import PACKED, body_of, json_answer, metrics_route, route
+from midflight.wire.edge import PACKED, RequireToken, body_of, json_answer, metrics_route, read_body, route, with_client
 
 E = TypeVar("E", bound=ServedEngine)
 

@@ -49,7 +49,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What is handed over, by the name in files, in the model's own order, detached; it shares the model's storage.
 
-    These are parameters and persistent buffers; of a model with adapters (`models.lora`) the adapters only. Tied weights appear
+    These are parameters and persistent buffers; of a model with adapters (`models.load`) the adapters only. Tied weights appear
     once, under their first name. Where `transformers` fuses tensors of the checkpoint in memory (experts of
     some mixtures), the names are those in memory: both ends of a handover are such models.
     """

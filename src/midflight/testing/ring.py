@@ -24,8 +24,8 @@ from midflight.environments.tasks import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase
 from midflight.ports import Engine, SessionHandle
+from midflight.run.api.routes import Teacher
 from midflight.run.api.service import RolloutService
-from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.system import RolloutSystem

@@ -18,7 +18,7 @@ from midflight.errors import ConfigError
 from midflight.models.names import named_tensors
 from midflight.trainer import folders
 from midflight.trainer.folders import CheckpointState, Shapes, Shards
-from midflight.trainer.optimizer import named_parameters
+from midflight.trainer.step import named_parameters
 from midflight.trainer.trainer import Fork, Trainer
 from midflight.types import Version
 

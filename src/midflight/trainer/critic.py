@@ -23,10 +23,8 @@ from midflight.trainer.formulas import reductions
 from midflight.trainer.formulas.advantages import batch_normalised, gae
 from midflight.trainer.formulas.losses import value_loss
 from midflight.trainer.model.microbatch import Index, MicroBatch
-from midflight.trainer.model.parallel import Passes, Ranks
-from midflight.trainer.model.policy import Scores, TokenModel
-from midflight.trainer.optimizer import Adam, adamw, clear_gradients, clipped_step
-from midflight.trainer.step import LossTokens
+from midflight.trainer.model.policy import Passes, Ranks, Scores, TokenModel
+from midflight.trainer.step import Adam, LossTokens, adamw, clear_gradients, clipped_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,12 @@
-"""The trainer: a batch in, a version out. Synchronous; whoever feeds it does the waiting."""
+"""The trainer: a batch in, a version out; and supervised fine-tuning on prompts and answers, the warm start before reinforcement learning.
+Synchronous; whoever feeds it does the waiting.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,16 +17,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
-from midflight.errors import RunFailed
+from midflight.errors import ConfigError, RunFailed, StepSkipped
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.formulas import diagnostics
-from midflight.trainer.model.microbatch import Index, MicroBatch
-from midflight.trainer.model.parallel import Passes, Ranks, compile_layers, recompute_activations, shard
-from midflight.trainer.model.policy import Policy, TokenModel, check_fits
+from midflight.trainer.model.microbatch import Index, MicroBatch, Predictions, predictions_of, split
+from midflight.trainer.model.policy import Passes, Policy, Ranks, TokenModel, check_fits, compile_layers, recompute_activations, shard
 from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
-from midflight.trainer.optimizer import Adam, Schedule, adamw, clear_gradients, clipped_step
 from midflight.trainer.own_loss import objective_of
-from midflight.trainer.step import LossTokens, Scoring, StepRecord, StepReport, report_of, step_tokens, token_metrics
+from midflight.trainer.step import (
+    Adam,
+    LossTokens,
+    Schedule,
+    Scoring,
+    StepRecord,
+    StepReport,
+    adamw,
+    clear_gradients,
+    clipped_step,
+    report_of,
+    step_tokens,
+    token_metrics,
+)
 from midflight.types import PackedBatch, Version
 
 
@@ -314,4 +328,69 @@ def trainer_of(
         temperature=config.environment.temperature,
         version=version,
         ranks=ranks,
+    )
+
+
+# --- Supervised fine-tuning -------------------------------------------------------------------------------------------
+
+
+Example = tuple[Sequence[int], Sequence[int]]
+"""Ids of a prompt and of the answer to learn, its end-of-message token included."""
+
+
+class SupervisedTrainer:
+    """Minimises the mean negative log-probability of answer tokens. Has an optimiser of its own, gone with it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        learning_rate: float,
+        schedule: Schedule | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        micro_batch_tokens: int = 4096,
+    ) -> None:
+        self.model = model
+        self._policy = Policy(model)
+        self.num_steps = 0
+        self._optimizer = adamw(model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay)
+        self._schedule = schedule or Schedule()
+        self._learning_rate = learning_rate
+        self._max_grad_norm = max_grad_norm
+        self._budget = micro_batch_tokens
+
+    def step(self, examples: Sequence[Example]) -> float:
+        """One update on these examples; returns their loss in nats per answer token. `StepSkipped` if it is not finite."""
+        predictions = answer_predictions(examples)
+        device = next(self.model.parameters()).device
+        clear_gradients(self.model)
+        total = 0.0
+        for micro in split(predictions, np.arange(len(predictions.targets)), budget=self._budget, device=device):
+            loss = -self._policy(micro, temperature=1.0)[0].sum() / len(predictions.targets)
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        rate = self._learning_rate * self._schedule.factor(self.num_steps)
+        norm = clipped_step(self._optimizer, learning_rate=rate, max_norm=self._max_grad_norm)
+        self.num_steps += 1
+        if not np.isfinite([total, norm]).all():
+            raise StepSkipped(f"supervised step {self.num_steps}: loss {total}, gradient norm {norm}. Lower warm_start.learning_rate.")
+        return total
+
+
+def answer_predictions(examples: Sequence[Example]) -> Predictions:
+    """Rows of prompt and answer that predict the answer only."""
+    for number, (prompt, answer) in enumerate(examples):
+        if not len(prompt) or not len(answer):
+            raise ConfigError(
+                f"example {number} has a prompt of {len(prompt)} and an answer of {len(answer)} tokens. Both need at least one."
+            )
+    if not examples:
+        raise ConfigError("a supervised step got no examples. Give it at least one.")
+    lengths = [len(prompt) + len(answer) for prompt, answer in examples]
+    return predictions_of(
+        np.concatenate([[*prompt, *answer] for prompt, answer in examples]).astype(np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        mask=np.concatenate([[False] * len(prompt) + [True] * len(answer) for prompt, answer in examples]),
     )

@@ -76,7 +76,7 @@ class WeightManifest:
 
     version: Version
     fingerprint: str
-    """Of names, dtypes, shapes and bytes: `models.fingerprint`. What an engine serves is compared with it (I7)."""
+    """Of names, dtypes, shapes and bytes: `models.sizes`. What an engine serves is compared with it (I7)."""
     transport: str
     """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file) or `collective` (tcp://host:port/secret)."""
     location: str

@@ -17,7 +17,7 @@ from midflight.gateway.fleet.fleet import Fleet
 from midflight.pausing import pause_mode, verified_pause
 from midflight.ports import Engine
 from midflight.types import PauseMode
-from midflight.wire.routes import body_of, json_answer, route
+from midflight.wire.edge import body_of, json_answer, route
 
 OPERATOR = "operator"
 

@@ -26,8 +26,7 @@ from midflight.gateway.dialects.native import NativeBody
 from midflight.gateway.dialects.responses_input import ResponsesBody
 from midflight.gateway.sessions.session import CompletionCall, Session
 from midflight.types import Json
-from midflight.wire.edge import headers_of, key_in, read_body
-from midflight.wire.routes import json_answer, route
+from midflight.wire.edge import headers_of, json_answer, key_in, read_body, route
 
 _Object = dict[str, Json]
 

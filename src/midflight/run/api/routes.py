@@ -1,4 +1,5 @@
-"""`/midflight/v1`: the routes by which a trainer, ours or a foreign one, draws batches and publishes weights.
+"""`/midflight/v1`: the routes by which a trainer, ours or a foreign one, draws batches and publishes weights; and the teacher behind the
+gateway: the scores of a batch for whoever trains on it, and of any rows over HTTP.
 
 Documented for other languages in docs/foreign-trainers.md. `API_VERSION` counts up when a client of the version before would
 no longer work; fields may be added to answers without that.
@@ -7,12 +8,16 @@ no longer work; fields may be added to answers without that.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -20,16 +25,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.config.sections import Config
-from midflight.errors import RequestRejected
-from midflight.run.api.batches import batch_as_lists
-from midflight.run.api.service import PREFIX, TrainerService
-from midflight.run.api.session_routes import WaitSeconds
-from midflight.run.api.steps import DoneBody, ModelTensors, StepBook
-from midflight.trajectories.packing import to_bytes
-from midflight.types import Delta, PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.errors import EngineError, EngineUnavailable, NotSupported, RequestRejected, RequestTimeout
+from midflight.ports import Scorer
+from midflight.run.api.service import PREFIX, DoneBody, ModelTensors, StepBook, TrainerService
+from midflight.run.api.session_routes import WaitSeconds, batch_as_lists
+from midflight.run.parts import TEACHER
+from midflight.trajectories.packing import teacher_is_finite, to_bytes
+from midflight.types import Delta, Float32, Int32, PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.files import check_readable, manifest_of
-from midflight.wire.edge import with_client
-from midflight.wire.routes import JSON, PACKED, StrictBody, body_of, json_answer, route, wants
+from midflight.wire.edge import JSON, PACKED, StrictBody, body_of, json_answer, route, wants, with_client
 
 API_VERSION = 1
 
@@ -214,3 +218,77 @@ class TrainerRoutes:
         manifest = WeightManifest(body.version, body.fingerprint, body.transport, body.location, body.tensors, body.deltas)
         await asyncio.to_thread(check_readable, manifest)
         return manifest
+
+
+# --- The teacher ------------------------------------------------------------------------------------------------------
+
+
+_log = logging.getLogger(__name__)
+AGAIN_SECONDS = 0.5
+"""Before a lost teacher is asked again: its loss may be seen by the request before it is by the connection."""
+
+
+class Teacher:
+    """Asks a scorer, and again when that was lost: the launcher starts it anew. The temperature is that of the student's sampling."""
+
+    def __init__(self, scorer: Scorer, *, temperature: float, seconds: float) -> None:
+        self._scorer, self._temperature, self._seconds = scorer, temperature, seconds
+
+    async def scored(self, batch: PackedBatch) -> PackedBatch:
+        """The batch with its scores: never without. `EngineError` if those of tokens to train on are not finite; else see `score`."""
+        scores = await self.score(batch.token_ids, batch.row_offsets) if len(batch.token_ids) else np.zeros(0, np.float32)
+        made = replace(batch, teacher_logprobs=scores)
+        if not teacher_is_finite(made):
+            raise EngineError("the teacher gave a log-probability that is not finite. Check the weights of distillation.teacher.")
+        return made
+
+    async def score(self, token_ids: Int32, row_offsets: Int32) -> Float32:
+        """As the port's `Scorer`. Waits for the teacher, through restarts; `RequestTimeout` names it after the deadline."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._answered(token_ids, row_offsets)
+        except TimeoutError:
+            raise RequestTimeout(
+                f"the teacher did not score {len(token_ids)} tokens within {self._seconds:g} s. See logs/{TEACHER}.log in the run's folder, "
+                "or raise distillation.score_seconds."
+            ) from None
+
+    async def _answered(self, token_ids: Int32, row_offsets: Int32) -> Float32:
+        while True:
+            try:
+                return await self._scorer.score(token_ids, row_offsets, temperature=self._temperature)
+            except EngineUnavailable as lost:
+                _log.warning("asking the teacher again: %s", lost)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class ScoreBody(StrictBody, frozen=True):
+    rows: Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+
+
+class RowScores(msgspec.Struct, frozen=True):
+    """For each row as many numbers as it has tokens."""
+
+    logprobs: list[list[float]]
+
+
+def score_route(teacher: Teacher | None, *, token: str) -> BaseRoute:
+    """`POST /midflight/v1/score`. Waits for the teacher, and for as long as the client does."""
+
+    async def score(request: Request) -> Response:
+        rows = (await body_of(request, ScoreBody)).rows
+        if teacher is None:
+            raise NotSupported("scoring: this run has no teacher. Start it with distillation.teacher.")
+        token_ids, offsets = _flat(rows)
+        scores = await with_client(request.receive, teacher.score(token_ids, offsets))
+        return json_answer(RowScores([part.tolist() for part in np.split(scores, offsets[1:-1])]))
+
+    return route(PREFIX + "/score", score, token=token)
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int32]:
+    offsets = np.array(list(accumulate(map(len, rows), initial=0)), dtype=np.int32)
+    return np.array([token_id for row in rows for token_id in row], dtype=np.int32), offsets

@@ -24,7 +24,7 @@ import uvloop
 
 from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, first_error
 from midflight.run import parts
-from midflight.run.launcher.endpoint import TOKEN_VARIABLE
+from midflight.run.parts import TOKEN_VARIABLE
 
 STOP_SECONDS = 2.5
 """A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""
@@ -174,7 +174,7 @@ def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[An
         return run_companion
     if part is parts.ProcessKind.ROLLOUT:
         from midflight.environments.registry import load_environment
-        from midflight.run.rollout.rollout_process import run_rollout
+        from midflight.run.rollout.system import run_rollout
 
         for entry in arguments:
             load_environment(entry)

@@ -23,9 +23,22 @@ from midflight.observe.plot import draw_plot
 from midflight.observe.status import Phase, Status, WarmStartStatus
 from midflight.observe.summary import Summary, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
-from midflight.run.launcher.endpoint import ControlToken, control_token, exposure, is_loopback
 from midflight.run.launcher.ring import PartFailed, Ring
-from midflight.run.parts import Alarm, Message, ModelReady, Progress, Purpose, Ready, Restarted, WarmStart, serve_while
+from midflight.run.parts import (
+    Alarm,
+    ControlToken,
+    Message,
+    ModelReady,
+    Progress,
+    Purpose,
+    Ready,
+    Restarted,
+    WarmStart,
+    control_token,
+    exposure,
+    is_loopback,
+    serve_while,
+)
 
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""

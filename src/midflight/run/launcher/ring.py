@@ -31,9 +31,9 @@ from midflight.config.derived import num_engines
 from midflight.config.sections import Config
 from midflight.errors import first_error
 from midflight.run.launcher.child import Child, PartFailed, error_of, stop_all
-from midflight.run.launcher.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.parts import (
     TEACHER,
+    Endpoint,
     EngineSpec,
     Failed,
     Message,
@@ -46,7 +46,9 @@ from midflight.run.parts import (
     RolloutSpec,
     Spec,
     TrainerSpec,
+    remove_endpoint,
     serve_while,
+    write_endpoint,
 )
 from midflight.weights.transports.files import SHARED, remove_stale
 from midflight.wire.server import listen

@@ -1,26 +1,36 @@
-"""The stream of rollouts: groups are started as admission allows, and wait for a step when they have ended.
+"""The stream of rollouts: groups are started as admission allows, and wait for a step when they have ended. And held-out scores along a
+run: before it, after it, and of every so many versions between, each of exactly one version.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
 | `RolloutStream.run` | tasks | admission of the next group | the queue: a step taken, a version served, a rollout ended |
 | `RolloutStream._group` (one each) | its rollouts | their ends | the rollouts' deadlines |
+| `Evaluations.run` | evaluations due | the next that is due; its rollouts; then the handover that its engine missed | a version published; the rollouts' deadlines, or the end of the reservation; the engine, or the handover's deadlines |
+| `Evaluations.making_way` | nothing | an evaluation that no version may overtake | its end; where training goes on, another engine, or `pin_seconds` |
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
+from typing import Protocol
 
 from midflight.buffer.books import Books
 from midflight.buffer.queue import GroupQueue
+from midflight.environments.evaluation import Evaluator
 from midflight.environments.rollout import GroupRunner, RolloutRunner
 from midflight.environments.tasks import SeededStream
 from midflight.errors import RunFailed
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.fleet.routing import Reservation
+from midflight.observe.status import Phase
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import Group, GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 from midflight.types.facts import GroupFinished, Record, SlotFreed, TrajectoryKept
+from midflight.weights.handover import Handover
 
 MAX_FAILED_GROUPS = 8
 """Groups in a row of which not one rollout got a reward. More is no bad luck: the environment or the engines are broken."""
@@ -182,3 +192,122 @@ class RolloutStream:
                 f"{self._failed_in_a_row} groups in a row got no reward; task {first.task_id} of {first.source} failed with "
                 f"{first.error or 'a reward of None'}; mend the environment or the engines, whose logs are in the run's folder."
             )
+
+
+# --- Evaluations ------------------------------------------------------------------------------------------------------
+
+
+class Phases(Protocol):
+    """Whoever shows the run hears what it is doing."""
+
+    def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None: ...
+
+
+class ReservedSessions:
+    """Implements `ports.Sessions` around the gateway's: while there is a reservation, its sessions are for that."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self.reservation: Reservation | None = None
+
+    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool) -> SessionHandle:
+        handle = self._sessions.open(key, sampling=sampling, tracked=tracked)
+        if self.reservation is not None:
+            self.reservation.sessions.add(handle.session_id)
+        return handle
+
+    def close(self, session_id: str) -> SessionRecord:
+        record = self._sessions.close(session_id)
+        if self.reservation is not None:
+            self.reservation.sessions.discard(session_id)
+        return record
+
+    def oldest_version(self, session_id: str) -> Version | None:
+        return self._sessions.oldest_version(session_id)
+
+
+class Evaluations:
+    """One at a time. Before and after training all engines work at it and no version comes; between, one engine is reserved for it."""
+
+    def __init__(
+        self,
+        evaluator_of: Callable[[Sessions], Evaluator],
+        tasks: Sequence[Task],
+        *,
+        every: int,
+        pin_seconds: float,
+        phases: Phases,
+        fleet: Fleet,
+        handover: Handover,
+        sessions: Sessions,
+    ) -> None:
+        """`every`: versions between two that fall due, 0 for none."""
+        self._sessions = ReservedSessions(sessions)
+        self._evaluator = evaluator_of(self._sessions)
+        self._tasks, self._every, self._pin_seconds = tasks, every, pin_seconds
+        self._phases, self._fleet, self._handover = phases, fleet, handover
+        self._due = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._all_engines = asyncio.Lock()
+        self._before: Version | None = None
+
+    # --- Before and after training -----------------------------------------------------------------------------------
+
+    async def evaluate(self) -> None:
+        """Waits for a handover under way, then for its rollouts, each of which has a deadline."""
+        async with self._all_engines:
+            self._phases.begin_phase(Phase.EVALUATION, num_tasks=len(self._tasks))
+            current = self._handover.current  # what an engine that is away comes back with
+            self._before = self._fleet.served_version() if current is None else current.version
+            await self._evaluator.run(self._tasks, version=self._before)
+
+    # --- Between -----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def making_way(self) -> AsyncGenerator[None]:
+        """A version may be handed over within. Waits for an evaluation by all engines, and, while no engine could take the version,
+        `pin_seconds` at most for one that has the only engine: what is unfinished then has failed."""
+        async with self._all_engines:
+            if (reservation := self._sessions.reservation) is not None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pin_seconds):
+                        await reservation.passable.wait()
+                if not reservation.passable.is_set():
+                    self._fleet.unreserve(reservation)
+            yield
+
+    def published(self, version: Version) -> None:
+        """To be called as soon as its handover has ended, before the next can begin. One that falls due during another is left out."""
+        if self._every and version % self._every == 0 and version != self._before and self._sessions.reservation is None:
+            self._sessions.reservation = self._fleet.reserve(version)
+            self._idle.clear()
+            self._due.set()
+
+    async def run(self) -> None:
+        """Waits for the next that falls due; ended by its task group."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            if (reservation := self._sessions.reservation) is not None:
+                await self._by_one_engine(reservation)
+
+    async def settled(self) -> None:
+        """Waits for the evaluation under way, unless the one after training will be of the same version."""
+        reservation = self._sessions.reservation
+        if reservation is not None and reservation.version < self._fleet.current_version():
+            await self._idle.wait()
+
+    async def _by_one_engine(self, reservation: Reservation) -> None:
+        """Waits for its rollouts, and for its engine to take the version that has come meanwhile."""
+        self._phases.begin_phase(Phase.TRAINING, num_tasks=len(self._tasks))
+        try:
+            await self._evaluator.run(self._tasks, version=reservation.version, over=reservation.over)
+            engine = reservation.engine
+            self._fleet.unreserve(reservation)
+            if engine is not None:
+                await self._handover.catch_up(engine)
+        finally:
+            self._fleet.unreserve(reservation)
+            self._sessions.reservation = None
+            self._idle.set()

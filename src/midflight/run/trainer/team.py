@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from midflight.models.names import named_tensors
 from midflight.run.parts import Alarm, PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
-from midflight.trainer.model.parallel import PATIENCE, Ranks
+from midflight.trainer.model.policy import PATIENCE, Ranks
 from midflight.trainer.step import StepReport
 from midflight.trainer.trainer import Trainer
 from midflight.trajectories.packing import from_bytes, to_bytes

@@ -30,11 +30,10 @@ from midflight.run.trainer.training import TrainingLoop
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.folders import latest_checkpoint, version_of
-from midflight.trainer.model.parallel import Ranks, join
-from midflight.trainer.optimizer import Schedule
+from midflight.trainer.model.policy import Ranks, join
 from midflight.trainer.own_loss import objective_of
-from midflight.trainer.sft import Example, SupervisedTrainer
-from midflight.trainer.trainer import Trainer, trainer_of
+from midflight.trainer.step import Schedule
+from midflight.trainer.trainer import Example, SupervisedTrainer, Trainer, trainer_of
 from midflight.types import GenerateRequest, SamplingParams, Task, Version, WeightManifest
 from midflight.types.facts import unheard
 from midflight.weights.transports.files import remove_stale
