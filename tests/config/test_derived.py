@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from midflight.config import derived, load_config
+from midflight.config.checks import effective_loss
 from midflight.config.derived import LOGITS_AT_ONCE, computing_threads, core_note, memory_estimate, model_sizes, placement, total_bytes
-from midflight.config.loss import effective_loss
 from midflight.errors import ModelNotFound
 from midflight.run.rollout.system import buffer_limits
 from midflight.trainer.model.policy import CHUNK

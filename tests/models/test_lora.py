@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt
-from midflight.models.adapter import CONFIG, FOLDER, WEIGHTS, adapter_of
 from midflight.models.load import add_adapters, base_tensors, load_model, lora_config, merged, save_model
 from midflight.models.names import assign, named_tensors
-from midflight.models.sizes import sizes_of
+from midflight.models.sizes import CONFIG, FOLDER, WEIGHTS, adapter_of, sizes_of
 
 from .tiny import tiny_adapted, tiny_model
 

@@ -12,7 +12,7 @@ import torch
 from tests.models.tiny import tiny_adapted
 
 from midflight.config import load_config
-from midflight.config.loss import effective_loss
+from midflight.config.checks import effective_loss
 from midflight.errors import ConfigError
 from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.critic import Critic, Valuation, value_model_of

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from midflight.config import Config, derived
-from midflight.config.checks import notes
-from midflight.config.loss import effective_loss
+from midflight.config.checks import effective_loss, notes
 from midflight.observe.status import size
 
 

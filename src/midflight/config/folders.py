@@ -9,8 +9,7 @@ from pathlib import Path
 from midflight.config.derived import lora_alpha, model_sizes
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
-from midflight.models.adapter import adapter_of
-from midflight.models.sizes import sizes_of
+from midflight.models.sizes import adapter_of, sizes_of
 from midflight.text.byte_tokenizer import byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt, nearest
-from midflight.models.adapter import FOLDER, WEIGHTS, Adapter, adapted_layers, adapter_name, adapter_of, base_name, factor_names
 from midflight.models.names import assign, named_tensors, torch_dtype
-from midflight.models.sizes import read_config
+from midflight.models.sizes import FOLDER, WEIGHTS, Adapter, adapted_layers, adapter_name, adapter_of, base_name, factor_names, read_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from midflight.errors import ConfigError, WeightsCorrupt, nearest
-from midflight.models.adapter import adapter_name
-from midflight.models.sizes import DTYPE_NAMES
+from midflight.models.sizes import DTYPE_NAMES, adapter_name
 from midflight.types import TensorSpec
 
 TORCH_DTYPES: dict[str, torch.dtype] = {

@@ -27,9 +27,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from midflight.config.checks import loss_contradictions
+from midflight.config.checks import Loss, loss_contradictions, loss_of
 from midflight.config.formulas import DIVERGENCES, MASKS, REDUCTIONS, WEIGHTS
-from midflight.config.loss import Loss, loss_of
 from midflight.config.sections import CorrectionSection, ObjectiveSection
 from midflight.errors import ConfigError
 from midflight.trainer.formulas import corrections, losses, reductions

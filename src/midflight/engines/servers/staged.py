@@ -15,7 +15,7 @@ import msgspec
 from safetensors import safe_open
 
 from midflight.errors import EngineUnavailable, RunFailed, WeightsCorrupt, nearest
-from midflight.models.adapter import FOLDER, Adapter, adapter_of, served_weights
+from midflight.models.sizes import FOLDER, Adapter, adapter_of, served_weights
 from midflight.ports import WeightReceiver
 from midflight.types import TensorSpec, Version, WeightManifest
 

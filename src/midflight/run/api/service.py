@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
-from midflight.models.adapter import served_weights
+from midflight.models.sizes import served_weights
 from midflight.run.parts import PartLost
 from midflight.trajectories.packing import from_bytes
 from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
