@@ -5,21 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from midflight.types import (
-    Attestation,
-    Capabilities,
-    Chunk,
-    EngineHealth,
-    Float32,
-    GenerateRequest,
-    Int32,
-    PauseMode,
-    RolloutKey,
-    SamplingParams,
-    SessionRecord,
-    Version,
-    WeightManifest,
-)
+from midflight import types
 
 
 class Engine(Protocol):
@@ -33,13 +19,13 @@ class Engine(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def capabilities(self) -> Capabilities: ...
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]: ...
+    def capabilities(self) -> types.Capabilities: ...
+    def generate(self, request: types.GenerateRequest) -> AsyncIterator[types.Chunk]: ...
     async def abort(self, request_id: str | None) -> None:
         """Ends one request, or all of them (`None`), with `FinishReason.ABORT`. Unknown ids are not an error."""
         ...
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: types.PauseMode) -> None:
         """Returns when no token will be produced until `resume`. Idempotent; `drain` returns when all have finished."""
         ...
 
@@ -47,21 +33,21 @@ class Engine(Protocol):
         """Idempotent."""
         ...
 
-    async def stage(self, manifest: WeightManifest) -> None:
+    async def stage(self, manifest: types.WeightManifest) -> None:
         """Brings a version into a second buffer while decoding goes on and verifies its fingerprint. May be repeated."""
         ...
 
-    async def commit(self, version: Version) -> Attestation:
+    async def commit(self, version: types.Version) -> types.Attestation:
         """Makes the staged version live between two decode steps. What is attested is what is served."""
         ...
 
-    async def health(self) -> EngineHealth: ...
+    async def health(self) -> types.EngineHealth: ...
 
 
 class Scorer(Protocol):
     """A model that is asked how likely given tokens are: a teacher."""
 
-    async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
+    async def score(self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float) -> types.Float32:
         """Natural log of softmax(logits / temperature) of each token after those before it in its row: [N], 0 at the first of a row.
 
         Row r has the tokens [row_offsets[r], row_offsets[r + 1]), at least one. `RequestRejected` blames the rows;
@@ -73,7 +59,7 @@ class Scorer(Protocol):
 class WeightReceiver(Protocol):
     """The engine process's end of a transport: reads a manifest's bytes. Blocking; called from a worker thread."""
 
-    def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
+    def fetch(self, manifest: types.WeightManifest) -> Mapping[str, memoryview]:
         """Bytes of each tensor by name, checked against the manifest's fingerprint, else `WeightsCorrupt`.
 
         They are the caller's alone, aligned and writable: it serves from them without copying or checking again.
@@ -95,15 +81,15 @@ class SessionHandle(Protocol):
 class Sessions(Protocol):
     """The gateway, as the environments station sees it."""
 
-    def open(self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool) -> SessionHandle:
+    def open(self, key: types.RolloutKey, *, sampling: types.SamplingParams, tracked: bool) -> SessionHandle:
         """`sampling` gives the defaults of the session's requests. `tracked=False` is evaluation: no fate but `evaluated`."""
         ...
 
-    def close(self, session_id: str) -> SessionRecord:
+    def close(self, session_id: str) -> types.SessionRecord:
         """Ends the session: requests still running in it are cancelled and its tokens handed over. Idempotent."""
         ...
 
-    def oldest_version(self, session_id: str) -> Version | None:
+    def oldest_version(self, session_id: str) -> types.Version | None:
         """The oldest version among the session's generated tokens, `None` before the first."""
         ...
 
@@ -120,7 +106,7 @@ class EngineFleet(Protocol):
         ...
 
     def release(self, engine: str, owner: str) -> None: ...
-    def served(self, engine: str, version: Version) -> None:
+    def served(self, engine: str, version: types.Version) -> None:
         """The engine attested this version; it is routable (and out of quarantine) from now on."""
         ...
 
@@ -128,7 +114,7 @@ class EngineFleet(Protocol):
         """Route nothing to the engine; its requests end there and are resumed elsewhere, or wait."""
         ...
 
-    def served_version(self) -> Version:
+    def served_version(self) -> types.Version:
         """v_served: the oldest version a routable engine serves."""
         ...
 

@@ -18,8 +18,8 @@ from tests.engines.sites import tiny_version
 from tests.engines.test_contract import attached, running
 
 from midflight.config.sections import Config
+from midflight.engines.app import relay_steps
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.relay import relay_steps
 from midflight.run.launcher.one_engine import OneEngineSite
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.types import PauseMode

@@ -12,20 +12,10 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from midflight import types
 from midflight.engines import wire
 from midflight.engines.streams import ChunkStream, ChunkStreams
 from midflight.errors import EngineError, EngineUnavailable, MidflightError
-from midflight.types import (
-    Attestation,
-    Capabilities,
-    EngineHealth,
-    Float32,
-    GenerateRequest,
-    Int32,
-    PauseMode,
-    Version,
-    WeightManifest,
-)
 from midflight.types.facts import EngineStepped, Record
 from midflight.wire.client import LOSSES, Answered, HttpClient
 
@@ -47,7 +37,7 @@ class RemoteEngine:
     def __init__(self, name: str, url: str, *, token: str | None, record: Record) -> None:
         self._name, self._url, self._record = name, url, record
         self._http = HttpClient(url, lost=self._unavailable, token=token)
-        self._capabilities: Capabilities | None = None
+        self._capabilities: types.Capabilities | None = None
         self._outbox: asyncio.Queue[wire.ClientFrame] | None = None
         self._attached = asyncio.Event()
         self._streams = ChunkStreams()
@@ -58,7 +48,7 @@ class RemoteEngine:
         return self._name
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> types.Capabilities:
         """As the engine stated them when it was last attached."""
         if self._capabilities is None:
             raise self._unavailable("has not been attached yet")
@@ -79,7 +69,7 @@ class RemoteEngine:
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest) -> ChunkStream:
+    def generate(self, request: types.GenerateRequest) -> ChunkStream:
         """Sends the request when it is first iterated, and aborts it when it is closed before its end. Each wait is for a step of the
         engine, or for the loss of the connection, which raises `EngineUnavailable`."""
         handle = next(self._counter)
@@ -98,7 +88,7 @@ class RemoteEngine:
     async def abort(self, request_id: str | None) -> None:
         await self._post("/abort", {"abort_all": True} if request_id is None else {"rid": request_id})
 
-    async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
+    async def score(self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float) -> types.Float32:
         """As the port's `Scorer`. Waits until the engine is attached, which may be its next life, and then for its answer; ended by
         the caller's deadline."""
         await self._attached.wait()
@@ -107,20 +97,20 @@ class RemoteEngine:
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: types.PauseMode) -> None:
         await self._post("/pause", {"mode": mode.value})
 
     async def resume(self) -> None:
         await self._post("/resume", {})
 
-    async def stage(self, manifest: WeightManifest) -> None:
+    async def stage(self, manifest: types.WeightManifest) -> None:
         await self._post("/stage", manifest)
 
-    async def commit(self, version: Version) -> Attestation:
-        return _decoded(await self._post("/commit", {"version": version}), Attestation)
+    async def commit(self, version: types.Version) -> types.Attestation:
+        return _decoded(await self._post("/commit", {"version": version}), types.Attestation)
 
-    async def health(self) -> EngineHealth:
-        return _decoded(await self._request("GET", "/health"), EngineHealth)
+    async def health(self) -> types.EngineHealth:
+        return _decoded(await self._request("GET", "/health"), types.EngineHealth)
 
     async def _post(self, path: str, body: object) -> bytes:
         return await self._request("POST", path, msgspec.json.encode(body))

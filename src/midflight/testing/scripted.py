@@ -12,30 +12,17 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+from midflight import types
 from midflight.engines.streams import check_features, check_request
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported
 from midflight.testing.script import Script, ScriptedAnswer, ScriptedPolicy, ScriptedRun, likeliest, play, scripted_tokenizer
 from midflight.text import Tokenizer
-from midflight.types import (
-    Attestation,
-    Capabilities,
-    Chunk,
-    EngineHealth,
-    Feature,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    LogprobKind,
-    PauseMode,
-    Version,
-    WeightManifest,
-)
 
 Call: TypeAlias = Literal["generate", "abort", "pause", "resume", "stage", "commit", "health"]
 
-CAPABLE = Capabilities(
-    pause_modes=frozenset(PauseMode),
-    logprob_kind=LogprobKind.SAMPLED,
+CAPABLE = types.Capabilities(
+    pause_modes=frozenset(types.PauseMode),
+    logprob_kind=types.LogprobKind.SAMPLED,
     honours_seed=True,
     versions_per_token=True,
     stops_on_strings=True,
@@ -44,7 +31,7 @@ CAPABLE = Capabilities(
     max_context=4096,
     vocab_size=262,
     max_running=64,
-    features=frozenset({Feature.TOP_LOGPROBS}),
+    features=frozenset({types.Feature.TOP_LOGPROBS}),
 )
 """Everything, but ways of sampling that a script cannot obey. Take a capability away with `dataclasses.replace`.
 
@@ -58,17 +45,17 @@ _MAX_RECORDED = 100_000
 class _ScriptedRequest:
     """A request inside the engine: waiting for a slot, or in one."""
 
-    def __init__(self, request: GenerateRequest, run: ScriptedRun[Any], version: Version) -> None:
+    def __init__(self, request: types.GenerateRequest, run: ScriptedRun[Any], version: types.Version) -> None:
         self.request = request
         self.run = run
         self.first_version = version
         self.kv_version = version
         self.changed = asyncio.Event()
-        self.ending: EngineUnavailable | FinishReason | None = None
+        self.ending: EngineUnavailable | types.FinishReason | None = None
         self.decoding: tuple[float, int] | None = None
         """Since when the tokens now being decoded are, and how many they are."""
 
-    def end(self, ending: EngineUnavailable | FinishReason) -> None:
+    def end(self, ending: EngineUnavailable | types.FinishReason) -> None:
         self.ending = ending
         self.changed.set()
 
@@ -81,12 +68,12 @@ class ScriptedEngine:
         name: str = "scripted",
         *,
         script: ScriptedPolicy[Any] | None = None,
-        capabilities: Capabilities = CAPABLE,
+        capabilities: types.Capabilities = CAPABLE,
         step_seconds: float = 0.01,
         chunk_tokens: int = 1,
         stage_seconds: float = 0.0,
         commit_seconds: float = 0.0,
-        version: Version = 0,
+        version: types.Version = 0,
         fingerprint: str = "initial",
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -97,17 +84,17 @@ class ScriptedEngine:
         self.stage_seconds, self.commit_seconds = stage_seconds, commit_seconds
         self.ignores_pause = False
         """Says that it paused, and goes on."""
-        self.mangle: Callable[[Chunk], Iterable[Chunk]] | None = None
+        self.mangle: Callable[[types.Chunk], Iterable[types.Chunk]] | None = None
         """Applied to every chunk before it is sent: makes malformed answers."""
-        self.requests: deque[GenerateRequest] = deque(maxlen=_MAX_RECORDED)
+        self.requests: deque[types.GenerateRequest] = deque(maxlen=_MAX_RECORDED)
         """Every request taken, in order of dispatch."""
         self.calls: deque[Call] = deque(maxlen=_MAX_RECORDED)
         self.max_concurrent = 0
         self._tokenizer = tokenizer or scripted_tokenizer()
-        self._initial = Attestation(version, fingerprint)
+        self._initial = types.Attestation(version, fingerprint)
         self._served = self._initial
-        self._staged: WeightManifest | None = None
-        self._paused: PauseMode | None = None
+        self._staged: types.WeightManifest | None = None
+        self._paused: types.PauseMode | None = None
         self._stalled = self._dead = False
         self._waiting: list[_ScriptedRequest] = []
         self._running: list[_ScriptedRequest] = []
@@ -119,19 +106,19 @@ class ScriptedEngine:
 
     # --- What tests ask and order ------------------------------------------------------------------------------------
 
-    def answer(self, request: GenerateRequest, *, version: Version = 0) -> tuple[int, ...]:
+    def answer(self, request: types.GenerateRequest, *, version: types.Version = 0) -> tuple[int, ...]:
         """The output ids of an uninterrupted run under one version."""
         return self.whole_answer(request, version=version).token_ids
 
-    def whole_answer(self, request: GenerateRequest, *, version: Version = 0) -> ScriptedAnswer:
+    def whole_answer(self, request: types.GenerateRequest, *, version: types.Version = 0) -> ScriptedAnswer:
         return play(self.script, request, self._tokenizer, version=version)
 
     @property
-    def served(self) -> Attestation:
+    def served(self) -> types.Attestation:
         return self._served
 
     @property
-    def paused(self) -> PauseMode | None:
+    def paused(self) -> types.PauseMode | None:
         return self._paused
 
     def fail_next(self, call: Call, error: BaseException) -> None:
@@ -173,12 +160,12 @@ class ScriptedEngine:
 
     # --- The port ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: types.GenerateRequest) -> AsyncIterator[types.Chunk]:
         """Waits for a slot, for the end of a pause and for the tokens' time; ended by finish, abort, death or its caller."""
         await self._enter("generate")
         self._check(request)
         if request.remaining <= 0:
-            yield Chunk((), (), self._served.version, self._served.version, Finish(FinishReason.LENGTH))
+            yield types.Chunk((), (), self._served.version, self._served.version, types.Finish(types.FinishReason.LENGTH))
             return
         self.requests.append(request)
         running = _ScriptedRequest(request, self._begin(request), self._served.version)
@@ -200,26 +187,26 @@ class ScriptedEngine:
             raise NotSupported(f"aborting {request_id} on {self.name}: it can only abort all requests. Close the stream instead.")
         for running in (*self._waiting, *self._running):
             if request_id in (None, running.request.request_id):
-                running.end(FinishReason.ABORT)
+                running.end(types.FinishReason.ABORT)
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: types.PauseMode) -> None:
         """`drain` waits until running requests have finished; ended by them or by their aborts."""
         await self._enter("pause")
         if mode not in self.capabilities.pause_modes:
             raise NotSupported(f"pausing {self.name} by {mode}: it can {', '.join(sorted(self.capabilities.pause_modes))}.")
         if self._paused is None:
             self._paused = mode
-        if mode is PauseMode.ABORT and not self.ignores_pause:
+        if mode is types.PauseMode.ABORT and not self.ignores_pause:
             for running in (*self._waiting, *self._running):
-                running.end(FinishReason.ABORT)
+                running.end(types.FinishReason.ABORT)
         self._poke()
-        while self._paused is PauseMode.DRAIN and self._running and not self.ignores_pause:
+        while self._paused is types.PauseMode.DRAIN and self._running and not self.ignores_pause:
             self._empty.clear()
             await self._empty.wait()
 
     async def resume(self) -> None:
         await self._enter("resume")
-        if self._paused is PauseMode.RECOMPUTE:
+        if self._paused is types.PauseMode.RECOMPUTE:
             for running in self._running:
                 running.kv_version = self._served.version
         self._paused = None
@@ -227,14 +214,14 @@ class ScriptedEngine:
         self._schedule()
         self._poke()
 
-    async def stage(self, manifest: WeightManifest) -> None:
+    async def stage(self, manifest: types.WeightManifest) -> None:
         await self._enter("stage")
         if not self.capabilities.stages_weights:
             raise NotSupported(f"staging version {manifest.version} on {self.name}: it cannot stage. Load weights while it is paused.")
         await asyncio.sleep(self.stage_seconds)
         self._staged = manifest
 
-    async def commit(self, version: Version) -> Attestation:
+    async def commit(self, version: types.Version) -> types.Attestation:
         await self._enter("commit")
         mended = self._staged is not None and self._staged.version == version and self._staged.fingerprint != self._served.fingerprint
         if self._served.version == version and not mended:
@@ -244,16 +231,16 @@ class ScriptedEngine:
             raise EngineError(f"committing version {version} on {self.name}: {staged} is staged. Stage it first.")
         await asyncio.sleep(self.commit_seconds)
         self._poke()
-        self._served = Attestation(version, self._staged.fingerprint)
+        self._served = types.Attestation(version, self._staged.fingerprint)
         if self._corrupt_commits:
             self._corrupt_commits -= 1
-            self._served = Attestation(version, "corrupt")
+            self._served = types.Attestation(version, "corrupt")
         self._staged = None
         return self._served
 
-    async def health(self) -> EngineHealth:
+    async def health(self) -> types.EngineHealth:
         await self._enter("health")
-        return EngineHealth(
+        return types.EngineHealth(
             version=self._served.version,
             paused=self._paused is not None,
             num_tokens=self._num_tokens + sum(self._decoded(r) for r in self._running),
@@ -277,21 +264,21 @@ class ScriptedEngine:
         if self._dead:
             raise self._gone()
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check(self, request: types.GenerateRequest) -> None:
         most = self.capabilities.max_context
         check_request(request, vocab_size=self.capabilities.vocab_size, max_context=most)
         if request.num_prompt_tokens + request.sampling.max_tokens > most:
             raise ContextExceeded(f"generating on {self.name}: prompt and max_tokens exceed its context of {most}. Shorten either.")
         check_features(request.sampling, self.capabilities.features, engine=self.name)
 
-    def _begin(self, request: GenerateRequest) -> ScriptedRun[Any]:
+    def _begin(self, request: types.GenerateRequest) -> ScriptedRun[Any]:
         if not self.capabilities.honours_seed:
             self._num_unseeded += 1
             request = replace(request, sampling=replace(request.sampling, seed=self._num_unseeded))
         return ScriptedRun(self.script, request, self._tokenizer, stops_on_strings=self.capabilities.stops_on_strings)
 
     def _holds_still(self) -> bool:
-        return self._stalled or (self._paused in (PauseMode.KEEP, PauseMode.RECOMPUTE) and not self.ignores_pause)
+        return self._stalled or (self._paused in (types.PauseMode.KEEP, types.PauseMode.RECOMPUTE) and not self.ignores_pause)
 
     def _schedule(self) -> None:
         """Gives free slots to the longest waiting, unless a pause holds them back."""
@@ -317,21 +304,21 @@ class ScriptedEngine:
         for running in (*self._waiting, *self._running):
             running.changed.set()
 
-    async def _advance(self, running: _ScriptedRequest) -> Chunk:
+    async def _advance(self, running: _ScriptedRequest) -> types.Chunk:
         """The next chunk of a request. Waits for what `generate` waits for."""
         while True:
             self._interrupt(running)
             if isinstance(running.ending, EngineUnavailable):
                 raise running.ending
             if running.ending is not None:
-                return self._chunk(running, [], Finish(running.ending), self._served.version)
+                return self._chunk(running, [], types.Finish(running.ending), self._served.version)
             running.changed.clear()
             if running not in self._running or self._holds_still():
                 await running.changed.wait()
             elif (chunk := await self._decode(running)).token_ids:
                 return chunk
 
-    async def _decode(self, running: _ScriptedRequest) -> Chunk:
+    async def _decode(self, running: _ScriptedRequest) -> types.Chunk:
         """Tokens of one version; whatever pokes the engine cuts them at the last token that had its time."""
         loop, version = asyncio.get_running_loop(), self._served.version
         tokens = running.run.peek(self._until_interruption(running), version)
@@ -368,12 +355,14 @@ class ScriptedEngine:
             if due[1] == "die":
                 self.die()
             else:
-                running.end(FinishReason.ABORT)
+                running.end(types.FinishReason.ABORT)
 
-    def _chunk(self, running: _ScriptedRequest, tokens: list[tuple[int, float]], finish: Finish | None, version: Version) -> Chunk:
+    def _chunk(
+        self, running: _ScriptedRequest, tokens: list[tuple[int, float]], finish: types.Finish | None, version: types.Version
+    ) -> types.Chunk:
         if not self.capabilities.versions_per_token:
             version = running.first_version
         ids, logprobs = tuple(t for t, _ in tokens), tuple(p for _, p in tokens)
         num_top = running.request.sampling.top_logprobs
         top = tuple(likeliest(t, p, num_top) for t, p in tokens) if num_top else ()
-        return Chunk(ids, logprobs, version, min(version, running.kv_version), finish, top)
+        return types.Chunk(ids, logprobs, version, min(version, running.kv_version), finish, top)

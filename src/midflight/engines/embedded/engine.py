@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedModel
 
+from midflight import types
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
 from midflight.engines.embedded.runner import Runner, portions, token_logprobs
@@ -24,21 +25,6 @@ from midflight.errors import EngineError, EngineUnavailable
 from midflight.ports import WeightReceiver
 from midflight.text.detokenizer import StopMatcher
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import (
-    Attestation,
-    Capabilities,
-    Chunk,
-    EngineHealth,
-    Feature,
-    Finish,
-    Float32,
-    GenerateRequest,
-    Int32,
-    LogprobKind,
-    PauseMode,
-    Version,
-    WeightManifest,
-)
 from midflight.types.facts import EngineStepped, Record
 
 _log = logging.getLogger(__name__)
@@ -52,9 +38,9 @@ class Generated:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    versions: tuple[Version, ...]
-    kv_versions: tuple[Version, ...]
-    finish: Finish
+    versions: tuple[types.Version, ...]
+    kv_versions: tuple[types.Version, ...]
+    finish: types.Finish
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Empty unless asked for."""
 
@@ -77,7 +63,7 @@ class EmbeddedEngine:
         max_batch_tokens: int,
         max_context: int,
         pause_lease_seconds: float,
-        version: Version = 0,
+        version: types.Version = 0,
     ) -> None:
         self._name, self._tokenizer, self._record = name, tokenizer, record
         self._lease_seconds = pause_lease_seconds
@@ -112,7 +98,7 @@ class EmbeddedEngine:
         return self._tokenizer
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> types.Capabilities:
         return self._capabilities
 
     async def run(self) -> None:
@@ -133,7 +119,7 @@ class EmbeddedEngine:
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+    async def generate(self, request: types.GenerateRequest) -> AsyncGenerator[types.Chunk]:
         """Yields until a chunk with `finish`. Each wait is for the decode thread, or for `run` to end; the first also for `submit`."""
         handle = await self.submit(request, outlet=_LOCAL)
         stream = ChunkStream(eager=request.eager)
@@ -163,7 +149,7 @@ class EmbeddedEngine:
         self._outlets.pop(number, None)
         self.abort_handles(handles)
 
-    async def submit(self, request: GenerateRequest, *, outlet: int) -> int:
+    async def submit(self, request: types.GenerateRequest, *, outlet: int) -> int:
         """Queues a request and returns its handle, which appears in the steps given to its outlet. `RequestRejected` if it is not in order.
 
         Waits only where it has a grammar: for those before it to be compiled, and for the thread that compiles it.
@@ -182,7 +168,7 @@ class EmbeddedEngine:
         with contextlib.suppress(EngineUnavailable):
             self._thread.post(lambda: self._scheduler.abort(handles))
 
-    def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
+    def generate_all(self, requests: Sequence[types.GenerateRequest]) -> list[Generated]:
         """Generates in the calling thread, where `run` does not: for warm starts and tests. In the order of `requests`.
 
         The error of a request whose grammar fails is raised when all others have ended.
@@ -194,9 +180,9 @@ class EmbeddedEngine:
         submissions = [self._submission(r, _LOCAL, self._constraint(r)) for r in requests]
         for submission in submissions:
             self._scheduler.submit(submission)
-        rows: dict[int, list[tuple[int, float, Version, Version]]] = {s.handle: [] for s in submissions}
+        rows: dict[int, list[tuple[int, float, types.Version, types.Version]]] = {s.handle: [] for s in submissions}
         tops: dict[int, list[tuple[tuple[int, float], ...]]] = {s.handle: [] for s in submissions}
-        finishes: dict[int, Finish] = {}
+        finishes: dict[int, types.Finish] = {}
         failures: list[Exception] = []
         while self._scheduler.has_work():
             step = self._scheduler.step()
@@ -210,7 +196,7 @@ class EmbeddedEngine:
             raise failures[0]
         return [_generated(rows[s.handle], tuple(tops[s.handle]), finishes[s.handle]) for s in submissions]
 
-    async def score(self, token_ids: Int32, row_offsets: Int32, *, temperature: float) -> Float32:
+    async def score(self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float) -> types.Float32:
         """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the decode thread.
 
         Between two of its steps it scores some rows, at most `max_batch_tokens` tokens or one row: for so long generation waits.
@@ -230,7 +216,7 @@ class EmbeddedEngine:
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: types.PauseMode) -> None:
         """Returns once no token will be produced; waits for the step in progress, and for `drain` for the requests to finish.
 
         The lease starts anew with each call: an engine whose controller died resumes by itself.
@@ -248,27 +234,27 @@ class EmbeddedEngine:
         self._end_lease()
         await asyncio.wrap_future(self._thread.call(self._scheduler.resume))
 
-    async def stage(self, manifest: WeightManifest) -> None:
+    async def stage(self, manifest: types.WeightManifest) -> None:
         """Waits for a worker thread, which the transport feeds; decoding goes on meanwhile."""
         await asyncio.to_thread(self._weights.stage, manifest)
 
-    async def commit(self, version: Version) -> Attestation:
+    async def commit(self, version: types.Version) -> types.Attestation:
         """Waits for the step in progress. Without a pause, running requests go on over the keys they have, as in `keep`."""
         return await asyncio.wrap_future(self._thread.call(lambda: self._commit(version)))
 
-    async def health(self) -> EngineHealth:
+    async def health(self) -> types.EngineHealth:
         """Raises `EngineUnavailable` after the decode loop has ended."""
         self._thread.check()
         return self.reading()
 
-    def reading(self) -> EngineHealth:
+    def reading(self) -> types.EngineHealth:
         """The present numbers, also of an engine that has ended."""
         s = self._scheduler
-        return EngineHealth(
+        return types.EngineHealth(
             version=s.version, paused=s.paused is not None, num_tokens=s.num_tokens, num_running=s.num_running, num_waiting=s.num_waiting
         )
 
-    def _commit(self, version: Version) -> Attestation:
+    def _commit(self, version: types.Version) -> types.Attestation:
         attestation = self._weights.commit(version)
         if self._scheduler.version != version:
             self._scheduler.serve(version)
@@ -295,7 +281,7 @@ class EmbeddedEngine:
 
     # --- Between the threads -----------------------------------------------------------------------------------------
 
-    async def _compiled(self, request: GenerateRequest, outlet: int) -> Submission:
+    async def _compiled(self, request: types.GenerateRequest, outlet: int) -> Submission:
         """Waits for a grammar's turn and its compilation. An abort meanwhile is kept in the submission."""
         ticket = next(self._counter)
         self._compiling[ticket] = request.request_id
@@ -306,16 +292,16 @@ class EmbeddedEngine:
         finally:
             self._compiling.pop(ticket, None)
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check(self, request: types.GenerateRequest) -> None:
         check_request(request, vocab_size=self._capabilities.vocab_size, max_context=self._capabilities.max_context)
 
-    def _constraint(self, request: GenerateRequest) -> Constraint | None:
+    def _constraint(self, request: types.GenerateRequest) -> Constraint | None:
         """Blocking, for as long as the grammar takes to compile."""
         grammar = request.sampling.grammar
         return None if grammar is None else self._grammars.constraint(grammar, request.input_ids[request.num_prompt_tokens :])
 
     def _submission(
-        self, request: GenerateRequest, outlet: int, constraint: Constraint | None = None, *, aborted: bool = False
+        self, request: types.GenerateRequest, outlet: int, constraint: Constraint | None = None, *, aborted: bool = False
     ) -> Submission:
         sampling = request.sampling
         matcher = StopMatcher(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens) if any(sampling.stop) else None
@@ -335,10 +321,10 @@ class EmbeddedEngine:
             self._record(EngineStepped(self._name, step.started, step.ended, len(step.token_ids), step.num_running))
 
 
-def _capabilities(model: PreTrainedModel, *, max_context: int, max_running: int) -> Capabilities:
-    return Capabilities(
-        pause_modes=frozenset(PauseMode),
-        logprob_kind=LogprobKind.SAMPLED,
+def _capabilities(model: PreTrainedModel, *, max_context: int, max_running: int) -> types.Capabilities:
+    return types.Capabilities(
+        pause_modes=frozenset(types.PauseMode),
+        logprob_kind=types.LogprobKind.SAMPLED,
         honours_seed=True,
         versions_per_token=True,
         stops_on_strings=True,
@@ -347,12 +333,14 @@ def _capabilities(model: PreTrainedModel, *, max_context: int, max_running: int)
         max_context=max_context,
         vocab_size=int(model.config.get_text_config().vocab_size),
         max_running=max_running,
-        features=frozenset(Feature),
+        features=frozenset(types.Feature),
     )
 
 
 def _generated(
-    rows: list[tuple[int, float, Version, Version]], top_logprobs: tuple[tuple[tuple[int, float], ...], ...], finish: Finish
+    rows: list[tuple[int, float, types.Version, types.Version]],
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...],
+    finish: types.Finish,
 ) -> Generated:
     token_ids, logprobs, versions, kv_versions = zip(*rows, strict=True) if rows else ((), (), (), ())
     return Generated(token_ids, logprobs, versions, kv_versions, finish, top_logprobs)

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
 
+from midflight import types
 from midflight.engines.servers.attempt import Attempt, ServerRequest
 from midflight.engines.servers.http import ServerClient
 from midflight.engines.servers.server import Found, Server, check_same_model, mode_at_server
@@ -22,18 +23,6 @@ from midflight.engines.streams import ChunkStream, check_features, check_request
 from midflight.errors import EngineError, MidflightError, PauseIgnored
 from midflight.ports import WeightReceiver
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import (
-    Attestation,
-    Capabilities,
-    Chunk,
-    EngineHealth,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    PauseMode,
-    Version,
-    WeightManifest,
-)
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2.0
@@ -42,7 +31,7 @@ _QUIET_SECONDS = 0.02
 """Between two readings that show a pause: tokens that were on their way when it began have come by then."""
 _MAX_READINGS = 50
 """A server that still makes tokens after so many readings ignores its pause."""
-_ABORTED = Finish(FinishReason.ABORT)
+_ABORTED = types.Finish(types.FinishReason.ABORT)
 
 
 class ServerEngine:
@@ -63,7 +52,7 @@ class ServerEngine:
         model: Path,
         receiver: WeightReceiver,
         staging: Path,
-        version: Version = 0,
+        version: types.Version = 0,
     ) -> None:
         """`model`: the folder that holds the weights of `version`, which the server starts with (`first_folder`), or is given when attached."""
         self._name, self._server, self.tokenizer = name, server, tokenizer
@@ -80,7 +69,7 @@ class ServerEngine:
         self._gate, self._idle, self._attached = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._gate.set()
         self._idle.set()
-        self._paused: PauseMode | None = None
+        self._paused: types.PauseMode | None = None
         self._held = False
         """Whether the server has said that it is paused, in that mode."""
         self._whole = True
@@ -91,7 +80,7 @@ class ServerEngine:
         return self._name
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> types.Capabilities:
         if self._found is None:
             raise self._client.unavailable("has not been attached yet")
         return self._found.capabilities
@@ -124,7 +113,7 @@ class ServerEngine:
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+    async def generate(self, request: types.GenerateRequest) -> AsyncGenerator[types.Chunk]:
         """Yields until a chunk with `finish`. Each wait is for the server, or for the end of a pause."""
         check_request(request, vocab_size=self.capabilities.vocab_size, max_context=self.capabilities.max_context)
         check_features(request.sampling, self.capabilities.features, engine=self._name)
@@ -133,7 +122,7 @@ class ServerEngine:
         eos = () if request.sampling.ignore_eos else sorted(self.tokenizer.eos_token_ids)
         running = ServerRequest(request, ChunkStream(eager=request.eager), ends=(*eos, *request.sampling.stop_token_ids))
         if request.remaining <= 0 or len(request.input_ids) == self.capabilities.max_context:
-            yield Chunk((), (), self._live.version, self._live.version, Finish(FinishReason.LENGTH))
+            yield types.Chunk((), (), self._live.version, self._live.version, types.Finish(types.FinishReason.LENGTH))
             return
         self._running[running] = None
         running.reading = self._tasks.create_task(self._read(running))
@@ -210,21 +199,21 @@ class ServerEngine:
 
     # --- Pauses ------------------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: types.PauseMode) -> None:
         """Returns when the server makes no token, read twice; `drain` waits before for the requests that it has, or for `resume`."""
-        if mode is PauseMode.DRAIN:
+        if mode is types.PauseMode.DRAIN:
             self._gate.clear()
             await self._idle.wait()
         async with self._control:
-            if mode is PauseMode.DRAIN and self._gate.is_set():
+            if mode is types.PauseMode.DRAIN and self._gate.is_set():
                 return  # it was resumed meanwhile: no caller wants a pause any more
-            if mode is PauseMode.ABORT and self._held:
+            if mode is types.PauseMode.ABORT and self._held:
                 for running in list(self._running):
                     if running.attempt is not None:
                         self._end_here(running)
             elif self._paused is not mode or not self._held:
                 await self._pause_server(mode)
-        if mode is PauseMode.ABORT:
+        if mode is types.PauseMode.ABORT:
             await self._all_said()
         await self._quiet()
 
@@ -232,7 +221,7 @@ class ServerEngine:
         async with self._control:
             await self._resume_server()
 
-    async def _pause_server(self, mode: PauseMode) -> None:
+    async def _pause_server(self, mode: types.PauseMode) -> None:
         """Pauses the server. It counts as paused from the first moment, even if the call fails, until `resume`."""
         self._gate.clear()
         was_paused, self._held = self._paused is not None, False
@@ -274,36 +263,36 @@ class ServerEngine:
 
     # --- Weights -----------------------------------------------------------------------------------------------------
 
-    async def stage(self, manifest: WeightManifest) -> None:
+    async def stage(self, manifest: types.WeightManifest) -> None:
         """Waits for a worker thread, which the transport feeds; the server generates meanwhile and knows nothing of it."""
         async with self._staging:
             self._next = None
             self._next = await asyncio.to_thread(self._area.write, manifest, beside=self._live.folder)
 
-    async def commit(self, version: Version) -> Attestation:
+    async def commit(self, version: types.Version) -> types.Attestation:
         """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own."""
         async with self._control, self._staging:
             staged = self._next
             if staged is None and self._whole and self._live.version == version and self._live.fingerprint:
-                return Attestation(version, self._live.fingerprint)
+                return types.Attestation(version, self._live.fingerprint)
             if staged is None or staged.version != version:
                 has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
                 raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
             own_pause, admitted = self._paused is None, self._gate.is_set()
             if own_pause:
-                await self._pause_server(self.capabilities.commit_mode or PauseMode.KEEP)
+                await self._pause_server(self.capabilities.commit_mode or types.PauseMode.KEEP)
             try:
                 await self._load(staged)
                 self._next = None
             finally:
                 if own_pause and self._whole:
                     await self._resume_server(admit=admitted)
-            return Attestation(version, staged.fingerprint)
+            return types.Attestation(version, staged.fingerprint)
 
     async def _load(self, staged: StagedFolder) -> None:
         """Rolls back to the weights that were live where the new ones cannot be loaded; where that fails too, they are not whole."""
         self._whole = False
-        recomputed = self._paused is PauseMode.RECOMPUTE
+        recomputed = self._paused is types.PauseMode.RECOMPUTE
         try:
             await self._server.load(self._client, staged.folder, staged.version, recompute=recomputed)
         except EngineError as error:
@@ -319,7 +308,7 @@ class ServerEngine:
 
     # --- Health ------------------------------------------------------------------------------------------------------
 
-    async def health(self) -> EngineHealth:
+    async def health(self) -> types.EngineHealth:
         """Asks the server which weights it serves. A server that was restarted without our knowing is given the weights it should have."""
         if not self._control.locked():
             live, label = self._live, await self._server.label(self._client)
@@ -329,10 +318,10 @@ class ServerEngine:
                     await self._synchronise(await self._server.attach(self._client))
         return self.reading()
 
-    def reading(self) -> EngineHealth:
+    def reading(self) -> types.EngineHealth:
         running = sum(1 for r in self._running if r.attempt is not None)
         decoding = min(running, self._found.capabilities.max_running) if self._found else 0
-        return EngineHealth(
+        return types.EngineHealth(
             version=self._live.version,
             paused=not self._gate.is_set(),
             num_tokens=self._num_tokens,
@@ -361,5 +350,5 @@ class ServerEngine:
         _log.info("engine %s serves weights %r of %s: giving it version %d", self._name, found.label, found.model, self._live.version)
         self._whole = False
         self._gate.clear()
-        await self._server.pause(self._client, PauseMode.RECOMPUTE)
+        await self._server.pause(self._client, types.PauseMode.RECOMPUTE)
         await self._server.load(self._client, self._live.folder, self._live.version, recompute=True)

@@ -11,20 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from midflight import types
 from midflight.engines.servers.command import INSIDE
 from midflight.engines.servers.http import ServerClient, number, part
 from midflight.engines.servers.server import EventTokens, Found
 from midflight.errors import EngineError, EngineUnavailable
-from midflight.types import (
-    Capabilities,
-    Feature,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    LogprobKind,
-    PauseMode,
-    Version,
-)
 from midflight.types.generation import Api, copied
 
 _GENERATE = "/inference/v1/generate"
@@ -35,12 +26,12 @@ _NEEDED = {
     "/update_weight_version": "use vLLM 0.32 or newer",
 }
 """Routes that we cannot do without, and how to get them."""
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+_REASONS = {"stop": types.FinishReason.STOP, "length": types.FinishReason.LENGTH, "abort": types.FinishReason.ABORT}
 _NO_NUMBER = -9999.0
 """Stands for minus infinity, NaN, and a log-probability that it has not got."""
 _LOADER = "midflight_load"
 _LOADER_READY = "midflight_ready"
-_FEATURES = frozenset({Feature.PENALTIES, Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
+_FEATURES = frozenset({types.Feature.PENALTIES, types.Feature.LOGIT_BIAS, types.Feature.TOP_LOGPROBS})
 
 
 class _Logprob(msgspec.Struct, frozen=True):
@@ -85,9 +76,9 @@ _decode = msgspec.json.Decoder(_VllmEvent).decode
 class VllmReader:
     """Each event has the tokens since the one before; the last one also says which weights made which token."""
 
-    def __init__(self, request: GenerateRequest, kind: LogprobKind = LogprobKind.SAMPLED) -> None:
+    def __init__(self, request: types.GenerateRequest, kind: types.LogprobKind = types.LogprobKind.SAMPLED) -> None:
         self._num_tops = request.sampling.top_logprobs
-        self._certain = request.sampling.temperature == 0 and kind is LogprobKind.SAMPLED
+        self._certain = request.sampling.temperature == 0 and kind is types.LogprobKind.SAMPLED
         """A greedy token had no alternative, though vLLM gives it the log-probability of temperature 1 whatever its mode."""
 
     def read(self, event: bytes) -> EventTokens:
@@ -121,11 +112,11 @@ def _number(logprob: float) -> float:
     return logprob if logprob > _NO_NUMBER else float("-inf")
 
 
-def _finish(choice: _VllmChoice) -> Finish:
+def _finish(choice: _VllmChoice) -> types.Finish:
     reason = _REASONS.get(choice.finish_reason or "")
     if reason is None:
         raise EngineUnavailable(f"vLLM ended an answer with finish_reason {choice.finish_reason!r}. Look at its log.")
-    return Finish(reason, choice.stop_reason if reason is FinishReason.STOP else None)
+    return types.Finish(reason, choice.stop_reason if reason is types.FinishReason.STOP else None)
 
 
 class VllmServer:
@@ -135,7 +126,7 @@ class VllmServer:
 
     def __init__(self, *, vocab_size: int, max_running: int) -> None:
         self._vocab_size, self._max_running = vocab_size, max_running
-        self._kind = LogprobKind.SAMPLED
+        self._kind = types.LogprobKind.SAMPLED
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -151,8 +142,8 @@ class VllmServer:
         await _check_loader(client)
         self._kind = await self._logprob_kind(client)
         return Found(
-            capabilities=Capabilities(
-                pause_modes=frozenset(PauseMode),
+            capabilities=types.Capabilities(
+                pause_modes=frozenset(types.PauseMode),
                 logprob_kind=self._kind,
                 honours_seed=False,
                 versions_per_token=True,
@@ -168,20 +159,20 @@ class VllmServer:
             model=str(_part(model, "root")),
         )
 
-    async def _logprob_kind(self, client: ServerClient) -> LogprobKind:
+    async def _logprob_kind(self, client: ServerClient) -> types.LogprobKind:
         """Of a token that had no alternative: 0 after truncation, less before. The request also warms the server up."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
         answer = await client.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
         logprob = _part(answer, "choices", 0, "logprobs", "content", 0, "logprob")
-        return LogprobKind.SAMPLED if logprob == 0 else LogprobKind.RAW
+        return types.LogprobKind.SAMPLED if logprob == 0 else types.LogprobKind.RAW
 
     async def label(self, client: ServerClient) -> str:
         return str(_part(await client.get("/weight_info"), "weight_version"))
 
-    async def relabel(self, client: ServerClient, version: Version) -> None:
+    async def relabel(self, client: ServerClient, version: types.Version) -> None:
         await client.post("/update_weight_version", {"new_version": str(version)})
 
-    def body(self, request: GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
+    def body(self, request: types.GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
         """Never with a seed: on a CPU it kills vLLM at a chunked prefill, and nowhere would it survive a resume."""
         return _GENERATE, {
             "request_id": request_id,
@@ -191,20 +182,20 @@ class VllmServer:
             "sampling_params": _sampling(request, ends),
         }
 
-    def reader(self, request: GenerateRequest) -> VllmReader:
+    def reader(self, request: types.GenerateRequest) -> VllmReader:
         return VllmReader(request, self._kind)
 
     async def abort(self, client: ServerClient, request_id: str) -> None:
         await client.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
 
-    async def pause(self, client: ServerClient, mode: PauseMode) -> None:
-        clear = "true" if mode is PauseMode.RECOMPUTE else "false"
-        await client.post(f"/pause?mode={'abort' if mode is PauseMode.ABORT else 'keep'}&clear_cache={clear}")
+    async def pause(self, client: ServerClient, mode: types.PauseMode) -> None:
+        clear = "true" if mode is types.PauseMode.RECOMPUTE else "false"
+        await client.post(f"/pause?mode={'abort' if mode is types.PauseMode.ABORT else 'keep'}&clear_cache={clear}")
 
     async def resume(self, client: ServerClient) -> None:
         await client.post("/resume")
 
-    async def load(self, client: ServerClient, folder: Path, version: Version, *, recompute: bool) -> None:
+    async def load(self, client: ServerClient, folder: Path, version: types.Version, *, recompute: bool) -> None:
         """Caches were cleared by the pause, where they had to be."""
         await client.post("/collective_rpc", {"method": _LOADER, "args": [str(folder)]})
         await self.relabel(client, version)
@@ -223,7 +214,7 @@ async def _check_loader(client: ServerClient) -> None:
         ) from error
 
 
-def _sampling(request: GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:
+def _sampling(request: types.GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:
     """What vLLM takes as it is, and what it is told in its own way."""
     s = request.sampling
     given = copied(s, Api.VLLM) | {

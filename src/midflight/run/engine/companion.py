@@ -23,8 +23,7 @@ import aiohttp
 
 from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
-from midflight.engines.app import build_app
-from midflight.engines.relay import relay
+from midflight.engines.app import build_app, relay
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from midflight.config.derived import served_dtype
 from midflight.config.sections import Config
-from midflight.engines.app import build_app
+from midflight.engines.app import build_app, relay_steps
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
 from midflight.run.parts import EngineSpec, Launcher, Ready, serve_while
 from midflight.text.tokenizer import Tokenizer
