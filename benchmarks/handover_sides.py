@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from gateway import cpu_of, family, free_port, running, wait_for
 from midflight.config.load import load_config
 from midflight.engines.remote import RemoteEngine
-from midflight.engines.servers.http import ServerClient
+from midflight.engines.servers.server import ServerClient
 from midflight.models.load import make_model
 from midflight.models.names import named_tensors
 from midflight.ports import Engine

@@ -1,11 +1,17 @@
-"""The verbs: what one station asks of another, as Protocols. Implementations never import each other; `run/` connects them."""
+"""The verbs: what one station asks of another, as Protocols. Implementations never import each other; `run/` connects them.
+
+And how an engine is paused, for an operator or for a commit: in which mode, and with proof that it really made no token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from midflight import types
+from midflight.errors import NotSupported, PauseIgnored
 
 
 class Engine(Protocol):
@@ -121,3 +127,44 @@ class EngineFleet(Protocol):
     def reserved(self) -> str | None:
         """The engine that keeps its version for an evaluation: no version is brought to it meanwhile."""
         ...
+
+
+BY_COST = (types.PauseMode.KEEP, types.PauseMode.RECOMPUTE, types.PauseMode.ABORT, types.PauseMode.DRAIN)
+"""All modes, first the one that costs an engine least."""
+
+
+def pause_mode(
+    engine: str,
+    capabilities: types.Capabilities,
+    wanted: types.PauseMode | None,
+    *,
+    otherwise: Iterable[types.PauseMode] = BY_COST,
+    remedy: str,
+) -> types.PauseMode:
+    """The mode wanted, else the first of `otherwise` that the engine has. `NotSupported` names what it has, and ends with `remedy`."""
+    has = capabilities.pause_modes
+    for mode in otherwise if wanted is None else (wanted,):
+        if mode in has:
+            return mode
+    listed = ", ".join(sorted(has)) or "no pause at all"
+    raise NotSupported(f"pausing engine {engine!r} by {'any mode' if wanted is None else wanted.value}: it can {listed}; {remedy}.")
+
+
+@asynccontextmanager
+async def verified_pause(engine: Engine, mode: types.PauseMode) -> AsyncGenerator[types.EngineHealth]:
+    """Pauses the engine, and gives its reading; `PauseIgnored` after the block if it made tokens during it.
+
+    `pause` returns when no token is on its way any more, so the first count is final and the second must equal it. Waits for the
+    engine; the caller has the deadline. The caller also ends the pause, by `resume` or by quarantine (I7, I9).
+    """
+    await engine.pause(mode)
+    first = await engine.health()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    yield first
+    made = (await engine.health()).num_tokens - first.num_tokens
+    if made > 0:
+        raise PauseIgnored(
+            f"pausing engine {engine.name!r}: it made {made} tokens while paused, in {loop.time() - began:.3g} s. "
+            "Restart it, or pause it in another mode."
+        )

@@ -13,8 +13,7 @@ from typing import Literal
 
 from midflight.allowance import Allowance, Expired
 from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
-from midflight.pausing import BY_COST, pause_mode, verified_pause
-from midflight.ports import Engine, EngineFleet
+from midflight.ports import BY_COST, Engine, EngineFleet, pause_mode, verified_pause
 from midflight.types import Attestation, Capabilities, PauseMode, Version, WeightManifest
 from midflight.types.facts import Record, WeightsCommitted
 from midflight.weights.turns import Barrier, Turnstile

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midflight.engines.servers.attempt import Attempt
-from midflight.engines.servers.server import EventTokens
+from midflight.engines.servers.server import Attempt, EventTokens
 from midflight.types import Segment
 
 

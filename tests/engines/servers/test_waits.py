@@ -115,8 +115,8 @@ def test_a_failure_to_attach_is_an_error_by_itself_and_no_group(tmp_path: Path) 
 
 def test_a_server_that_answers_nothing_lets_nobody_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers over the wire may be gone: their deadlines end nothing here."""
-    monkeypatch.setattr("midflight.engines.servers.http._QUESTION_SECONDS", 0.05)
-    monkeypatch.setattr("midflight.engines.servers.http._DEED_SECONDS", 0.1)
+    monkeypatch.setattr("midflight.engines.servers.server._QUESTION_SECONDS", 0.05)
+    monkeypatch.setattr("midflight.engines.servers.server._DEED_SECONDS", 0.1)
 
     async def main() -> None:
         fake = FakeSglang()

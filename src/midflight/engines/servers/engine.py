@@ -15,9 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from midflight import types
-from midflight.engines.servers.attempt import Attempt, ServerRequest
-from midflight.engines.servers.http import ServerClient
-from midflight.engines.servers.server import Found, Server, check_same_model, mode_at_server
+from midflight.engines.servers.server import Attempt, Found, Server, ServerClient, ServerRequest, check_same_model, mode_at_server
 from midflight.engines.servers.staged import StagedFolder, StagingArea
 from midflight.engines.streams import ChunkStream, check_features, check_request
 from midflight.errors import EngineError, MidflightError, PauseIgnored

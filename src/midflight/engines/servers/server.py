@@ -1,15 +1,140 @@
-"""What a kind of inference server is to us: its wire, as a Protocol. `vllm.py` and `sglang.py` implement it."""
+"""What a kind of inference server is to us: its wire, as a Protocol. `vllm.py` and `sglang.py` implement it.
+
+HTTP to it: JSON calls and server-sent events, with errors that name the server and the path. And one request at a server, with which
+version made which of its tokens (I6); that part is synchronous.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
-from midflight.engines.servers.http import ServerClient
-from midflight.errors import EngineError, ModelNotFound
+import aiohttp
+import msgspec
+
+from midflight.engines.streams import ChunkStream
+from midflight.errors import EngineError, EngineUnavailable, ModelNotFound, Overloaded, RequestRejected
 from midflight.models.sizes import ModelSizes, sizes_of
-from midflight.types import Capabilities, Finish, FinishReason, GenerateRequest, PauseMode, Version
+from midflight.types import Capabilities, Finish, FinishReason, GenerateRequest, PauseMode, Segment, Version
+from midflight.wire.client import HttpClient
+
+_JSON = {"Content-Type": "application/json"}
+_LINE_BYTES = 2**24
+"""Of one event: a server that repeats what it said sends the longest answer in one."""
+_QUESTION_SECONDS = 10.0
+"""For questions that a server answers at once. With a longer limit, questions of callers that have left would pile up at a frozen server."""
+_DEED_SECONDS = 600.0
+"""For the longest work of a server: loading the largest model. Callers have shorter deadlines, but those do not reach over the wire,
+and a call that never ended would keep all others waiting."""
+_OF_THE_REQUEST = (400, 413, 422)
+"""Statuses that judge what was asked. Any other may be of whatever stands before the server, or took its port: elsewhere it may succeed."""
+
+
+class ServerClient:
+    """Connections to one server. Every call waits for the answer; deadlines are the caller's, and ours at the latest."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name, self.url = name, url
+        self._http = HttpClient(url, lost=self.unavailable, line_bytes=_LINE_BYTES)
+
+    async def __aenter__(self) -> ServerClient:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.__aexit__(*exc)
+
+    async def get(self, path: str) -> object:
+        return _json(await self._call("GET", path, None, seconds=_QUESTION_SECONDS))
+
+    async def post(self, path: str, body: object = None) -> object:
+        return _json(await self._call("POST", path, body, seconds=_DEED_SECONDS))
+
+    async def paths(self) -> frozenset[str]:
+        """The routes that the server has."""
+        described = await self.get("/openapi.json")
+        paths = described.get("paths") if isinstance(described, dict) else None
+        if not isinstance(paths, dict):
+            raise EngineError(f"{self._who} describes no routes at /openapi.json: neither vLLM nor SGLang listens there. Check the URL.")
+        return frozenset(map(str, paths))
+
+    async def _call(self, method: str, path: str, body: object, *, seconds: float) -> bytes:
+        answer = await self._http.call(method, path, _encoded(body), headers=_JSON, seconds=seconds)
+        if answer.status >= 300:
+            raise EngineError(f"{self._who} answered {path} with {answer.status}: {_shown(answer.content)}. Look at its log.")
+        return answer.content
+
+    async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
+        """Data of each server-sent event but the closing `[DONE]`, for as long as they come. `RequestRejected` where the server refuses
+        the request."""
+        async with self._http.open("POST", path, _encoded(body), headers=_JSON) as answer:
+            if answer.status != 200:
+                raise self._refusal(answer, path, await answer.read())
+            try:
+                async for line in answer.content:
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                        yield data
+            except ValueError as error:
+                raise self.unavailable(f"broke off its answer to {path} with a line that is too long: {error!r}") from error
+
+    def unavailable(self, what: str) -> EngineUnavailable:
+        return EngineUnavailable(f"{self._who} {what}. Send the request to another engine, or wait for this one.")
+
+    def _refusal(self, answer: aiohttp.ClientResponse, path: str, content: bytes) -> Exception:
+        said = f"{self._who} answered {path} with {answer.status}: {_shown(content)}"
+        if answer.status in (429, 503):
+            after = answer.headers.get("Retry-After", "1")
+            return Overloaded(f"{said}.", retry_after_seconds=int(after) if after.isdigit() else 1)
+        if answer.status in _OF_THE_REQUEST:
+            return RequestRejected(f"{said}.")
+        return EngineUnavailable(f"{said}. Look at its log.")
+
+    @property
+    def _who(self) -> str:
+        return f"engine {self.name!r} at {self.url}"
+
+
+def _encoded(body: object) -> bytes | None:
+    return None if body is None else msgspec.json.encode(body)
+
+
+def _json(content: bytes) -> object:
+    try:
+        return msgspec.json.decode(content) if content.strip() else None
+    except msgspec.DecodeError:
+        return content.decode(errors="replace")
+
+
+def _shown(content: bytes) -> str:
+    return content[:300].decode(errors="replace").strip()
+
+
+def part(answer: object, *path: str | int, of: str) -> object:
+    """A part of a JSON answer; `EngineError` where it is not there. `of` names the server that gave it, and the version it takes."""
+    at = answer
+    for key in path:
+        if isinstance(at, dict) and key in at:
+            at = cast(dict[object, object], at)[key]
+        elif isinstance(at, list) and isinstance(key, int) and key < len(cast(list[object], at)):
+            at = cast(list[object], at)[key]
+        else:
+            raise EngineError(f"reading {str(answer)[:200]!r}: it has no {'.'.join(map(str, path))}. Attach to {of}.")
+    return at
+
+
+def number(answer: object, *path: str | int, of: str) -> int:
+    """A part that is a whole number; `EngineError` where it is none."""
+    found = part(answer, *path, of=of)
+    if not isinstance(found, int):
+        raise EngineError(
+            f"reading {str(answer)[:200]!r}: {'.'.join(map(str, path))} is {found!r}, expected a whole number. Attach to {of}."
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +261,96 @@ def _sizes(folder: Path) -> ModelSizes | None:
         return sizes_of(folder) if folder.is_absolute() else None
     except (ModelNotFound, OSError):
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Weights that went live while the request ran."""
+
+    version: Version
+    kv_version: Version
+    late: int
+    """How many tokens after this change the server may give to the new weights wrongly."""
+
+
+class Attempt:
+    """Labels tokens as they come, never newer than they are, and knows at the end what the server says of them.
+
+    A server tells at the end of an answer which tokens are of which weights, so what comes before is labelled by what is known
+    here: after a change the next event may have been on its way, and keeps the label before. Where a request ran under weights
+    that changed, keys made before the change stay in `keep` and are recomputed otherwise.
+    """
+
+    def __init__(self, version: Version) -> None:
+        self._changes = [_Change(version, version, 0)]
+        self._label = version
+        self._num_behind = 0
+        """Events to come that may be of the weights before: one that was on its way, and what the server labels too early."""
+        self.num_tokens = 0
+
+    def changed(self, version: Version, *, recomputed: bool, late: int) -> None:
+        """New weights went live; `late`: tokens after it that the server's account may give to them wrongly."""
+        kv_version = version if recomputed else self._changes[-1].kv_version
+        self._changes.append(_Change(version, kv_version, late))
+        self._num_behind = 1 + late
+
+    def labels(self, *, any_tokens: bool) -> tuple[Version, Version]:
+        """Version and kv_version of the event that has come."""
+        if not self._num_behind:
+            self._label = self._changes[-1].version
+        elif any_tokens:
+            self._num_behind -= 1
+        return self._label, self._kv(self._label)
+
+    def account(self, event: EventTokens) -> tuple[Segment, ...]:
+        """The server's own account of all tokens; empty where it gives none, or one that does not fit what was received."""
+        spans = [(int(label), start, end) for label, start, end in event.spans if label.isdigit()]
+        if len(spans) != len(event.spans) or not spans or spans[-1][2] != self.num_tokens or not _contiguous(spans):
+            return ()
+        starts = [min(start + self._late(version), self.num_tokens) if start else 0 for version, start, _ in spans]
+        ends = [*starts[1:], self.num_tokens]
+        return tuple(
+            Segment(version, self._kv(version), start, end)
+            for (version, _, _), start, end in zip(spans, starts, ends, strict=True)
+            if end > start
+        )
+
+    def _kv(self, version: Version) -> Version:
+        return next((c.kv_version for c in reversed(self._changes) if c.version == version), min(version, self._changes[0].kv_version))
+
+    def _late(self, version: Version) -> int:
+        return next((c.late for c in reversed(self._changes) if c.version == version), 0)
+
+
+@dataclass(eq=False)
+class ServerRequest:
+    """A request that has not ended."""
+
+    request: GenerateRequest
+    stream: ChunkStream
+    ends: tuple[int, ...]
+    """The token ids that end its answer."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """At the server: of fixed length, because some match ids by their beginning, and never used twice."""
+    attempt: Attempt | None = None
+    """From when the server was asked."""
+    reading: asyncio.Task[None] | None = None
+    ended: bool = False
+
+    def take(self, attempt: Attempt, event: EventTokens) -> EventTokens:
+        """Labels the tokens of an event and gives them to the caller, up to one that ends the answer; returns what was given."""
+        done = self.request.num_output_tokens + attempt.num_tokens
+        event = cut(event, ends=self.ends, start=done, min_tokens=self.request.sampling.min_tokens)
+        version, kv_version = attempt.labels(any_tokens=bool(event.token_ids))
+        attempt.num_tokens += len(event.token_ids)
+        tops = event.top_logprobs or (None,) * len(event.token_ids)
+        for token_id, logprob, top in zip(event.token_ids, event.logprobs, tops, strict=True):
+            self.stream.add(token_id, logprob, version=version, kv_version=kv_version, top=top)
+        if event.finish is not None:
+            self.stream.end(version, event.finish, attested=attempt.account(event))
+        return event
+
+
+def _contiguous(spans: list[tuple[int, int, int]]) -> bool:
+    """From the first token on, without a gap, and never back to an older version."""
+    return spans[0][1] == 0 and all(a[2] == b[1] and a[0] <= b[0] for a, b in pairwise(spans))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.engines.servers.http import ServerClient, number, part
-from midflight.engines.servers.server import EventTokens, Found
+from midflight.engines.servers.server import EventTokens, Found, ServerClient, number, part
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, Version
 from midflight.types.generation import Api, copied

@@ -13,8 +13,7 @@ import msgspec
 
 from midflight import types
 from midflight.engines.servers.command import INSIDE
-from midflight.engines.servers.http import ServerClient, number, part
-from midflight.engines.servers.server import EventTokens, Found
+from midflight.engines.servers.server import EventTokens, Found, ServerClient, number, part
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.types.generation import Api, copied
 

@@ -10,9 +10,8 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.constraints import MAX_TOOLS, SamplingBody, ToolBody, ToolChoiceBody, choice_of, tools_of
-from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, tool_call, tool_result
 from midflight.gateway.dialects.exchange import Alternatives, Reply, call_id, logprob_entries, usage, usage_so_far, weight_versions
-from midflight.gateway.dialects.fields import Tokens, TopLogprobs, parse
+from midflight.gateway.dialects.fields import Tokens, TopLogprobs, arguments_text, assistant, filled, parse, tool_call, tool_result
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall

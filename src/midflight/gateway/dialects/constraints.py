@@ -12,8 +12,7 @@ from pydantic import BaseModel, Field, JsonValue, WithJsonSchema
 from pydantic_core import from_json
 
 from midflight.errors import RequestRejected, nearest
-from midflight.gateway.dialects.conversation import filled
-from midflight.gateway.dialects.fields import Body, SamplingFields
+from midflight.gateway.dialects.fields import Body, SamplingFields, filled
 from midflight.gateway.sessions.session import Asked, ToolChoice
 from midflight.text.formats import Tool
 from midflight.types import Grammar, GrammarKind

@@ -13,8 +13,18 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.constraints import MAX_TOOLS, check_known, check_schema, schema_grammar, tools_of
-from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
-from midflight.gateway.dialects.fields import MAX_STOPS, Body, SamplingFields, Tokens
+from midflight.gateway.dialects.fields import (
+    MAX_STOPS,
+    Body,
+    SamplingFields,
+    Tokens,
+    arguments_text,
+    assistant,
+    filled,
+    text_of,
+    tool_call,
+    tool_result,
+)
 from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool

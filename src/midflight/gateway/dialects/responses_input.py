@@ -15,8 +15,7 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects import constraints
 from midflight.gateway.dialects.chat import ReasoningEffort, template_options
-from midflight.gateway.dialects.conversation import arguments_text, assistant, filled, text_of, tool_call, tool_result
-from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs
+from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs, arguments_text, assistant, filled, text_of, tool_call, tool_result
 from midflight.gateway.sessions.session import CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool

@@ -14,8 +14,7 @@ from starlette.routing import BaseRoute
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected, first_error, nearest
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
-from midflight.pausing import pause_mode, verified_pause
-from midflight.ports import Engine
+from midflight.ports import Engine, pause_mode, verified_pause
 from midflight.types import PauseMode
 from midflight.wire.edge import body_of, json_answer, route
 
