@@ -12,19 +12,8 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, Field, JsonValue
 
 from midflight.errors import RequestRejected
+from midflight.gateway.dialects import fields
 from midflight.gateway.dialects.constraints import MAX_TOOLS, check_known, check_schema, schema_grammar, tools_of
-from midflight.gateway.dialects.fields import (
-    MAX_STOPS,
-    Body,
-    SamplingFields,
-    Tokens,
-    arguments_text,
-    assistant,
-    filled,
-    text_of,
-    tool_call,
-    tool_result,
-)
 from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool
@@ -86,18 +75,18 @@ def _user(blocks: Sequence[Block], param: str) -> list[Message]:
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
     """Joins the texts, the thinking and the calls, because a chat message has no order between them."""
     calls = [_call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"]
-    thinking = "".join(text_of(b, "thinking", param) for b in blocks if b["type"] == "thinking")
-    return assistant(_text(blocks), reasoning=thinking, calls=calls)
+    thinking = "".join(fields.text_of(b, "thinking", param) for b in blocks if b["type"] == "thinking")
+    return fields.assistant(_text(blocks), reasoning=thinking, calls=calls)
 
 
 def _call(block: Block, param: str) -> Json:
     given = block.get("input")
     if not isinstance(given, dict):
         raise RequestRejected(f"{param}.input is {given!r:.80}: send an object.", param=f"{param}.input")
-    return tool_call(
-        call_id=filled(block.get("id"), f"{param}.id"),
-        name=filled(block.get("name"), f"{param}.name"),
-        arguments=arguments_text(given, f"{param}.input"),
+    return fields.tool_call(
+        call_id=fields.filled(block.get("id"), f"{param}.id"),
+        name=fields.filled(block.get("name"), f"{param}.name"),
+        arguments=fields.arguments_text(given, f"{param}.input"),
     )
 
 
@@ -105,7 +94,7 @@ def _result(block: Block, param: str) -> Message:
     """A failed result (`is_error`) is treated like any other: its text says what failed."""
     content = block.get("content")
     text = "" if content is None else _text(_blocks(content, ("text",), f"{param}.content"))
-    return tool_result(text, call_id=filled(block.get("tool_use_id"), f"{param}.tool_use_id"))
+    return fields.tool_result(text, call_id=fields.filled(block.get("tool_use_id"), f"{param}.tool_use_id"))
 
 
 def _blocks(content: JsonValue, kinds: Sequence[str], param: str) -> list[Block]:
@@ -123,7 +112,7 @@ def _block(value: JsonValue, kinds: Sequence[str], param: str) -> Block:
         raise RequestRejected(f"{param} is a block of type {kind!r:.80}: send {' or '.join(kinds)} here.", param=param)
     _only(value, _FIELDS[kind] | _FIELDS_OF_ALL, param)
     if kind == "text":
-        text_of(value, "text", param)
+        fields.text_of(value, "text", param)
     return value
 
 
@@ -154,7 +143,7 @@ def _of_client(kind: str) -> str:
     return kind
 
 
-class ClientTool(Body):
+class ClientTool(fields.Body):
     """A tool that the client runs. `type` is checked first, so that a tool of Anthropic's own is refused by its name."""
 
     type: Annotated[str, AfterValidator(_of_client)] | None = None
@@ -174,30 +163,30 @@ class ClientTool(Body):
         return Tool(self.name, self.description or "", check_schema(self.input_schema, f"{place}.input_schema", of_object=True))
 
 
-class Choosing(Body):
+class Choosing(fields.Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingBody(Body):
+class ThinkingBody(fields.Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Tokens | None = None
+    budget_tokens: fields.Tokens | None = None
     """Not enforced: `max_tokens` bounds thinking and text together."""
     display: Literal["summarized"] | None = None
 
 
-class OutputFormat(Body):
+class OutputFormat(fields.Body):
     type: Literal["json_schema"]
     json_schema: Annotated[dict[str, JsonValue], Field(alias="schema")]
 
 
-class OutputConfig(Body):
+class OutputConfig(fields.Body):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class PromptBody(Body):
+class PromptBody(fields.Body):
     """What the prompt is written from. It is the whole body of `count_tokens`."""
 
     harmless: ClassVar[Mapping[str, str]] = {
@@ -236,12 +225,12 @@ class PromptBody(Body):
         return options
 
 
-_ANTHROPIC = SamplingFields(Api.ANTHROPIC)
+_ANTHROPIC = fields.SamplingFields(Api.ANTHROPIC)
 
 
 class MessagesBody(_ANTHROPIC.on(PromptBody)):
-    max_tokens: Tokens
-    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None = None
+    max_tokens: fields.Tokens
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=fields.MAX_STOPS)] | None = None
     stream: bool | None = None
     return_token_ids: bool | None = None
     thread: JsonValue = None

@@ -19,6 +19,7 @@ import numpy as np
 
 from midflight.errors import MidflightError
 from midflight.gateway.sessions import history as remembered
+from midflight.gateway.sessions.history import History, Node, Prompt
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat, Tool
 from midflight.types import Json, Reason, Row, Turn
@@ -66,7 +67,7 @@ class Matcher:
             return ""
         return text.rpartition(_PROBE)[2].strip() if _PROBE in text else ""
 
-    def verbatim(self, nodes: Iterable[remembered.Node], text: str) -> tuple[remembered.Node, str] | None:
+    def verbatim(self, nodes: Iterable[Node], text: str) -> tuple[Node, str] | None:
         """The turn whose reply follows its prompt in the text as it was said, and the text after it."""
         for node in nodes:
             end = node.num_letters + node.num_reply_letters
@@ -74,7 +75,7 @@ class Matcher:
                 return node, self._rest(node, text[end:])
         return None
 
-    def reworded(self, nodes: Sequence[remembered.Node], chat: Chat, place: int) -> tuple[remembered.Node, str] | None:
+    def reworded(self, nodes: Sequence[Node], chat: Chat, place: int) -> tuple[Node, str] | None:
         """The turn whose reply the template wrote at this place in other words, and the text after it."""
         for node in nodes[-_MAX_TWINS:]:
             end = self._end_of_message(node, chat, place)
@@ -82,7 +83,7 @@ class Matcher:
                 return node, self._rest(node, chat.text[end:])
         return None
 
-    def respelled(self, node: remembered.Node, text: str, rest: str, rest_ids: tuple[int, ...]) -> bool:
+    def respelled(self, node: Node, text: str, rest: str, rest_ids: tuple[int, ...]) -> bool:
         """Whether `text`, which goes on from `node` with `rest`, has other ids when it is tokenised anew.
 
         Tokenisers cut at special tokens first. So it is enough to tokenise from the last one before the output to the next after
@@ -100,12 +101,12 @@ class Matcher:
         last = len(text) - len(rest) + (len(self.tokenizer.decode(head)) if head else 0)
         return self.tokenizer.encode(text[first:last]) != lead + output + head
 
-    def _ends_there(self, node: remembered.Node, tail: str) -> bool:
+    def _ends_there(self, node: Node, tail: str) -> bool:
         """Whether the message ends where the reply did, as far as that can be told."""
         tail, own = tail.lstrip(), self._own_end(node)
         return tail.startswith(self.end_of_turn) or (bool(own) and tail.startswith(own))
 
-    def _end_of_message(self, node: remembered.Node, chat: Chat, place: int) -> int | None:
+    def _end_of_message(self, node: Node, chat: Chat, place: int) -> int | None:
         """Where the end of turn begins that follows the reply, in letters of the text."""
         if self.end_of_turn:
             at = chat.text.find(self.end_of_turn, node.num_letters)
@@ -116,7 +117,7 @@ class Matcher:
             return None
         return len(written) if chat.text.startswith(written) and len(written) >= node.num_letters else None
 
-    def _means_the_same(self, node: remembered.Node, chat: Chat, end: int) -> bool:
+    def _means_the_same(self, node: Node, chat: Chat, end: int) -> bool:
         """Compared with all that was sampled, which may be more than the agent saw; calls count, whether the agent saw them so
         or as content."""
         prompt, written = chat.text[: node.num_letters], chat.text[node.num_letters : end]
@@ -125,12 +126,12 @@ class Matcher:
         parsed = [self._format.parse(each, prompt, calls=True, forced=True, tools=chat.tools) for each in texts]
         return remembered.meaning(parsed[0]) == remembered.meaning(parsed[1])
 
-    def _rest(self, node: remembered.Node, tail: str) -> str:
+    def _rest(self, node: Node, tail: str) -> str:
         """What is context after the reply. The end of turn that the model gave itself is not repeated."""
         own = self._own_end(node)
         return tail.lstrip().removeprefix(own) if own and tail.lstrip().startswith(own) else tail
 
-    def _own_end(self, node: remembered.Node) -> str:
+    def _own_end(self, node: Node) -> str:
         """Text of the special token that the output ends with."""
         last = remembered.unpacked(node.output[-4:])
         return self.tokenizer.decode(last) if last and last[0] in self.tokenizer.special_token_ids else ""
@@ -148,14 +149,14 @@ class TokenTree:
         """`matcher`: one for all trees of a gateway."""
         self._tokenizer = tokenizer
         self._matcher = matcher or Matcher(tokenizer)
-        self._roots: list[remembered.Node] = []
-        self._by_history: dict[bytes, list[remembered.Node]] = {}
+        self._roots: list[Node] = []
+        self._by_history: dict[bytes, list[Node]] = {}
         """The turns that a conversation may end with, by its digest; several where choices differ in their reasoning only."""
         self._replies: set[bytes] = set()
         """Digests of the replies by themselves."""
         self._answered: set[bytes] = set()
         """Digests of the conversations that were answered."""
-        self.nodes: list[remembered.Node] = []
+        self.nodes: list[Node] = []
         self.num_branches = 0
         """Turns that do not continue the newest end of what came before: a new start, or a second way on from a turn."""
         self.num_rewritten = 0
@@ -164,9 +165,7 @@ class TokenTree:
         self.num_mismatches = 0
         """Answered prompts whose text, tokenised anew, would have had other ids than those reused."""
 
-    def plan_chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), options: Mapping[str, Json] | None = None
-    ) -> remembered.Prompt:
+    def plan_chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), options: Mapping[str, Json] | None = None) -> Prompt:
         """The prompt of a conversation: the longest recorded prefix verbatim, the rest tokenised."""
         written = [tool.as_json() for tool in tools] or None
         text = self._tokenizer.render(messages, tools=written, add_generation_prompt=True, options=options)
@@ -174,13 +173,11 @@ class TokenTree:
         found = self._continued(Chat(text, messages, tools, options or {}), history)
         if found is None:
             ids = self._tokenizer.encode(text)
-            return remembered.Prompt(
-                ids, text, history.chain[-1], self._longest_prefix(ids), rewritten=self._is_rewritten(history, since=0)
-            )
+            return Prompt(ids, text, history.chain[-1], self._longest_prefix(ids), rewritten=self._is_rewritten(history, since=0))
         node, rest, place = found
         return self._going_on(node, text, rest, history=history.chain[-1], rewritten=self._is_rewritten(history, since=place + 1))
 
-    def plan_text(self, text: str) -> remembered.Prompt:
+    def plan_text(self, text: str) -> Prompt:
         """The prompt of a text completion: a text that goes on from a recorded one reuses its ids."""
         starts = remembered.beginnings(text, (node.num_letters for node in self.nodes))
         begun = [node for node in self.nodes if node.prompt_digest is not None and starts.get(node.num_letters) == node.prompt_digest]
@@ -188,20 +185,18 @@ class TokenTree:
         ends = [(node.num_letters + len(said), node) for node, said in spoken if text.startswith(said, node.num_letters)]
         if not ends:
             ids = self._tokenizer.encode(text)
-            return remembered.Prompt(ids, text, parent=self._longest_prefix(ids))
+            return Prompt(ids, text, parent=self._longest_prefix(ids))
         length, node = max(ends, key=lambda pair: pair[0])
         return self._going_on(node, text, text[length:])
 
-    def plan_ids(self, token_ids: Sequence[int]) -> remembered.Prompt:
+    def plan_ids(self, token_ids: Sequence[int]) -> Prompt:
         ids = tuple(token_ids)
-        return remembered.Prompt(ids, None, parent=self._longest_prefix(ids))
+        return Prompt(ids, None, parent=self._longest_prefix(ids))
 
-    def record(
-        self, prompt: remembered.Prompt, turn: Turn, *, reply: str, request: int, message: AssistantMessage | None = None
-    ) -> remembered.Node:
+    def record(self, prompt: Prompt, turn: Turn, *, reply: str, request: int, message: AssistantMessage | None = None) -> Node:
         """Adds a finished turn. `turn.prompt_ids` are the ids of `prompt`."""
         assert turn.prompt_ids == prompt.ids, "I4: the turn was sampled from the ids that were planned"
-        node = remembered.Node.of(prompt, turn, reply=reply, request=request)
+        node = Node.of(prompt, turn, reply=reply, request=request)
         siblings = self._roots if prompt.parent is None else prompt.parent.children
         self._count(prompt, request, siblings)
         siblings.append(node)
@@ -213,14 +208,14 @@ class TokenTree:
             self._answered.add(prompt.history)
         return node
 
-    def _count(self, prompt: remembered.Prompt, request: int, siblings: Sequence[remembered.Node]) -> None:
+    def _count(self, prompt: Prompt, request: int, siblings: Sequence[Node]) -> None:
         """A prompt counts once, with the first of its choices."""
         self.num_branches += any(other.request != request for other in siblings)
         if all(other.request != request for other in siblings):
             self.num_rewritten += prompt.rewritten
             self.num_mismatches += prompt.respelled
 
-    def _continued(self, chat: Chat, history: remembered.History) -> tuple[remembered.Node, str, int] | None:
+    def _continued(self, chat: Chat, history: History) -> tuple[Node, str, int] | None:
         """The turn that the conversation goes on from, the text after it, and the place of its reply."""
         known = [(place, nodes) for place in reversed(history.replies) if (nodes := self._by_history.get(history.chain[place]))]
         starts = remembered.beginnings(chat.text, (node.num_letters for _, nodes in known for node in nodes))
@@ -233,21 +228,19 @@ class TokenTree:
                 return *found, place
         return None
 
-    def _is_rewritten(self, history: remembered.History, *, since: int) -> bool:
+    def _is_rewritten(self, history: History, *, since: int) -> bool:
         """Whether a message from place `since` on repeats a recorded reply, or stands where one was recorded."""
         return any(
             own in self._replies or history.before(place) in self._answered for place, own in history.replies.items() if place >= since
         )
 
-    def _going_on(
-        self, node: remembered.Node, text: str, rest: str, *, history: bytes | None = None, rewritten: bool = False
-    ) -> remembered.Prompt:
+    def _going_on(self, node: Node, text: str, rest: str, *, history: bytes | None = None, rewritten: bool = False) -> Prompt:
         last = remembered.unpacked((node.output or node.tail)[-4:])
         rest_ids = self._tokenizer.encode_after(last[0], rest) if last else self._tokenizer.encode(rest)
         respelled = node.respelled or self._matcher.respelled(node, text, rest, rest_ids)
-        return remembered.Prompt(remembered.unpacked(node.packed_ids) + rest_ids, text, history, node, respelled, rewritten)
+        return Prompt(remembered.unpacked(node.packed_ids) + rest_ids, text, history, node, respelled, rewritten)
 
-    def _longest_prefix(self, ids: tuple[int, ...]) -> remembered.Node | None:
+    def _longest_prefix(self, ids: tuple[int, ...]) -> Node | None:
         """The longest recorded turn that these ids go on from; it looks only at the children of turns that they do."""
         key = remembered.packed(ids) if self._roots else b""
         best, best_end, ends = None, 0, [(0, self._roots)]
@@ -271,12 +264,12 @@ class Harvest:
     dropped: Counter[Reason] = field(default_factory=Counter[Reason])
 
 
-def harvest(nodes: Sequence[remembered.Node], *, count_all_choices: bool = False) -> Harvest:
+def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harvest:
     """`nodes` in order of recording. Paths without a trainable token give no row.
 
     `count_all_choices`: choices that the agent did not continue are trained too, each as a row of its own.
     """
-    unchosen = set[remembered.Node]() if count_all_choices else _unchosen(nodes)
+    unchosen = set[Node]() if count_all_choices else _unchosen(nodes)
     result = Harvest(rows=_rows([node for node in nodes if node not in unchosen]))
     for node in nodes:
         if node in unchosen:
@@ -287,14 +280,14 @@ def harvest(nodes: Sequence[remembered.Node], *, count_all_choices: bool = False
     return Harvest(result.rows, +result.masked, +result.dropped)
 
 
-def _unchosen(nodes: Sequence[remembered.Node]) -> set[remembered.Node]:
+def _unchosen(nodes: Sequence[Node]) -> set[Node]:
     """Choices of an n > 1 request that the agent did not continue, where it continued another."""
     continued = {node.request for node in nodes if node.children}
     return {node for node in nodes if node.request in continued and not node.children}
 
 
-def _rows(nodes: Sequence[remembered.Node]) -> tuple[Row, ...]:
-    claimed: set[remembered.Node] = set()
+def _rows(nodes: Sequence[Node]) -> tuple[Row, ...]:
+    claimed: set[Node] = set()
     rows: list[Row] = []
     for leaf in nodes:
         if not leaf.children:
@@ -306,7 +299,7 @@ def _rows(nodes: Sequence[remembered.Node]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _row(leaf: remembered.Node, path: Sequence[remembered.Node], *, trained: Set[remembered.Node]) -> Row:
+def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node]) -> Row:
     length = leaf.end
     row = Row(
         token_ids=np.frombuffer(leaf.packed_ids, dtype="<i4").astype(np.int32),
@@ -321,7 +314,7 @@ def _row(leaf: remembered.Node, path: Sequence[remembered.Node], *, trained: Set
     return row
 
 
-def _write(row: Row, node: remembered.Node, *, trained: bool) -> None:
+def _write(row: Row, node: Node, *, trained: bool) -> None:
     start = node.num_prompt
     span = slice(start, node.end)
     row.generated[span] = True
