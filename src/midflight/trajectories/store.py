@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from midflight.errors import StoreCorrupt, UnknownLease
-from midflight.trajectories import codec
+from midflight.trajectories import database
 from midflight.trajectories.database import Database, State, Value
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Task, Trajectory, Turn, Version, facts
 
@@ -91,7 +91,7 @@ class Store:
             "INSERT INTO groups (epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT DO UPDATE SET state = excluded.state WHERE state = ?",
             *_group(admitted.key),
-            codec.encode_task(admitted.task),
+            database.encode_task(admitted.task),
             State.RUNNING,
             State.IN_LINE,
         )
@@ -101,7 +101,7 @@ class Store:
         where = _rollout(kept.key)
         if kept.number == 0:
             self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *where)
-        self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", *where, kept.number, codec.encode_turn(kept.turn))
+        self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", *where, kept.number, database.encode_turn(kept.turn))
 
     def _keep(self, kept: facts.TrajectoryKept) -> None:
         """The rollout's turns are in its rows from now on."""
@@ -111,7 +111,7 @@ class Store:
             "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *_rollout(key),
             *(trajectory.reward, trajectory.truncated, trajectory.error, trajectory.seconds, num_trainable),
-            codec.encode_rows(trajectory.rows),
+            database.encode_rows(trajectory.rows),
         )
         self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
         for fate, counts in ((Fate.MASKED, kept.masked), (Fate.DROPPED, kept.dropped)):
@@ -303,7 +303,7 @@ class Store:
     def _unfinished(self, key: GroupKey) -> Unfinished:
         turns: dict[RolloutKey, list[Turn]] = {}
         for sample, blob in self._db.execute(f"SELECT sample, turn FROM turns WHERE {_GROUP} ORDER BY sample, number", *_group(key)):
-            turns.setdefault(RolloutKey(key, sample), []).append(self._decoded(codec.decode_turn, blob))
+            turns.setdefault(RolloutKey(key, sample), []).append(self._decoded(database.decode_turn, blob))
         finished = tuple(self._trajectories(key, self._task(key)))
         return Unfinished(key, finished, {rollout: tuple(made) for rollout, made in turns.items()})
 
@@ -312,12 +312,12 @@ class Store:
         for sample, reward, rows, truncated, error, seconds in self._db.execute(
             f"SELECT {columns} FROM rollouts WHERE {_GROUP} ORDER BY sample", *_group(key)
         ):
-            decoded = self._decoded(codec.decode_rows, rows)
+            decoded = self._decoded(database.decode_rows, rows)
             yield Trajectory(RolloutKey(key, sample), task.id, task.source, reward, decoded, bool(truncated), error, seconds)
 
     def _task(self, key: GroupKey) -> Task:
         (blob,) = self._db.execute(f"SELECT task FROM groups WHERE {_GROUP}", *_group(key))[0]
-        return self._decoded(codec.decode_task, blob)
+        return self._decoded(database.decode_task, blob)
 
     def _decoded(self, decode: Callable[[bytes], T], blob: bytes) -> T:
         try:
