@@ -245,7 +245,8 @@ def write_endpoint(folder: Path, endpoint: Endpoint) -> None:
 def remove_endpoint(folder: Path, control_token: str) -> None:
     """When the run ends: nobody listens there any more. One that another run has written there since stays."""
     with suppress(OSError, msgspec.DecodeError):
-        if msgspec.json.decode((folder / NAME).read_bytes(), type=Endpoint).control_token == control_token:
+        written = msgspec.json.decode((folder / NAME).read_bytes(), type=Endpoint)
+        if secrets.compare_digest(written.control_token.encode(), control_token.encode()):
             (folder / NAME).unlink()
 
 
