@@ -174,7 +174,7 @@ def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[An
         return run_companion
     if part is parts.ProcessKind.ROLLOUT:
         from midflight.environments.registry import load_environment
-        from midflight.run.rollout.system import run_rollout
+        from midflight.run.rollout.rollout_process import run_rollout
 
         for entry in arguments:
             load_environment(entry)

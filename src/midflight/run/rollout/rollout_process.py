@@ -1,0 +1,200 @@
+"""The rollout process: gateway, environments, buffer and store on one event loop, and HTTP for agents and the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.routing import BaseRoute
+
+from midflight.config.sections import Config
+from midflight.engines.remote import RemoteEngine
+from midflight.environments.claimed import Board, Claimed
+from midflight.environments.registry import load_environment
+from midflight.environments.rollout import SharedClients
+from midflight.environments.tasks import load_sources
+from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
+from midflight.gateway.http.http import build_app
+from midflight.observe.journal import Journal, Observers
+from midflight.observe.progress import RunState
+from midflight.observe.prometheus import Metrics
+from midflight.observe.status import Phase
+from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route
+from midflight.run.api.session_routes import SessionRoutes
+from midflight.run.parts import TEACHER, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
+from midflight.run.rollout.serving import Agents, Serving
+from midflight.run.rollout.system import RolloutSystem, held_out
+from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.store import Store
+from midflight.types import SamplingParams, facts
+from midflight.wire.memory import MemoryTransport
+from midflight.wire.server import serve_app
+
+ATTACH_SECONDS = 120.0
+"""For an engine to load its model and answer; a large one takes minutes of disk."""
+REPORT_SECONDS = 0.5
+"""Between two looks of the launcher at the run."""
+
+
+async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
+    """Runs for its purpose: a whole training, one evaluation, or serving without an end."""
+    with socket.socket(fileno=spec.socket_fd) as listener:
+        process = RolloutProcess(spec, launcher, listener)
+        mains = {
+            Purpose.TRAIN: process.train,
+            Purpose.ROLLOUTS: process.train,
+            Purpose.EVALUATE: process.evaluate,
+            Purpose.SERVE: process.serve,
+        }
+        await serve_while(mains[spec.purpose](), *(remote.run() for remote in process.remotes), process.report())
+
+
+class RolloutProcess:
+    """Assembles the process. The shells that wait are `RolloutSystem`, the HTTP server and the engines' connections."""
+
+    def __init__(self, spec: RolloutSpec, launcher: Launcher, listener: socket.socket) -> None:
+        self._spec, self._launcher, self._listener = spec, launcher, listener
+        self._config = config = Config.model_validate_json(spec.config)
+        self._state = RunState(name=config.run.name, steps=config.run.steps, start_version=spec.version)
+        self._metrics = Metrics()
+        observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
+        if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
+            observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
+        self._record = Observers(observers).apply
+        self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
+        self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
+
+    @property
+    def remotes(self) -> list[RemoteEngine]:
+        """Whose connections must run: the engines, and the teacher, to whom the gateway routes nothing."""
+        return self.engines if self._teacher is None else [*self.engines, self._teacher]
+
+    def _remote(self, name: str, url: str) -> RemoteEngine:
+        return RemoteEngine(name, url, token=self._spec.token, record=self._record)
+
+    # --- Purposes ----------------------------------------------------------------------------------------------------
+
+    async def train(self) -> None:
+        """For our trainer it ends only by the launcher, because it may still read our last answer; for another, after that answer."""
+        sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
+        serving = await self._attached(anonymous=False)
+        async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
+            environment, teacher = load_environment(self._config.environment.entry), self._scoring()
+            system = RolloutSystem(
+                Agents(self._config, serving, environment, clients.client_for, self._record),
+                sources=sources,
+                store=Store(Path(self._config.run.folder) / "store.sqlite", run=self._config.run.name),
+                phases=self,
+                version=self._spec.version,
+                checkpoint=self._spec.checkpoint,
+                teacher=teacher,
+            )
+            finished = asyncio.Event()  # the trainer's last answer was sent
+            trainer = TrainerRoutes(
+                system,
+                token=self._spec.control_token,
+                model=Path(self._spec.model),
+                start_version=self._spec.version,
+                served=serving.fleet.served_version,
+                finished=finished.set,
+            )
+            board = environment.board if isinstance(environment, Claimed) else None
+            routes = [*trainer.routes(), score_route(teacher, token=self._spec.control_token)]
+            http = self._http(serving, routes, board=board)
+            if self._spec.purpose is Purpose.TRAIN:
+                await serve_while(system.run(), http)
+            else:
+                await serve_while(finished.wait(), system.run(), http)
+
+    async def evaluate(self) -> None:
+        """Ends with the scores."""
+        sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
+        serving = await self._attached(anonymous=False)
+        async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
+            environment = load_environment(self._config.environment.entry)
+            evaluator = Agents(self._config, serving, environment, clients.client_for, self._record).evaluator(serving.gateway)
+            self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
+            await evaluator.run(held_out(sources), version=self._spec.version)
+            self.begin_phase(Phase.DONE)
+
+    async def serve(self) -> None:
+        """Ends only by the launcher."""
+        await self._http(await self._attached(anonymous=True), [])
+
+    # --- Parts -------------------------------------------------------------------------------------------------------
+
+    async def _attached(self, *, anonymous: bool) -> Serving:
+        """Waits until every engine answers, and the teacher; ended by them, or by a deadline."""
+        section = self._config.engine
+        starting = 0.0 if section.kind == "embedded" else section.start_seconds
+        for remote in self.remotes:
+            await remote.connect(seconds=ATTACH_SECONDS + starting)
+        tokenizer = Tokenizer.load(Path(self._spec.model))
+        serving = Serving(self._config, tokenizer, self.engines, record=self._record, version=self._spec.version, anonymous=anonymous)
+        serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
+        return serving
+
+    def _scoring(self) -> Teacher | None:
+        if self._teacher is None:
+            return None
+        return Teacher(self._teacher, temperature=self._config.environment.temperature, seconds=self._config.distillation.score_seconds)
+
+    def _clients(self, serving: Serving, requests: asyncio.TaskGroup) -> SharedClients:
+        """The agents of this process talk to the gateway in memory; any other comes by HTTP. Neither may pause it."""
+        app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
+        return SharedClients(transport=MemoryTransport(app, requests))
+
+    async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
+        owned = OwnedSessions(serving.gateway, session_seconds=self._config.gateway.session_seconds)
+        app = build_app(
+            serving.gateway,
+            serving.control,
+            control_token=self._spec.control_token,
+            ready=serving.routable,
+            metrics=self._metrics.registry,
+            extra_routes=[*routes, *self._common_routes(serving, owned, board)],
+        )
+        await serve_while(
+            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready(serving.gateway.address))),
+            serving.health.run(),
+            serving.rejoin.run(),
+            SessionExpiry(owned).run(),
+        )
+
+    def _common_routes(self, serving: Serving, owned: OwnedSessions, board: Board | None) -> Sequence[BaseRoute]:
+        """What every purpose offers: who is here, and sessions for agents that others run."""
+        served, token = serving.fleet.served_version, self._spec.control_token
+        sessions = SessionRoutes(serving.gateway, owned, token=token, sampling=self._sampling(serving), served=served, board=board)
+        info = info_route(
+            self._config,
+            purpose=self._spec.purpose,
+            model=self._spec.model,
+            max_context=serving.gateway.limits.max_context,
+            served=served,
+            token=token,
+        )
+        return [info, *sessions.routes()]
+
+    def _sampling(self, serving: Serving) -> SamplingParams:
+        """Defaults of a session opened over HTTP: the environment's in a run; when serving, an answer may use all the room."""
+        if self._spec.purpose is Purpose.SERVE:
+            return SamplingParams(max_tokens=serving.gateway.limits.max_context)
+        section = self._config.environment
+        return SamplingParams(max_tokens=section.max_tokens, temperature=section.temperature)
+
+    # --- What the launcher sees --------------------------------------------------------------------------------------
+
+    def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
+        self._state.begin_phase(phase, num_tasks=num_tasks)
+        self._launcher.tell(Progress(self._state.status()))
+
+    async def report(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group."""
+        try:
+            while True:
+                await asyncio.sleep(REPORT_SECONDS)
+                self._launcher.tell(Progress(self._state.status()))
+        finally:
+            self._launcher.tell(Progress(self._state.status()))
