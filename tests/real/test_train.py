@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from midflight.run.launcher.scratch import remove_left
+
 from .processes import CONFIG, Command, alive, gone, journal, segments, steps
 
 pytestmark = pytest.mark.timeout(180)
@@ -171,6 +173,9 @@ def test_i9_ctrl_c_in_training_ends_within_five_seconds_and_the_death_of_the_lau
     parts = [pid for found in again.parts().values() for pid in found]
     os.kill(again.process.pid, signal.SIGKILL)
     assert gone(parts, seconds=5)
+    assert segments(run)
+    remove_left()  # as the next run of anyone does
+    assert not segments(run)
     assert [line["step"] for line in steps(run)] == list(range(1, len(steps(run)) + 1))
 
 

@@ -1,4 +1,4 @@
-"""Parts of the launcher without processes: what failures mean, who ends whom, numbers of versions, names in shared memory."""
+"""Parts of the launcher without processes: what failures mean, who ends whom, numbers of versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, StoreFailed, first_error
 from midflight.run.launcher.child import failure_of
 from midflight.run.launcher.launch import clear, main_task, prepare
-from midflight.run.launcher.ring import PartFailed, error_of, remove_left, segment_name, staging
+from midflight.run.launcher.ring import PartFailed, error_of
 from midflight.run.parts import Failed, PartLost, Restarted, Verdict, decode_message, encode, serve_while
 from midflight.run.trainer.trainer_process import PublishedVersions
 from midflight.wire.server import listen
@@ -91,22 +91,6 @@ def test_version_numbers_go_on_above_every_one_that_was_handed_out(tmp_path: Pat
     assert published.resumed_as(4) == 4, "nothing was handed out after the checkpoint"
     published.note(7)
     assert PublishedVersions(tmp_path / "published").resumed_as(4) == 8
-
-
-def test_runs_in_different_folders_share_no_name_and_one_keeps_its_own(tmp_path: Path) -> None:
-    assert segment_name(tmp_path / "a") != segment_name(tmp_path / "b")
-    assert segment_name(tmp_path / "a") == segment_name(tmp_path / "x" / ".." / "a")
-    assert segment_name(tmp_path).startswith("midflight-")
-
-
-def test_staged_versions_of_all_companions_a_run_ever_had_are_removed_and_no_other_runs(tmp_path: Path) -> None:
-    mine, other = segment_name(tmp_path / "mine"), segment_name(tmp_path / "other")
-    folders = [staging(mine, "engine0"), staging(mine, "engine7"), staging(other, "engine0")]
-    for folder in folders:
-        (folder / "0").mkdir(parents=True)
-    remove_left(mine)
-    assert [folder.exists() for folder in folders] == [False, False, True]
-    remove_left(other)
 
 
 def test_a_port_that_is_taken_is_named_with_the_remedy() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,10 @@ from midflight.observe.prometheus import Metrics
 from midflight.ports import Scorer
 from midflight.run.engine.companion import speak_for_server
 from midflight.run.engine.engine_process import make_engine
+from midflight.run.launcher.scratch import remove_left, scratch_folder
 from midflight.run.parts import serve_while
 from midflight.run.rollout.serving import Serving
 from midflight.text.tokenizer import Tokenizer
-from midflight.weights.transports.files import SHARED
 from midflight.wire.edge import RequireToken
 from midflight.wire.server import listen, serve_app
 
@@ -36,6 +35,7 @@ async def serve_engine(config: Config, model: Path, *, host: str, port: int, tok
 
     With a token, everything but `/health` asks for it.
     """
+    remove_left()
     with listen(host, port) as listener:
         site = OneEngineSite(config, model, listener, url=f"http://{host}:{listener.getsockname()[1]}", token=token, ready=ready)
         if config.engine.kind == "embedded":
@@ -47,8 +47,8 @@ async def serve_engine(config: Config, model: Path, *, host: str, port: int, tok
             await site.serve(engine, relay)
 
         url = config.engine.urls[0] if config.engine.urls else None
-        with tempfile.TemporaryDirectory(prefix="midflight-", dir=SHARED if SHARED.is_dir() else None) as staging:
-            await speak_for_server(config, model, serve, name=NAME, url=url, version=0, staging=Path(staging))
+        with scratch_folder() as staging:
+            await speak_for_server(config, model, serve, name=NAME, url=url, version=0, staging=staging)
 
 
 class OneEngineSite:

@@ -12,14 +12,11 @@ Torch-free: this process only watches.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +28,7 @@ from midflight.config.derived import num_engines
 from midflight.config.sections import Config
 from midflight.errors import first_error
 from midflight.run.launcher.child import Child, PartFailed, error_of, stop_all
+from midflight.run.launcher.scratch import remove_left, scratch_folder, segment_name
 from midflight.run.parts import (
     TEACHER,
     Endpoint,
@@ -50,7 +48,6 @@ from midflight.run.parts import (
     serve_while,
     write_endpoint,
 )
-from midflight.weights.transports.files import SHARED, remove_stale
 from midflight.wire.server import listen
 
 WRITING_SECONDS = 2.0
@@ -59,24 +56,6 @@ LAST_WORDS_SECONDS = 0.5
 """To read what ended processes left in their pipes."""
 OWN_REASON_SECONDS = 1.0
 """For a part that was lost to say why itself: its message is on its way when its connections break."""
-
-
-def segment_name(folder: Path) -> str:
-    """Begins the names of a run's files of shared memory: the same after a crash, and no other run's."""
-    return f"midflight-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}"
-
-
-def staging(segment: str, engine: str) -> Path:
-    """Where the companion of a server puts versions: in memory where there is a place for it."""
-    return (SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())) / f"{segment}-{engine}"
-
-
-def remove_left(segment: str) -> None:
-    """What trainers and companions left in memory, those of an earlier attempt too, which may have had more engines."""
-    remove_stale(segment)
-    every = staging(segment, "engine*")
-    for folder in every.parent.glob(every.name):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +98,22 @@ class Ring:
         self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
         if self._given_model is not None:
             self._model.set_result(self._given_model)
-        engines = [self._engine(part) for part in self._engines]
-        rollout = self._rollout(purpose)
-        try:
-            if purpose is Purpose.TRAIN:
-                await serve_while(self._trainer(resume=resume), rollout, *engines)
-            else:
-                await serve_while(rollout, *engines)
-        finally:
-            for made in (self._socket, *(part.listener for part in self._engines)):
-                made.close()
-            await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
-            await self._last_words()
-            remove_left(self._segment)
-            remove_endpoint(Path(self._config.run.folder), self._control_token)
+        remove_left()
+        with scratch_folder(self._segment) as self._scratch:
+            engines = [self._engine(part) for part in self._engines]
+            rollout = self._rollout(purpose)
+            try:
+                if purpose is Purpose.TRAIN:
+                    await serve_while(self._trainer(resume=resume), rollout, *engines)
+                else:
+                    await serve_while(rollout, *engines)
+            finally:
+                for made in (self._socket, *(part.listener for part in self._engines)):
+                    made.close()
+                await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
+                await self._last_words()
+                remove_left()
+                remove_endpoint(Path(self._config.run.folder), self._control_token)
 
     def _engine_parts(self, purpose: Purpose) -> list[EnginePart]:
         section, teacher = self._config.engine, self._config.distillation.teacher
@@ -150,10 +131,10 @@ class Ring:
     async def _trainer(self, *, resume: bool) -> None:
         """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
         spec = TrainerSpec(self._config.model_dump_json(), self.url, self._control_token, self._segment, resume)
-        with tempfile.TemporaryDirectory(prefix="midflight-") as meeting:
-            specs = [msgspec.structs.replace(spec, rank=rank, meeting=f"{meeting}/ranks") for rank in range(self._config.trainer.ranks)]
-            first, *others = [self._rank(spec) for spec in specs]
-            await serve_while(first, *others)
+        meeting = str(self._scratch / "ranks")
+        specs = [msgspec.structs.replace(spec, rank=rank, meeting=meeting) for rank in range(self._config.trainer.ranks)]
+        first, *others = [self._rank(spec) for spec in specs]
+        await serve_while(first, *others)
 
     async def _rank(self, spec: TrainerSpec) -> None:
         trainer = await self._start(ProcessKind.TRAINER, f"trainer{spec.rank or ''}")
@@ -199,7 +180,7 @@ class Ring:
                 config=self._config.model_dump_json(),
                 socket_fd=made.fileno(),
                 token=self._engine_token,
-                staging=str(staging(self._segment, name)),
+                staging=str(self._scratch / name),
                 version=model.version,
                 url=part.url,
             )

@@ -36,7 +36,6 @@ from midflight.trainer.step import Schedule
 from midflight.trainer.trainer import Example, SupervisedTrainer, Trainer, trainer_of
 from midflight.types import GenerateRequest, SamplingParams, Task, Version, WeightManifest
 from midflight.types.facts import unheard
-from midflight.weights.transports.files import remove_stale
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher as make_publisher
 from midflight.weights.transports.select import receiver
@@ -213,7 +212,6 @@ class ModelWeights:
 
 
 async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions) -> None:
-    await asyncio.to_thread(remove_stale, spec.segment)  # of a trainer of this run that was killed
     section = config.weights
     full_every = section.full_every if section.delta else 1
     engines = num_engines(config.engine)
