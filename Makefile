@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE = 1
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-clients test-engines benchmarks-smoke nightly engines lint format clean
+.PHONY: demo test test-clients test-engines benchmarks-smoke nightly engines dist test-package lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml
@@ -22,7 +22,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test
-	$(MAKE) test-clients test-engines benchmarks-smoke
+	$(MAKE) test-package test-clients test-engines benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
@@ -39,6 +39,16 @@ test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(
 
 # Servers of other people, each in an environment of its own, about 2.5 GB each: they pin what we and the other need in other versions.
 engines: $(VENV)-vllm/.done $(VENV)-sglang/.done
+
+# A source distribution, and from it a wheel.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python -m build
+
+# The wheel in a new environment.
+test-package: dist
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' tests/package
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

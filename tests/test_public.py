@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import midflight
+
+ROOT = Path(__file__).parents[1]
 
 
 def in_new_process(code: str) -> str:
@@ -52,3 +57,28 @@ def test_an_unknown_name_is_refused_and_the_known_ones_are_said() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'Trainer'.*load_config"):
         midflight.Trainer  # noqa: B018
     assert dir(midflight) == sorted(midflight.__all__)
+
+
+def test_the_version_is_written_once_and_is_the_newest_of_the_changelog() -> None:
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == midflight.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["tool"]["setuptools"]["dynamic"] == {
+        "version": {"attr": "midflight.version.__version__"}
+    }
+    assert in_new_process("from midflight.cli import main; main(['--version'])") == f"midflight {midflight.__version__}\n"
+
+
+def test_the_package_is_typed_and_licensed() -> None:
+    assert (Path(midflight.__file__).parent / "py.typed").exists()
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in licence and "Version 2.0" in licence and "END OF TERMS AND CONDITIONS" in licence
+
+
+def test_a_wheel_takes_every_page_configuration_and_example_along() -> None:
+    taken = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    for target, patterns in taken.items():
+        assert all(list(ROOT.glob(pattern)) for pattern in patterns), target
+    files = {path for patterns in taken.values() for pattern in patterns for path in ROOT.glob(pattern)}
+    for folder in ("configs", "docs", "engines", "examples"):
+        assert {path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts} <= files

@@ -14,12 +14,16 @@ costs nothing: configuration and commands never need torch, and only `Objective`
 | `Rollout` | the token record of one attempt at a task, with its reward |
 | `Engine` | the port that an inference server implements |
 | `Objective` | the effective loss of a step |
+
+`__version__` is the version.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias
+
+from midflight.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI as Client

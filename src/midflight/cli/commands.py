@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +14,18 @@ import typer
 from typer.main import get_command
 
 from midflight.errors import Blame, MidflightError
+from midflight.version import __version__
 
 FAILED, WRONG_CONFIG, INTERRUPTED = 1, 2, 130
 """Exit statuses beside 0. A wrong configuration and wrong usage are one."""
 
+_SHARED = Path(sysconfig.get_path("data")) / "share" / "midflight"
+"""Where a wheel puts what the pages speak of; a checkout has it around itself."""
+
 app = typer.Typer(
     name="midflight",
     help="Asynchronous reinforcement learning for language-model agents.",
+    epilog=f"Pages, configurations and examples: {_SHARED}" if _SHARED.is_dir() else None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -222,9 +228,7 @@ def version(
     show: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
 ) -> None:
     if show:
-        from importlib.metadata import version as installed
-
-        typer.echo(f"midflight {installed('midflight')}")
+        typer.echo(f"midflight {__version__}")
         raise typer.Exit
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from typing import cast
 
 from pydantic import BaseModel
@@ -26,6 +25,7 @@ from midflight.gateway.dialects.native import NativeBody
 from midflight.gateway.dialects.responses_input import ResponsesBody
 from midflight.gateway.sessions.session import CompletionCall, Session
 from midflight.types import Json
+from midflight.version import __version__
 from midflight.wire.edge import headers_of, json_answer, key_in, read_body, route
 
 _Object = dict[str, Json]
@@ -161,7 +161,7 @@ def openapi_document(model: str) -> _Object:
         "openapi": "3.1.0",
         "info": {
             "title": "Midflight gateway",
-            "version": version("midflight"),
+            "version": __version__,
             "description": "Fields that a schema does not name are refused by name, unless they are known to change nothing.",
         },
         "servers": [{"url": "/"}, {"url": "/s/{token}", "variables": {"token": {"default": "", "description": "The session's secret."}}}],
