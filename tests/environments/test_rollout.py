@@ -35,6 +35,7 @@ def test_a_rollout_is_observed_with_its_tokens_and_versions_and_the_gateways_fat
     run(rig)
     (seen,) = rig.observer.rollouts
     assert (seen.key, seen.reward, seen.num_tokens, seen.num_versions, seen.error) == (KEY, 1.0, 3 + 2, 2, None)
+    assert (seen.num_turns, seen.truncated, seen.trace) == (1, True, None)
     assert rig.fates.masked == {Reason.NOT_POLICY_SAMPLED: 2} and rig.fates.dropped == {Reason.OVERSHOOT: 1} and not rig.fates.discarded
 
 
@@ -46,6 +47,8 @@ def test_i10_an_exception_of_the_environment_is_no_reward():
     trajectory = run(rig)
     assert trajectory.reward is None and trajectory.error == "ZeroDivisionError: the scorer broke"
     assert rig.sessions.closed == {"s0": 1} and rig.observer.rollouts[0].error == trajectory.error
+    trace = rig.observer.rollouts[0].trace or ""
+    assert trace.endswith("ZeroDivisionError: the scorer broke\n") and f'File "{__file__}"' in trace
 
 
 @pytest.mark.parametrize("value", [float("nan"), "yes"])

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -43,6 +44,7 @@ class Outcome:
 
     reward: float | None
     error: str | None = None
+    trace: str | None = None
 
 
 class RolloutRunner:
@@ -152,9 +154,16 @@ class RolloutRunner:
                 num_versions=num_versions(trajectory.rows),
                 seconds=trajectory.seconds,
                 error=outcome.error,
+                trace=outcome.trace,
+                num_turns=record.num_turns if record else 0,
+                truncated=trajectory.truncated,
             )
         )
         return trajectory
+
+
+MAX_TRACE = 20_000
+"""Characters kept of a traceback: the end, where the error is. One of a library's retries can have many times as many."""
 
 
 def num_versions(rows: tuple[Row, ...]) -> int:
@@ -171,7 +180,8 @@ def _failure(error: BaseException) -> Outcome:
     """The price of an error: the rollout, unless it says it is the run (then it is raised again)."""
     if isinstance(error, MidflightError) and error.cost is Cost.RUN:
         raise error
-    return Outcome(None, f"{type(error).__name__}: {error}")
+    trace = "".join(traceback.format_exception(error))
+    return Outcome(None, f"{type(error).__name__}: {error}", trace[-MAX_TRACE:])
 
 
 class Rollouts(Protocol):

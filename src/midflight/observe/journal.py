@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line per step and per evaluation, each complete as soon as it is written.
+"""`metrics.jsonl`: one line per step, evaluation and alarm, each complete as soon as it is written.
 
 A key that has no value is left out, so that it is never read as zero; a number that isn't finite is null.
 """
@@ -15,10 +15,12 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import ConfigError
+from midflight.observe.failures import Failures
+from midflight.observe.learning import Learning
 from midflight.observe.progress import RunState
-from midflight.observe.status import Totals
+from midflight.observe.status import Totals, is_incomplete
 from midflight.types import Kind, Version
-from midflight.types.facts import Evaluated, Fact, GroupClosed, Leased, Record, RolloutEnded, Stepped, Waited, WeightsCommitted
+from midflight.types.facts import Alarmed, Evaluated, Fact, GroupClosed, Leased, Record, RolloutEnded, Stepped, Waited, WeightsCommitted
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
@@ -33,6 +35,12 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     rollouts: int
     reward: float | None = None
     reward_by_source: dict[str, float] | None = None
+    reward_spread: float | None = None
+    zero_spread_share: float | None = None
+    generated_length: float | None = None
+    trained_length: float | None = None
+    truncated_share: float | None = None
+    failures: dict[str, int] | None = None
     staleness: dict[int, int] | None = None
     staleness_mean: float | None = None
     staleness_max: int | None = None
@@ -59,9 +67,21 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"
     num_failed: int = 0
     error: str | None = None
     """Of one of those that failed."""
+    incomplete: bool = False
+    """Too many failed to compare the mean with another."""
 
 
-Line = StepLine | EvaluationLine
+class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="kind"):
+    """What the terminal said that somebody should look at."""
+
+    version: Version
+    step: int
+    seconds: float
+    name: str
+    text: str
+
+
+Line = StepLine | EvaluationLine | AlarmLine
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Line).decode
@@ -73,6 +93,7 @@ class PastLines:
 
     steps: tuple[StepLine, ...] = ()
     evaluations: tuple[EvaluationLine, ...] = ()
+    alarms: tuple[AlarmLine, ...] = ()
 
     def restore(self, state: RunState) -> None:
         """Lets the state go on from here: counts of the last step, and the evaluations made."""
@@ -80,7 +101,7 @@ class PastLines:
             last = self.steps[-1]
             state.restore(step=last.step, version=last.version, totals=last.totals)
         for line in self.evaluations:
-            state.apply(Evaluated(line.version, line.source, line.num_tasks, line.mean_reward))
+            state.apply(Evaluated(line.version, line.source, line.num_tasks, line.mean_reward, line.num_failed, line.error))
 
 
 def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
@@ -88,7 +109,11 @@ def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     found = [_decoded(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()]
     kept = [line for line in found if until is None or line.version <= until]
-    return PastLines(tuple(x for x in kept if isinstance(x, StepLine)), tuple(x for x in kept if isinstance(x, EvaluationLine)))
+    return PastLines(
+        tuple(x for x in kept if isinstance(x, StepLine)),
+        tuple(x for x in kept if isinstance(x, EvaluationLine)),
+        tuple(x for x in kept if isinstance(x, AlarmLine)),
+    )
 
 
 def _decoded(path: Path, number: int, line: bytes) -> Line:
@@ -111,7 +136,7 @@ class Journal:
         history.restore(state)
         self._steps = {line.version for line in history.steps}
         self._evaluations = {(line.version, line.source) for line in history.evaluations}
-        self._groups: dict[Version, tuple[int, dict[int, int]]] = {}
+        self._groups: dict[Version, tuple[int, dict[int, int], float | None]] = {}
         _rewrite(path, history)
         self._file = path.open("ab")
         self._forget()
@@ -120,10 +145,13 @@ class Journal:
         self._file.close()
 
     def apply(self, fact: Fact) -> None:
+        self._learning.apply(fact)
         match fact:
             case RolloutEnded() if fact.key.kind is Kind.TRAINING:
                 self._rollouts += 1
-                if fact.reward is not None:
+                if fact.reward is None:
+                    self._failures.add(fact.error)
+                else:
                     self._rewards[fact.source].append(fact.reward)
             case GroupClosed(reason=reason):
                 self._dropped[reason.value] += 1
@@ -132,7 +160,10 @@ class Journal:
             case Leased(batch=batch):
                 # Taken before the step before it ends, where batches are prefetched: kept under the version it will train at.
                 self._groups = {version: taken for version, taken in self._groups.items() if version >= batch.train_version - 2}
-                self._groups[batch.train_version] = (len(batch.groups), dict(sorted(fact.staleness.items())))
+                taken = Learning()
+                taken.apply(fact)
+                ages = dict(sorted(fact.staleness.items()))
+                self._groups[batch.train_version] = (len(batch.groups), ages, taken.status().trained_length)
             case WeightsCommitted():
                 self._stage = max(self._stage or 0.0, fact.stage_seconds)
                 self._pause = max(self._pause or 0.0, fact.pause_seconds)
@@ -143,6 +174,9 @@ class Journal:
             case Evaluated(version=version, source=source) if (version, source) not in self._evaluations:
                 self._evaluations.add((version, source))
                 self._write(self._evaluation_line(fact))
+            case Alarmed(name=name, text=text):
+                status = self._state.status()
+                self._write(AlarmLine(version=status.version, step=status.step, seconds=status.seconds, name=name, text=text))
             case _:
                 pass
 
@@ -156,11 +190,13 @@ class Journal:
             mean_reward=score.mean_reward,
             num_failed=score.num_failed,
             error=score.error,
+            incomplete=is_incomplete(score.num_tasks, score.num_failed),
         )
 
     def _step_line(self, step: Stepped) -> StepLine:
         status = self._state.status()
-        groups, ages = self._groups.pop(step.version - 1, (None, None))
+        groups, ages, trained_length = self._groups.pop(step.version - 1, (None, None, None))
+        learning = self._learning.status()
         rewards = [reward for of_source in self._rewards.values() for reward in of_source]
         return StepLine(
             step=status.step,
@@ -172,6 +208,12 @@ class Journal:
             rollouts=self._rollouts,
             reward=sum(rewards) / len(rewards) if rewards else None,
             reward_by_source={name: sum(r) / len(r) for name, r in self._rewards.items()} or None,
+            reward_spread=learning.reward_spread,
+            zero_spread_share=learning.zero_spread_share,
+            generated_length=learning.generated_length,
+            trained_length=trained_length,
+            truncated_share=learning.truncated_share,
+            failures=dict(self._failures.counts.most_common()) or None,
             staleness=ages,
             staleness_mean=_mean_age(ages) if ages else None,
             staleness_max=max((age for age, count in ages.items() if count), default=None) if ages else None,
@@ -189,6 +231,7 @@ class Journal:
     def _forget(self) -> None:
         """What a line says of rollouts, waits and commits is what happened since the line before."""
         self._rollouts = 0
+        self._failures, self._learning = Failures(), Learning()
         self._rewards: defaultdict[str, list[float]] = defaultdict(list)
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._dropped: Counter[str] = Counter()
@@ -207,7 +250,8 @@ def _mean_age(ages: Mapping[int, int]) -> float | None:
 
 def _rewrite(path: Path, history: PastLines) -> None:
     """Replaces the file by the lines kept, in their order of time."""
-    lines: list[Line] = sorted([*history.steps, *history.evaluations], key=lambda line: (line.version, isinstance(line, EvaluationLine)))
+    kept = [*history.steps, *history.evaluations, *history.alarms]
+    lines: list[Line] = sorted(kept, key=lambda line: (line.version, not isinstance(line, StepLine)))
     write_whole(path, b"".join(_encode(line) + b"\n" for line in lines))
 
 

@@ -9,7 +9,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from midflight.observe.status import IdleTime, Phase, SourceStatus, Status, Totals, judge
+from midflight.observe.failures import Failures
+from midflight.observe.learning import Learning
+from midflight.observe.status import TRAINER_KEYS, IdleTime, Phase, SourceStatus, Status, Totals, judge
 from midflight.types import Kind, Version, facts
 
 
@@ -175,13 +177,30 @@ class SourceState:
 
     reward: Mean = field(default_factory=lambda: Mean(REWARD_ROLLOUTS))
     num_rollouts: int = 0
-    num_heldout: int = 0
-    heldout: list[tuple[Version, float]] = field(default_factory=list[tuple[int, float]])
+    num_evaluations: int = 0
+    first: facts.Evaluated | None = None
+    last: facts.Evaluated | None = None
+
+    def evaluated(self, score: facts.Evaluated) -> None:
+        self.num_evaluations += 1
+        self.first, self.last = self.first or score, score
 
     def status(self, name: str) -> SourceStatus:
-        before = self.heldout[0][1] if self.heldout else None
-        last = self.heldout[-1][1] if len(self.heldout) > 1 else None
-        return SourceStatus(name, self.reward.value(), self.num_rollouts, self.num_heldout, before, last)
+        reward = self.reward.value()
+        if self.first is None or self.last is None:
+            return SourceStatus(name, reward, self.num_rollouts)
+        several, num_heldout = self.num_evaluations > 1, self.last.num_tasks
+        return SourceStatus(
+            name,
+            reward,
+            self.num_rollouts,
+            num_heldout,
+            heldout_before=self.first.mean_reward,
+            heldout_last=self.last.mean_reward if several else None,
+            failed_before=self.first.num_failed,
+            failed_last=self.last.num_failed if several else 0,
+            num_evaluations=self.num_evaluations,
+        )
 
 
 class RunState:
@@ -206,6 +225,8 @@ class RunState:
         self._waits: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._dropped: Counter[str] = Counter()
         self._quarantined: dict[str, str] = {}
+        self._failures, self._learning = Failures(), Learning(REWARD_ROLLOUTS)
+        self._trainer: dict[str, float | None] = {}
 
     # --- What the assembling code tells, because no station knows it -------------------------------------------------
 
@@ -227,6 +248,7 @@ class RunState:
     # --- Facts -------------------------------------------------------------------------------------------------------
 
     def apply(self, fact: facts.Fact) -> None:
+        self._learning.apply(fact)
         match fact:
             case facts.EngineStepped():
                 self.overlap.add(ENGINE, fact.started, fact.ended)
@@ -255,12 +277,14 @@ class RunState:
                 self._quarantined[fact.engine] = fact.error
             case facts.Rejoined(engine=engine):
                 self._quarantined.pop(engine, None)
-            case facts.Evaluated():
-                self._evaluated(fact)
+            case facts.Evaluated(source=source):
+                self.sources.setdefault(source, SourceState()).evaluated(fact)
             case _:
                 pass
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
+        if rollout.reward is None:
+            self._failures.add(rollout.error)
         if rollout.key.kind is not Kind.TRAINING:
             self._evaluation = (self._evaluation[0] + 1, self._evaluation[1])
             return
@@ -280,13 +304,7 @@ class RunState:
         self._step += 1
         self._version = step.version
         self._counts["trained_tokens"] += step.num_tokens
-
-    def _evaluated(self, score: facts.Evaluated) -> None:
-        if score.mean_reward is None:
-            return
-        state = self.sources.setdefault(score.source, SourceState())
-        state.num_heldout = score.num_tasks
-        state.heldout.append((score.version, score.mean_reward))
+        self._trainer = {key: step.metrics[key] for key in TRAINER_KEYS if key in step.metrics}
 
     # --- Reading -----------------------------------------------------------------------------------------------------
 
@@ -327,6 +345,9 @@ class RunState:
             training_rate=self._training.per_second(now),
             num_running=num_running,
             quarantined=tuple(self._quarantined),
+            failures=dict(self._failures.counts.most_common()),
+            learning=self._learning.status(),
+            trainer=self._trainer,
             waits=self._wait_shares(now),
             dropped=dict(self._dropped),
             engine_busy=shares[ENGINE],

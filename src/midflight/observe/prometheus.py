@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from midflight.observe.failures import Failures
 from midflight.types import facts
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -37,6 +38,9 @@ class Metrics:
         self._rollouts = Counter(
             "midflight_rollouts", "Rollouts finished, by source and whether they were scored.", ["source", "scored"], registry=r
         )
+        self._failures = Failures()
+        self._failed_rollouts = Counter("midflight_failed_rollouts", "Rollouts without a reward, by class of error.", ["error"], registry=r)
+        self._alarms = Counter("midflight_alarms", "Alarms, by name.", ["name"], registry=r)
         self._reward = Gauge("midflight_reward_sum", "Sum of rewards; divide by the scored rollouts.", ["source"], registry=r)
         self._dropped = Counter("midflight_dropped_groups", "Groups dropped, by reason.", ["reason"], registry=r)
         self._waited = Counter("midflight_waited_seconds", "Idle time, by who waited for whom.", ["who", "for_whom"], registry=r)
@@ -72,10 +76,10 @@ class Metrics:
                 self._session(fact)
             case facts.RequestFailed(status=status):
                 self._failed.labels(str(status)).inc()
-            case facts.RolloutEnded(source=source, reward=reward):
-                self._rollouts.labels(source, "no" if reward is None else "yes").inc()
-                if reward is not None:  # of a gauge, as rewards may be negative
-                    self._reward.labels(source).inc(reward)
+            case facts.RolloutEnded():
+                self._rollout(fact)
+            case facts.Alarmed(name=name):
+                self._alarms.labels(name).inc()
             case facts.GroupClosed(reason=reason):
                 self._dropped.labels(reason.value).inc()
             case facts.Waited(who=who, for_whom=for_whom, seconds=seconds):
@@ -96,6 +100,13 @@ class Metrics:
             self._resumes.inc(turn.num_resumes)
         if turn.num_versions > 1:
             self._spanning.inc()
+
+    def _rollout(self, rollout: facts.RolloutEnded) -> None:
+        self._rollouts.labels(rollout.source, "no" if rollout.reward is None else "yes").inc()
+        if rollout.reward is None:
+            self._failed_rollouts.labels(self._failures.add(rollout.error)).inc()
+        else:
+            self._reward.labels(rollout.source).inc(rollout.reward)  # of a gauge, as rewards may be negative
 
     def _session(self, session: facts.SessionEnded) -> None:
         self._sessions.inc()

@@ -40,7 +40,7 @@ class WarmStartStatus:
 class SourceStatus:
     """One source of tasks: recent reward of training rollouts, and mean reward on held-out tasks at first and at last.
 
-    After a single evaluation only `heldout_before` is known.
+    After a single evaluation only `heldout_before` is known. `num_heldout` are the tasks scored in the last one.
     """
 
     name: str
@@ -49,6 +49,57 @@ class SourceStatus:
     num_heldout: int = 0
     heldout_before: float | None = None
     heldout_last: float | None = None
+    failed_before: int = 0
+    """Held-out tasks without a score, which are in no mean, at first and at last."""
+    failed_last: int = 0
+    num_evaluations: int = 0
+
+    @property
+    def num_failed(self) -> int:
+        """In the last evaluation."""
+        return self.failed_last if self.num_evaluations > 1 else self.failed_before
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether its scores can't be compared, because too many tasks are missing from one of them."""
+        total = self.num_heldout + self.num_failed
+        return any(is_incomplete(total - failed, failed) for failed in (self.failed_before, self.failed_last))
+
+
+INCOMPLETE_SHARE = 0.05
+"""Share of held-out tasks that may be without a score before an evaluation is marked."""
+
+
+def is_incomplete(num_scored: int, num_failed: int) -> bool:
+    return num_failed > INCOMPLETE_SHARE * (num_scored + num_failed)
+
+
+def heldout(source: SourceStatus, *, digits: int = 3) -> str:
+    """`0.500 → 0.800 (256 tasks)`, and how many failed."""
+    scores = number(source.heldout_before, digits=digits)
+    if source.num_evaluations > 1:
+        scores += f" → {number(source.heldout_last, digits=digits)}"
+    if not source.failed_before and not source.failed_last:
+        return f"{scores} ({source.num_heldout} tasks)"
+    first = f"{source.failed_before} and " if source.num_evaluations > 1 else ""
+    mark = ": do not compare" if source.is_incomplete else ""
+    return f"{scores} ({first}{source.num_failed} of {source.num_heldout + source.num_failed} tasks failed{mark})"
+
+
+@dataclass(frozen=True, slots=True)
+class LearningStatus:
+    """Of recent training rollouts and groups. `None` before the first."""
+
+    generated_length: float | None = None
+    """Output tokens of a rollout that got a reward."""
+    trained_length: float | None = None
+    """Trainable tokens of a rollout in a batch: less where long ones are dropped or masked."""
+    truncated_share: float | None = None
+    """Rollouts of which some turn was cut short by its limit."""
+    reward_spread: float | None = None
+    """Standard deviation of the rewards within a group."""
+    zero_spread_share: float | None = None
+    """Groups whose rewards are all alike, which teach nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +161,11 @@ class Status:
     num_running: int = 0
     """Requests decoding now, over all engines."""
     quarantined: tuple[str, ...] = ()
+    failures: dict[str, int] = field(default_factory=dict[str, int])
+    """Tries of rollouts without a reward, by the class of their error, since this process of the run began; most first."""
+    learning: LearningStatus = LearningStatus()
+    trainer: dict[str, float | None] = field(default_factory=dict[str, float | None])
+    """`TRAINER_KEYS` of the last step."""
     waits: tuple[IdleTime, ...] = ()
     """Longest first."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
@@ -140,11 +196,14 @@ def judge(*, engine_busy: float | None, trainer_busy: float | None) -> tuple[Bou
     return Bound.TRAINER, f"the engines are idle {engine_idle:.0%}: more trainer.threads or trainer.micro_batch_tokens, or fewer engines"
 
 
+TRAINER_KEYS = ("mismatch/mean", "clip/low_share", "clip/high_share", "entropy/estimate", "rho/k3", "grad_norm", "critic/explained_variance")
+"""What of a step's metrics is shown while a run goes on; docs/metrics.md says what they are."""
+
 UNKNOWN = "–"
 
 
-def number(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.3f}"
+def number(value: float | None, *, digits: int = 3) -> str:
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 
 def percent(share: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 
@@ -13,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from midflight.observe.status import UNKNOWN, Phase, SourceStatus, Status, duration, number, percent
+from midflight.observe.failures import most_common
+from midflight.observe.status import UNKNOWN, Bound, Phase, SourceStatus, Status, duration, heldout, number, percent
 
 PLAIN_SECONDS = 5.0
 """Between two lines of a log: often enough to see that it lives, seldom enough to read."""
@@ -27,6 +29,7 @@ class Terminal:
         self._clock = clock
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
         self._last_line: tuple[float, Phase] | None = None
+        self._last_step = 0
         self.status = Status()
 
     def __enter__(self) -> Terminal:
@@ -43,7 +46,10 @@ class Terminal:
         if self._live is not None:
             self._live.update(panel(status), refresh=True)
         elif self._line_is_due(status.phase):
-            self._console.print(plain_line(status), highlight=False, soft_wrap=True)
+            self.say(plain_line(status))
+            if status.step > self._last_step:
+                self._last_step = status.step
+                self.say(f"{'':14}{learning(status)}")
 
     def say(self, message: RenderableType) -> None:
         """Prints something that stays, above the live view."""
@@ -85,7 +91,13 @@ def plain_line(status: Status) -> str:
         parts += [f"reward {number(status.reward)}", f"version {status.version}", f"staleness {_mean_age(status)}"]
         parts += [f"{status.generation_rate:,.0f} tok/s generated", f"{status.training_rate:,.0f} tok/s trained"]
         parts += [f"ETA {duration(status.eta_seconds)}", *(f"{w.who} waits for {w.for_whom} {w.share:.0%}" for w in status.waits[:1])]
+    parts += _troubles(status)
     return "  ".join(part for part in parts if part)
+
+
+def learning(status: Status) -> str:
+    """What the last steps had to learn from, and what the trainer says of it."""
+    return "  ".join(part for part in (_groups(status), _trainer(status), status.advice if _is_lopsided(status) else "") if part)
 
 
 def progress(status: Status) -> tuple[int, int, str]:
@@ -102,6 +114,10 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.phase is Phase.WARM_START:
         return rows + _warm_start(status)
     rows += [("reward" if index == 0 else "", _source(source)) for index, source in enumerate(status.sources)]
+    if groups := _groups(status):
+        rows.append(("groups", Text(groups)))
+    if trainer := _trainer(status):
+        rows.append(("trainer", Text(trainer)))
     if status.staleness:
         rows.append(
             ("staleness", Text(f"{_histogram(status.staleness)}  mean {_mean_age(status)}, most {status.totals.max_token_staleness}"))
@@ -110,6 +126,8 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
         rows.append(("speed", Text(_speed(status))))
     if status.engine_busy is not None:
         rows.append(("busy", Text(_busy(status))))
+    if _is_lopsided(status):
+        rows.append(("advice", Text(status.advice)))
     if status.waits:
         waits = (f"{w.who} for {w.for_whom} {w.share:.0%}" for w in status.waits[:MAX_WAITS])
         rows.append(("waiting", Text(", ".join(waits))))
@@ -134,11 +152,42 @@ def _warm_start(status: Status) -> list[tuple[str, RenderableType]]:
 
 
 def _source(source: SourceStatus) -> RenderableType:
-    heldout = ""
-    if source.heldout_before is not None:
-        last = f" → {number(source.heldout_last)}" if source.heldout_last is not None else ""
-        heldout = f"   held out {number(source.heldout_before)}{last}"
-    return Text.assemble((f"{number(source.reward):>6}", "bold green"), f"  {source.name}{heldout}")
+    scores = (f"   held out {heldout(source)}", "yellow" if source.is_incomplete else "") if source.num_evaluations else ""
+    return Text.assemble((f"{number(source.reward):>6}", "bold green"), f"  {source.name}", scores)
+
+
+def _groups(status: Status) -> str:
+    """`spread 0.41, 12% all alike   210 tokens generated, 204 trained, 3% cut short`."""
+    of = status.learning
+    if of.generated_length is None:
+        return ""
+    spread = f"spread {number(of.reward_spread)}, {percent(of.zero_spread_share)} of groups all alike"
+    trained = UNKNOWN if of.trained_length is None else f"{of.trained_length:,.0f}"
+    return f"{spread}   {of.generated_length:,.0f} tokens a rollout, {trained} trained, {percent(of.truncated_share)} cut short"
+
+
+_READINGS = {
+    "mismatch/mean": "mismatch",
+    "entropy/estimate": "entropy",
+    "rho/k3": "KL",
+    "grad_norm": "gradient norm",
+    "critic/explained_variance": "critic explains",
+}
+"""How `TRAINER_KEYS` are called here; the two clips are added up."""
+
+
+def _trainer(status: Status) -> str:
+    shown = [f"{words} {_reading(status.trainer[key])}" for key, words in _READINGS.items() if key in status.trainer]
+    clips = [share for key, share in status.trainer.items() if key.startswith("clip/") and share is not None]
+    return "  ".join([*shown, *([f"clipped {sum(clips):.1%}"] if clips else [])])
+
+
+def _reading(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+def _is_lopsided(status: Status) -> bool:
+    return status.bound in (Bound.GENERATION, Bound.TRAINER)
 
 
 def _histogram(staleness: dict[int, int]) -> str:
@@ -166,11 +215,20 @@ def _busy(status: Status) -> str:
 
 
 def _trouble(status: Status) -> list[tuple[str, RenderableType]]:
+    found = _troubles(status)
+    return [("trouble", Group(*(Text(line, style="yellow") for line in found)))] if found else []
+
+
+def _troubles(status: Status) -> list[str]:
     found: list[str] = []
-    if status.totals.failed_requests or status.totals.failed_rollouts:
-        found.append(f"{status.totals.failed_requests} requests and {status.totals.failed_rollouts} rollouts failed")
+    t = status.totals
+    if t.failed_rollouts or status.failures:
+        classes = most_common(Counter(status.failures))
+        found.append(f"{t.failed_rollouts:,} of {t.rollouts:,} rollouts failed" + (f": {classes}" if classes else ""))
+    if t.failed_requests:
+        found.append(f"{t.failed_requests:,} requests failed")
     if status.quarantined:
         found.append(f"in quarantine: {', '.join(status.quarantined)}")
     if status.dropped:
         found.append("groups dropped: " + ", ".join(f"{count} {reason}" for reason, count in status.dropped.items()))
-    return [("trouble", Group(*(Text(line, style="yellow") for line in found)))] if found else []
+    return found

@@ -158,10 +158,9 @@ class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
 
 
 class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
-    """Readings of the step that made `version` say that training is off its distribution, and those of the step before did not."""
+    """Something is wrong that people should look at, though the run goes on. A few lines."""
 
-    version: int
-    sentences: tuple[str, ...]
+    text: str
 
 
 Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Alarm

@@ -65,6 +65,12 @@ class RolloutEnded(msgspec.Struct, frozen=True):
     num_versions: int
     seconds: float
     error: str | None
+    trace: str | None = None
+    """The traceback of the error, where an exception ended the try; its end, where it is very long."""
+    num_turns: int = 0
+    """Answers that the agent got. A try that was scored without one did not use the model."""
+    truncated: bool = False
+    """Some turn ended by `length`."""
 
 
 class Waited(msgspec.Struct, frozen=True):
@@ -240,6 +246,15 @@ class Evaluated(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+class Alarmed(msgspec.Struct, frozen=True):
+    """Something is wrong that people should look at, though the run goes on."""
+
+    name: str
+    """Which of the alarms; docs/metrics.md has them all."""
+    text: str
+    """A few lines: what was seen, and what to do."""
+
+
 Stored: TypeAlias = (
     Admitted
     | TurnKept
@@ -285,6 +300,7 @@ Fact: TypeAlias = (
     | Quarantined
     | Rejoined
     | Evaluated
+    | Alarmed
 )
 
 Record: TypeAlias = Callable[[Fact], None]

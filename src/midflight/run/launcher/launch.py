@@ -20,7 +20,7 @@ from midflight.config.sections import Config
 from midflight.errors import ConfigError, first_error
 from midflight.observe.memory import PeakMemory
 from midflight.observe.plot import draw_plot
-from midflight.observe.status import Phase, Status, WarmStartStatus
+from midflight.observe.status import Phase, Status, WarmStartStatus, heldout
 from midflight.observe.summary import Summary, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
 from midflight.run.launcher.ring import PartFailed, Ring
@@ -109,8 +109,8 @@ class Run:
             case Restarted(part, error, left):
                 self._terminal.say(f"{error}\n{part} is started again; {left} restarts are left.")
                 return
-            case Alarm(version, sentences):
-                self._terminal.say(f"alarm at version {version}: {'; '.join(sentences)}. docs/metrics.md says what to look at.")
+            case Alarm(text):
+                self._terminal.say(f"alarm: {text}")
                 return
             case _:
                 return
@@ -224,6 +224,8 @@ def serve(config: Config, *, token: str | None) -> int:
                 announce(terminal, f"{message.url}/v1", chosen)
             elif isinstance(message, Restarted):
                 terminal.say(f"{message.error}\n{message.part} is started again; {message.left} restarts are left.")
+            elif isinstance(message, Alarm):
+                terminal.say(f"alarm: {message.text}")
 
         return main_task(Ring(config, on_message=hear, control_token=chosen.value, model=model).run(Purpose.SERVE))
 
@@ -238,12 +240,13 @@ def evaluate(config: Config, model: Path) -> int:
             if isinstance(message, Progress):
                 last = message.status
                 terminal.show(last)
+            elif isinstance(message, Alarm):
+                terminal.say(f"alarm: {message.text}")
 
         ring = Ring(config, on_message=hear, control_token=control_token(None).value, model=_model(model))
         status = main_task(ring.run(Purpose.EVALUATE))
         for source in last.sources:
-            score = source.heldout_last if source.heldout_last is not None else source.heldout_before
-            terminal.say(f"{source.name}: {score:.4f} ({source.num_heldout} tasks)" if score is not None else f"{source.name}: no score")
+            terminal.say(f"{source.name}: {heldout(source, digits=4)}")
     return status
 
 

@@ -120,7 +120,7 @@ class Team:
             self._wire.say(Step(to_bytes(batch)))
         report = self._trainer.step(batch)
         if report.alarms and not self._is_alarmed:
-            self._tell(Alarm(report.version, report.alarms))
+            self._tell(Alarm(f"the step to version {report.version}: {'; '.join(report.alarms)}. docs/metrics.md says what to look at."))
         self._is_alarmed = bool(report.alarms)
         return report
 

@@ -1,0 +1,126 @@
+"""What people should look at while a run goes on, as `Alarmed` facts for terminal, journal and Prometheus. docs/metrics.md lists the alarms."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from midflight.observe.failures import Failures, most_common, own_frames, shortened
+from midflight.observe.status import is_incomplete, number
+from midflight.types import Kind, facts
+
+REPEAT_SECONDS = 600.0
+"""Before the same is said again: what comes and goes must not fill a log."""
+WINDOW, MIN_FAILED, FAILED_SHARE = 64, 8, 0.1
+"""Of the last 64 tries of rollouts, a tenth and 8 at least must have failed: one bad answer of a tool is no alarm."""
+EQUAL_STEPS = 3
+"""Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is no alarm."""
+
+_log = logging.getLogger(__name__)
+
+
+class Alarms:
+    """Watches facts and records `Alarmed`. The whole traceback of each first failure goes to this process's log."""
+
+    def __init__(
+        self,
+        record: facts.Record,
+        *,
+        log: str,
+        step_rollouts: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`log`: where people find this process's log. `step_rollouts`: of one step; none where training needs no differing rewards."""
+        self._record, self._log, self._clock = record, log, clock
+        self._equal_after = None if step_rollouts is None else EQUAL_STEPS * step_rollouts
+        self._said: dict[str, float] = {}
+        self._failures = Failures()
+        self._recent: deque[str | None] = deque(maxlen=WINDOW)  # the class of each try that failed
+        self._reward: float | None = None
+        self._num_equal = 0
+        self._lost: set[str] = set()
+
+    def apply(self, fact: facts.Fact) -> None:
+        match fact:
+            case facts.RolloutEnded(reward=None):
+                self._failed(fact)
+            case facts.RolloutEnded():
+                self._scored(fact)
+            case facts.Evaluated() if is_incomplete(fact.num_tasks, fact.num_failed):
+                self._evaluated(fact)
+            case facts.Quarantined(engine=engine, error=error):
+                if self._say("engine_lost", f"{engine} gets no more requests: {shortened(error)}", about=engine):
+                    self._lost.add(engine)
+            case facts.Rejoined(engine=engine, version=version) if engine in self._lost:
+                self._lost.discard(engine)
+                self._record(facts.Alarmed("engine_back", f"{engine} gets requests again, at version {version}"))
+            case _:
+                pass
+
+    def _say(self, name: str, text: str, *, about: str = "") -> bool:
+        """Not again for a while: whether it was said."""
+        now = self._clock()
+        if now - self._said.get(name + about, -REPEAT_SECONDS) < REPEAT_SECONDS:
+            return False
+        self._said[name + about] = now
+        self._record(facts.Alarmed(name, text))
+        return True
+
+    # --- Rollouts ---
+
+    def _failed(self, rollout: facts.RolloutEnded) -> None:
+        name = self._failures.add(rollout.error)
+        if self._failures.counts[name] == 1:
+            self._first(name, rollout)
+        if rollout.key.kind is not Kind.TRAINING:
+            return
+        self._recent.append(name)
+        counts = Counter(failed for failed in self._recent if failed is not None)
+        if counts.total() >= max(MIN_FAILED, FAILED_SHARE * len(self._recent)):
+            seen = f"{counts.total()} of the last {len(self._recent)} rollouts got no reward: {most_common(counts)}"
+            self._say("failures", f"{seen}. They are in no mean and no gradient; mend the environment, or what it depends on.")
+
+    def _first(self, name: str, rollout: facts.RolloutEnded) -> None:
+        """Once for each class, of which there are not many."""
+        lines = [f"a rollout of {rollout.source} got no reward, the first by {shortened(rollout.error or 'a reward of None')}"]
+        if rollout.trace is not None:
+            _log.warning("the first %s of a rollout (%s of %s):\n%s", name, rollout.key, rollout.source, rollout.trace)
+            lines += [f"  {place}" for place in own_frames(rollout.trace)]
+            lines += [f"  the whole traceback: {self._log}"]
+        self._record(facts.Alarmed("failure", "\n".join(lines)))
+
+    def _scored(self, rollout: facts.RolloutEnded) -> None:
+        if rollout.num_turns == 0:
+            self._say(
+                "no_model_call",
+                f"a rollout of {rollout.source} was scored {number(rollout.reward)} without an answer of the model, so there is nothing to train on. {REMEDY}",
+            )
+        if rollout.key.kind is not Kind.TRAINING:
+            return
+        self._recent.append(None)
+        self._num_equal = self._num_equal + 1 if rollout.reward == self._reward else 1
+        self._reward = rollout.reward
+        if self._num_equal == self._equal_after:
+            self._say(
+                "rewards_equal",
+                f"the last {self._num_equal} rollouts ({EQUAL_STEPS} steps) all got reward {number(self._reward)}: without a difference there is "
+                "nothing to learn. Are the tasks too easy or too hard, or does the reward not look at the answer?",
+            )
+
+    def _evaluated(self, score: facts.Evaluated) -> None:
+        total = score.num_tasks + score.num_failed
+        self._say(
+            "evaluation_incomplete",
+            f"the held-out score of {score.source} at version {score.version} is {number(score.mean_reward)} over {score.num_tasks} of {total} "
+            f"tasks; {score.num_failed} failed ({shortened(score.error or 'a reward of None')}). Do not compare it with other scores.",
+            about=score.source,
+        )
+
+
+REMEDY = (
+    "The agent must use the client that it is given; one with a client of its own makes it with that one's base_url and api_key: "
+    "OpenAI(base_url=str(client.base_url), api_key=client.api_key)."
+)
+"""For an agent that asks another model than ours."""

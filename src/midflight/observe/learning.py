@@ -1,0 +1,53 @@
+"""What there is to learn from: how long rollouts are and what of them is trained, how many were cut short, how far rewards of a group differ."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from midflight.observe.status import LearningStatus
+from midflight.types import Kind, Reason, facts
+
+
+class Learning:
+    """Of the training rollouts with a reward, and of their groups: the last `window` of each, or all."""
+
+    def __init__(self, window: int | None = None) -> None:
+        self._rollouts: deque[tuple[int, bool]] = deque(maxlen=window)  # output tokens, and whether some turn was cut short
+        self._trained: deque[int] = deque(maxlen=window)
+        self._spreads: deque[float] = deque(maxlen=window)
+
+    def apply(self, fact: facts.Fact) -> None:
+        match fact:
+            case facts.RolloutEnded() if fact.key.kind is Kind.TRAINING and fact.reward is not None:
+                self._rollouts.append((fact.num_tokens, fact.truncated))
+            case facts.GroupFinished(group=group) if len(group.trajectories) > 1:
+                self._spreads.append(deviation([t.reward for t in group.trajectories if t.reward is not None]))
+            case facts.GroupClosed(reason=Reason.ZERO_SPREAD):  # it never waited for a step
+                self._spreads.append(0.0)
+            case facts.Leased(batch=batch):
+                self._trained.extend(t.num_trainable for group in batch.groups for t in group.trajectories if t.rows)
+            case _:
+                pass
+
+    def status(self) -> LearningStatus:
+        return LearningStatus(
+            generated_length=_mean([length for length, _ in self._rollouts]),
+            trained_length=_mean(self._trained),
+            truncated_share=_mean([truncated for _, truncated in self._rollouts]),
+            reward_spread=_mean(self._spreads),
+            zero_spread_share=_mean([spread == 0 for spread in self._spreads]),
+        )
+
+
+def deviation(numbers: Sequence[float]) -> float:
+    """The standard deviation, over n - 1, of at least two numbers; exactly 0 where they are all alike."""
+    if min(numbers) == max(numbers):
+        return 0.0
+    mean = math.fsum(numbers) / len(numbers)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
