@@ -61,7 +61,7 @@ def model(tmp_path: Path) -> Path:
 def test_train_hands_over_the_configuration_with_overrides_and_folder(launch: Launch) -> None:
     assert main(["train", DEMO, "--set", "run.steps=3", "--set", "rollout.max_staleness=2", "--folder", "elsewhere", "--resume"]) == 0
     name, _, kwargs = launch.calls[0]
-    assert (name, kwargs) == ("train", {"resume": True})
+    assert (name, kwargs) == ("train", {"resume": True, "own_loss": None})
     assert (launch.config.run.steps, launch.config.rollout.max_staleness, launch.config.run.folder) == (3, 2, Path("elsewhere"))
 
 
@@ -202,8 +202,17 @@ def test_an_error_nobody_meant_keeps_its_traceback(launch: Launch) -> None:
 
 
 def test_the_status_of_a_command_is_the_exit_status(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["midflight.run.launcher.launch"], "train", lambda config, resume: 7)
+    monkeypatch.setattr(sys.modules["midflight.run.launcher.launch"], "train", lambda config, **_: 7)
     assert main(["train", DEMO]) == 7
+
+
+@pytest.mark.parametrize(
+    "command", [["train", DEMO], ["rollouts", DEMO], ["serve"], ["engine"], ["evaluate", "model"], ["new-model", "dir"]]
+)
+@pytest.mark.parametrize("given", [["run.steps", "5"], ["run.steps", "=5"], ["run.steps", "=", "5"], ["run.steps", "5", "--debug"]])
+def test_an_override_with_a_space_says_key_and_value(command: list[str], given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--set", *given]) == 2
+    assert "an override is KEY=VALUE" in (said := capsys.readouterr().err) and said.rstrip().endswith("write --set run.steps=5")
 
 
 @pytest.mark.parametrize("arguments", [["trai"], ["serve"], ["train", DEMO, "--steps", "3"]])

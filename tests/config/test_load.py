@@ -96,8 +96,8 @@ def test_all_bad_values_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("steps", "expected section.key=value"),
-        ("=3", "expected section.key=value"),
+        ("steps", "an override is KEY=VALUE"),
+        ("=3", "an override is KEY=VALUE"),
         ("run..steps=3", "empty part"),
         ("environment.sources.4.size=3", "has 1 entries; use an index from 0 to 1"),
         ("run.steps.more=3", "run.steps must be a whole number"),

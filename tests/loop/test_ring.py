@@ -6,17 +6,22 @@ import asyncio
 import random
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from midflight.config.sections import WeightsSection
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
+from midflight.observe.alarms import Alarms
 from midflight.testing.ring import SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import PackedBatch, PauseMode
-from midflight.types.facts import Fact, Leased, RolloutEnded
+from midflight.types import PackedBatch, PauseMode, Task
+from midflight.types.facts import Alarmed, Fact, Leased, RolloutEnded
 
 from .site import MAX_TOKENS, Agents, Site, config, fast_engines
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -213,3 +218,35 @@ def test_i6_commits_in_mid_generation_make_rollouts_of_several_versions(tmp_path
     site = run_virtual(main, seed=0, max_seconds=3600)
     site.check()
     assert any(len({s.version for s in turn.segments}) > 1 for turns in site.turns.values() for turn in turns)
+
+
+def test_i9_agents_that_never_ask_the_model_end_the_run_with_what_they_should_use(tmp_path: Path) -> None:
+    async def elsewhere(task: Task, client: AsyncOpenAI) -> float:
+        """As in life: it kept its own provider."""
+        await asyncio.sleep(1)
+        return 1.0
+
+    async def main() -> list[Alarmed]:
+        site = Site(config(staleness=1), tmp_path, agents=elsewhere)
+        site.on_fact = Alarms(site.seen.append, log="rollout.log").apply
+        failed = pytest.RaisesExc(
+            RunFailed, match=r"8 groups in a row were scored without an answer of the model, .* base_url=client\.base_url"
+        )
+        with pytest.RaisesGroup(failed, flatten_subgroups=True):
+            await site.run()
+        assert asyncio.get_running_loop().time() < 10
+        return site.seen.of(Alarmed)
+
+    assert [alarm.name for alarm in run_virtual(main, seed=0, max_seconds=60)] == ["no_model_call"]
+
+
+def test_i9_an_environment_that_fails_half_the_time_is_said_by_class_with_its_place(tmp_path: Path) -> None:
+    async def main() -> list[Alarmed]:
+        site = Site(config(staleness=1, size=4), tmp_path, agents=Agents(0, failing=0.5))
+        site.on_fact = Alarms(site.seen.append, log="rollout.log").apply
+        await site.run()
+        return site.seen.of(Alarmed)
+
+    first, share = run_virtual(main, seed=0, max_seconds=3600)
+    assert first.name == "failure" and "RuntimeError: the sandbox is gone" in first.text and "site.py:" in first.text
+    assert share.name == "failures" and "RuntimeError" in share.text

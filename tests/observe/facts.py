@@ -27,9 +27,20 @@ class Clock:
 
 
 def rollout(
-    observer: Observer, reward: float | None, *, source: str = "spell_backward", num_versions: int = 1, key: RolloutKey = KEY
+    observer: Observer,
+    reward: float | None,
+    *,
+    source: str = "spell_backward",
+    num_versions: int = 1,
+    key: RolloutKey = KEY,
+    num_tokens: int = 5,
+    num_turns: int = 1,
+    truncated: bool = False,
+    error: str | None = None,
 ) -> None:
-    observer.apply(RolloutEnded(key, source, reward, num_tokens=5, num_versions=num_versions, seconds=0.5, error=None))
+    observer.apply(
+        RolloutEnded(key, source, reward, num_tokens, num_versions, seconds=0.5, error=error, num_turns=num_turns, truncated=truncated)
+    )
 
 
 def batch(observer: Observer, train_version: int, staleness: Mapping[int, int]) -> None:

@@ -7,20 +7,26 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
 from midflight.errors import ConfigError
-from midflight.observe.journal import EvaluationLine, Journal, Observers, StepLine, read_journal
+from midflight.observe.journal import AlarmLine, EvaluationLine, Journal, Observers, StepLine, read_journal
 from midflight.observe.progress import RunState
-from midflight.types import GroupKey, Kind, Reason, RolloutKey
-from midflight.types.facts import Evaluated, GroupClosed, Waited
+from midflight.types import Batch, Group, GroupKey, Kind, Reason, RolloutKey, Row, Trajectory
+from midflight.types.facts import Alarmed, Evaluated, GroupClosed, Leased, Waited
 
 
 def opened(path: Path, **options: Any) -> tuple[Observers, RunState, Journal]:
     state = RunState(steps=10, clock=Clock())
     journal = Journal(path, state, **options)
     return Observers([state.apply, journal.apply]), state, journal
+
+
+def row(length: int) -> Row:
+    numbers, yes = np.zeros(length, np.int32), np.ones(length, np.bool_)
+    return Row(numbers, yes, yes, numbers.astype(np.float32), numbers, numbers)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -34,7 +40,7 @@ def test_a_step_is_one_complete_line_at_once(tmp_path: Path) -> None:
     rollout(run, 1.0)
     rollout(run, 0.0)
     rollout(run, 0.25, source="chain_sum")
-    rollout(run, None)
+    rollout(run, None, error="KeyError: 'answer'", num_tokens=99)
     run.apply(Waited(who="trainer", for_whom="engines", seconds=0.5))
     run.apply(GroupClosed(key=GroupKey(0, 0), reason=Reason.STALE, num_tokens=3))
     commit(run, 0, pause_seconds=0.002)
@@ -46,6 +52,7 @@ def test_a_step_is_one_complete_line_at_once(tmp_path: Path) -> None:
     assert (line["rollouts"], line["reward"]) == (4, pytest.approx(1.25 / 3))
     assert line["reward_by_source"] == {"spell_backward": 0.5, "chain_sum": 0.25}
     assert (line["waits"], line["dropped"]) == ({"trainer for engines": 0.5}, {"stale": 1})
+    assert (line["failures"], line["generated_length"], line["truncated_share"]) == ({"KeyError": 1}, 5.0, 0.0)
     assert (line["pause_seconds"], line["stage_seconds"], line["trainer"]) == (0.003, 0.1, {"loss": 0.125})
     assert line["totals"]["rollouts"] == 4 and line["totals"]["max_token_staleness"] == 2
 
@@ -105,10 +112,39 @@ def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
     run, _, _ = opened(path)
     run.apply(Evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5))
     run.apply(Evaluated(version=0, source="b", num_tasks=0, mean_reward=None, num_failed=2, error="the sandbox is gone"))
-    assert [(line["kind"], line["source"], line["mean_reward"], line["num_failed"], line["error"]) for line in lines(path)] == [
-        ("evaluation", "a", 0.5, 0, None),
-        ("evaluation", "b", None, 2, "the sandbox is gone"),
+    run.apply(Evaluated(version=9, source="a", num_tasks=60, mean_reward=0.8, num_failed=3, error="gone"))
+    found = [[line[key] for key in ("kind", "source", "mean_reward", "num_failed", "error", "incomplete")] for line in lines(path)]
+    assert found == [
+        ["evaluation", "a", 0.5, 0, None, False],
+        ["evaluation", "b", None, 2, "the sandbox is gone", True],
+        ["evaluation", "a", 0.8, 3, "gone", False],
     ]
+
+
+def test_an_alarm_is_a_line_and_survives_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, _, journal = opened(path)
+    run.apply(Evaluated(version=0, source="a", num_tasks=60, mean_reward=0.5, num_failed=4))
+    step(run, 1)
+    run.apply(Alarmed("failures", "8 of the last 15"))
+    step(run, 2)
+    run.apply(Alarmed("failures", "9 of the last 15"))
+    journal.close()
+    _, state, _ = opened(path, resume_at=1)
+    assert [(line["kind"], line["version"]) for line in lines(path)] == [("evaluation", 0), ("step", 1), ("alarm", 1)]
+    assert (lines(path)[-1]["name"], lines(path)[-1]["text"], lines(path)[-1]["step"]) == ("failures", "8 of the last 15", 1)
+    assert state.status().sources[0].is_incomplete
+
+
+def test_the_length_trained_is_that_of_the_lines_own_batch(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, _, _ = opened(path)
+    for version, lengths in ((0, (2, 4)), (1, (10,))):  # prefetched
+        rows = [Trajectory(RolloutKey(GroupKey(0, 0), n), "t", "s", 1.0, (row(length),)) for n, length in enumerate(lengths)]
+        run.apply(Leased(Batch(1, version, (Group(GroupKey(0, 0), "t", "s", tuple(rows)),)), {0: sum(lengths)}, {}, {}))
+    step(run, 1)
+    step(run, 2)
+    assert [line["trained_length"] for line in lines(path)] == [3.0, 10.0]
 
 
 def write_three_steps(path: Path) -> None:
@@ -174,5 +210,5 @@ def test_a_missing_journal_is_empty(tmp_path: Path) -> None:
 
 def test_every_key_is_defined_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    keys = {*StepLine.__struct_fields__, *EvaluationLine.__struct_fields__}
+    keys = {*StepLine.__struct_fields__, *EvaluationLine.__struct_fields__, *AlarmLine.__struct_fields__}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []

@@ -11,6 +11,7 @@ from tests.observe.facts import KEY, Observer, batch, commit, decode, rollout, s
 from midflight.observe.journal import Observers
 from midflight.types import Group, Reason
 from midflight.types.facts import (
+    Alarmed,
     Evaluated,
     Fact,
     GroupClosed,
@@ -29,7 +30,8 @@ def tell_everything(observer: Observer) -> None:
     observer.apply(TurnFinished(session_id="s", num_prompt_tokens=3, num_output_tokens=4, num_versions=2, num_resumes=1, seconds=0.1))
     observer.apply(SessionEnded(num_turns=3, num_branches=1, num_rewritten=1, num_mismatches=0))
     observer.apply(RequestFailed(session_id=None, status=503, error="no engine"))
-    rollout(observer, None)
+    rollout(observer, None, error="KeyError: 'answer'")
+    observer.apply(Alarmed(name="failure", text="look"))
     observer.apply(GroupFinished(Group(KEY.group, "task", "spell_backward", ()), order=1))
     observer.apply(GroupClosed(key=KEY.group, reason=Reason.STALE, num_tokens=9))
     observer.apply(Waited(who="trainer", for_whom="engines", seconds=1.5))
@@ -48,5 +50,5 @@ def test_one_failing_observer_hurts_neither_the_run_nor_the_others_and_is_logged
     seen = Facts()
     with caplog.at_level(logging.ERROR):
         tell_everything(Observers([fail, seen.apply]))
-    assert len(seen) == 14
+    assert len(seen) == 15
     assert len(caplog.records) == 1 and "disk full" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
 from midflight.observe.progress import Mean, Rate, RunState
-from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus, judge
+from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus, heldout, judge
 from midflight.types import GroupKey, Kind, Reason, RolloutKey
 from midflight.types.facts import Evaluated, GroupClosed, Quarantined, Rejoined, RequestFailed, Waited
 
@@ -119,6 +120,31 @@ def test_heldout_scores_are_the_first_and_the_last(state: RunState) -> None:
     state.apply(Evaluated(version=5, source="a", num_tasks=256, mean_reward=0.7))
     state.apply(Evaluated(version=9, source="a", num_tasks=256, mean_reward=0.9))
     assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_last) == (0.5, 0.9)
+
+
+def test_heldout_tasks_without_a_score_are_counted_also_where_there_is_no_score_at_all(state: RunState) -> None:
+    state.apply(Evaluated(version=0, source="a", num_tasks=0, mean_reward=None, num_failed=64))
+    assert heldout(state.status().sources[0]) == "– (64 of 64 tasks failed: do not compare)"
+    state.apply(Evaluated(version=5, source="a", num_tasks=62, mean_reward=0.7, num_failed=2))
+    assert heldout(state.status().sources[0]) == "– → 0.700 (64 and 2 of 64 tasks failed: do not compare)"
+    state.apply(Evaluated(version=0, source="b", num_tasks=64, mean_reward=0.5))
+    assert heldout(state.status().sources[1]) == "0.500 (64 tasks)"
+    state.apply(Evaluated(version=5, source="b", num_tasks=62, mean_reward=0.7, num_failed=2))
+    assert heldout(state.status().sources[1]) == "0.500 → 0.700 (0 and 2 of 64 tasks failed)"
+
+
+def test_failures_are_counted_by_class_those_of_evaluations_too(state: RunState) -> None:
+    for error in ("KeyError: 'x'", "KeyError: 'y'", None):
+        rollout(state, None, error=error)
+    rollout(state, None, error="ToolError: x", key=RolloutKey(GroupKey(0, 1), 0, Kind.EVALUATION))
+    assert state.status().failures == {"KeyError": 2, "no reward": 1, "ToolError": 1}
+
+
+def test_the_readings_that_matter_are_those_of_the_last_step(state: RunState) -> None:
+    step(state, 1, **{"mismatch/mean": 0.1, "grad_norm": 1.0})
+    step(state, 2, **{"mismatch/mean": 0.2, "rho/max": 7.0, "grad_norm": math.nan})
+    found = msgspec.json.decode(msgspec.json.encode(state.status()), type=Status).trainer
+    assert found == {"mismatch/mean": 0.2, "grad_norm": None}
 
 
 def test_engines_in_quarantine_and_dropped_groups_are_shown(state: RunState) -> None:

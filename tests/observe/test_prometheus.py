@@ -19,6 +19,8 @@ def test_every_fact_reaches_the_text() -> None:
         'midflight_failed_requests_total{status="503"} 1.0',
         'midflight_rollouts_total{scored="no",source="spell_backward"} 1.0',
         'midflight_rollouts_total{scored="yes",source="spell_backward"} 2.0',
+        'midflight_failed_rollouts_total{error="KeyError"} 1.0',
+        'midflight_alarms_total{name="failure"} 1.0',
         'midflight_reward_sum{source="spell_backward"} 1.0',
         'midflight_dropped_groups_total{reason="stale"} 1.0',
         'midflight_waited_seconds_total{for_whom="engines",who="trainer"} 1.5',

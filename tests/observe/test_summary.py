@@ -8,22 +8,26 @@ from pathlib import Path
 
 from rich.console import Console
 
-from midflight.observe.status import Bound, IdleTime, SourceStatus, Status, Totals
-from midflight.observe.summary import Summary, summarise, summary_table, write_summary
+from midflight.observe.status import Bound, IdleTime, LearningStatus, SourceStatus, Status, Totals
+from midflight.observe.summary import Said, Summary, summarise, summary_table, write_summary
 
 STATUS = Status(
     name="demo",
     step=300,
     version=300,
-    sources=(SourceStatus("spell_backward", 0.91, 30_000, 256, 0.5, 0.94), SourceStatus("chain_sum", 0.4, 5000, 40, 0.2, None)),
+    sources=(SourceStatus("spell_backward", 0.91, 30_000, 256, 0.5, 0.94), SourceStatus("chain_sum", 0.4, 5000, 36, 0.2, failed_before=4)),
     totals=Totals(900_000, 400_000, 35_000, 3, 12_000, 0, 300, 4),
     overlap_share=0.87,
     engine_busy=0.95,
     trainer_busy=0.9,
     bound=Bound.BALANCED,
+    advice="more engines",
+    failures={"ToolError": 7, "no reward": 1},
+    learning=LearningStatus(12.3, 11.0, 0.25, 0.4, 0.125),
     waits=(IdleTime("trainer", "engines", 4.5, 0.03),),
 )
-SUMMARY = summarise(STATUS, primary="spell_backward", seconds=200.0004, peak_memory_mb=1234.56)
+SAID = Said(loss=("loss = -r A [1]",), notes=("too few cores",))
+SUMMARY = summarise(STATUS, primary="spell_backward", seconds=200.0004, peak_memory_mb=1234.56, said=SAID)
 
 
 def test_the_summary_holds_every_number_by_which_a_run_is_judged(tmp_path: Path) -> None:
@@ -42,7 +46,17 @@ def test_the_summary_holds_every_number_by_which_a_run_is_judged(tmp_path: Path)
         "overlap_share": 0.87,
     }
     assert {key: found[key] for key in expected} == expected
-    assert found["sources"]["chain_sum"] == {"heldout_before": 0.2, "heldout_after": None, "num_heldout": 40, "reward": 0.4}
+    assert found["sources"]["chain_sum"] == {
+        "heldout_before": 0.2,
+        "heldout_after": None,
+        "num_heldout": 36,
+        "reward": 0.4,
+        "failed_before": 4,
+        "failed_after": 0,
+        "incomplete": True,
+    }
+    assert (found["advice"], found["loss"], found["notes"]) == ("more engines", ["loss = -r A [1]"], ["too few cores"])
+    assert found["failures"] == {"ToolError": 7, "no reward": 1}
     assert found["waits"] == {"trainer for engines": 4.5}
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
 
@@ -54,9 +68,22 @@ def test_without_an_evaluation_the_scores_are_null_not_zero() -> None:
 
 def test_the_table_shows_scores_and_counts() -> None:
     console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(summary_table(SUMMARY))
+    console.print(summary_table(SUMMARY, STATUS))
     text = console.export_text()
-    for words in ("300 steps in 3 min 20 s", "0.500 → 0.940", "0.200 → –", "12,000 of 35,000", "4 versions", "87%", "1,235 MB"):
+    for words in (
+        "300 steps in 3 min 20 s",
+        "0.500 → 0.940 (256 tasks)",
+        "0.200 (4 of 40 tasks failed: do not compare)",
+        "12,000 of 35,000",
+        "7 ToolError, 1 no reward",
+        "spread 0.400, 12% of groups all alike   12 tokens a rollout, 11 trained, 25% cut short",
+        "4 versions",
+        "87%",
+        "more engines",
+        "1,235 MB",
+        "loss = -r A [1]",
+        "too few cores",
+    ):
         assert words in text, words
 
 

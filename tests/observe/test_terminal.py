@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 from tests.observe.facts import Clock
 
-from midflight.observe.status import Bound, IdleTime, Phase, SourceStatus, Status, Totals, WarmStartStatus
+from midflight.observe.status import Bound, IdleTime, LearningStatus, Phase, SourceStatus, Status, Totals, WarmStartStatus
 from midflight.observe.terminal import PLAIN_SECONDS, Terminal, panel, plain_line
 
 TRAINING = Status(
@@ -40,6 +40,13 @@ def drawn(status: Status) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def logged(status: Status) -> str:
+    output = io.StringIO()
+    with Terminal(Console(file=output, width=80), clock=Clock()) as terminal:
+        terminal.show(status)
+    return output.getvalue()
+
+
 def test_training_shows_progress_reward_staleness_speed_waiting_and_eta() -> None:
     text = drawn(TRAINING)
     for words in (
@@ -54,12 +61,39 @@ def test_training_shows_progress_reward_staleness_speed_waiting_and_eta() -> Non
         "trainer for engines 8%",
     ):
         assert words in text, words
-    assert "trouble" not in text
+    assert "trouble" not in text and "advice" not in text
+
+
+def test_the_handful_of_readings_that_matter_is_shown_and_the_advice() -> None:
+    status = replace(
+        TRAINING,
+        learning=LearningStatus(210.4, 204.0, 0.031, 0.412, 0.125),
+        trainer={"mismatch/mean": 0.00123, "clip/low_share": 0.01, "clip/high_share": 0.02, "rho/k3": 0.0004, "grad_norm": None},
+        bound=Bound.GENERATION,
+        advice="the trainer is idle 50%: more engine.count",
+    )
+    lines = (
+        "spread 0.412, 12% of groups all alike   210 tokens a rollout, 204 trained, 3% cut short",
+        "mismatch 0.00123  KL 0.0004  gradient norm not finite  clipped 3.0%",
+        "the trainer is idle 50%: more engine.count",
+    )
+    for text in (drawn(status), logged(status)):
+        for words in lines:
+            assert words in text, words
+
+
+def test_failures_by_class_and_marked_evaluations_are_shown() -> None:
+    failures = {"ToolError": 30, "RolloutTimeout": 2, "A": 1, "B": 1, "C": 1}
+    source = SourceStatus("spell_backward", 0.75, 9000, 60, 0.5, 0.8, failed_last=4)
+    text = drawn(replace(TRAINING, failures=failures, sources=(source,)))
+    assert "0 of 9,100 rollouts failed: 30 ToolError, 2 RolloutTimeout, 1 A, 1 B, 1 more" in text
+    assert "held out 0.500 → 0.800 (0 and 4 of 64 tasks failed: do not compare)" in text
+    assert "30 ToolError" in plain_line(replace(TRAINING, failures=failures))
 
 
 def test_trouble_is_shown_when_there_is_some() -> None:
     text = drawn(replace(TRAINING, totals=Totals(failed_requests=2, generated_tokens=1), quarantined=("engine1",), dropped={"stale": 4}))
-    for words in ("2 requests and 0 rollouts failed", "in quarantine: engine1", "groups dropped: 4 stale"):
+    for words in ("2 requests failed", "in quarantine: engine1", "groups dropped: 4 stale"):
         assert words in text, words
 
 

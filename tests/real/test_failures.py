@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,12 +70,45 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_error_and_withou
     assert "restarts are left" not in command.said
 
 
-def test_i10_odd_rewards_and_missing_fields_cost_their_rollouts_and_the_run_goes_on(train: Callable[..., Command], tmp_path: Path) -> None:
+def test_i10_odd_rewards_and_missing_fields_cost_their_rollouts_are_shown_and_the_run_goes_on(
+    train: Callable[..., Command], tmp_path: Path
+) -> None:
     command = train("environment.entry=odd:solve", "rollout.retries=0")
     assert command.wait() == 0, command.said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["failed_rollouts"] > 0 and summary["steps"] == 3 and summary["failed_requests"] == 0
     assert summary["sources"]["spell_backward"]["reward"] >= 0.5, "a failure never lowers a reward"
+    check_what_a_start_says(command)
+    check_failures_are_shown(command, tmp_path / "run")
+
+
+def check_what_a_start_says(command: Command) -> None:
+    """In a few lines, the notes among them."""
+    opening = command.said.partition("gateway: http://127.0.0.1:")[0].splitlines()
+    for place, words in enumerate(
+        ("small: 3 steps", "model: ", "tasks: spell_backward", "staleness: no trained token is older than 4", "loss = ")
+    ):
+        assert opening[place].startswith(words), opening
+    assert "folder: run, with numbers in metrics.jsonl and what the parts print in run/logs" in opening
+    assert any(line.startswith("note: warm_start.target_accuracy is not set") for line in opening) and len(opening) < 20
+
+
+def check_failures_are_shown(command: Command, folder: Path) -> None:
+    """By class, with the first line of the user's own code, on the terminal, in the journal and in the summary; the traceback in the log."""
+    said = [line for line in command.said.splitlines() if line.startswith("alarm: a rollout of spell_backward got no reward")]
+    assert len(said) == 2 and "KeyError: 'absent'" in "".join(said) and "BadReward: scoring task" in "".join(said)
+    assert "odd.py:5 in solve: return task.data['absent']" in command.said and "the whole traceback: run/logs/rollout.log" in command.said
+    assert "Traceback" not in command.said and "KeyError: 'absent'" in (folder / "logs" / "rollout.log").read_text()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["name"] for line in lines if line["kind"] == "alarm"} >= {"failure", "failures", "evaluation_incomplete"}
+    counted = Counter[str]()
+    for line in lines:
+        counted.update(line.get("failures", {}))
+    assert set(counted) == {"KeyError", "BadReward"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["failures"]) == {"KeyError", "BadReward"} and summary["sources"]["spell_backward"]["incomplete"]
+    assert "of 16 tasks failed: do not compare" in command.said and "failed by" in command.said
+    assert summary["loss"][0].startswith("loss = ") and summary["notes"] and "spread" in command.said
 
 
 def test_a_port_that_is_taken_and_a_folder_that_cannot_be_written_are_named(train: Callable[..., Command], tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.main import get_command
 
-from midflight.errors import Blame, MidflightError
+from midflight.errors import Blame, ConfigError, MidflightError
 from midflight.version import __version__
 
 FAILED, WRONG_CONFIG, INTERRUPTED = 1, 2, 130
@@ -95,7 +96,7 @@ def train(
     checked.check_engine(checked_config)
     from midflight.run.launcher import launch
 
-    return launch.train(checked_config, resume=resume)
+    return launch.train(checked_config, resume=resume, own_loss=own_loss)
 
 
 @app.command()
@@ -239,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Errors meant for users become one clear message; their traceback is shown with `--debug`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _check_overrides(given)
         return get_command(app).main(args=given, prog_name="midflight", standalone_mode=False) or 0
     except MidflightError as error:
         return _report(error, debug="--debug" in given)
@@ -248,6 +250,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         return _usage(error)
+
+
+def _check_overrides(given: Sequence[str]) -> None:
+    """`--set run.steps 5` would be two arguments, of which the second is the one that is complained about."""
+    for place, option in enumerate(given):
+        words = list(takewhile(lambda word: not word.startswith("-"), given[place + 1 : place + 4])) if option == "--set" else []
+        values = [value for word in words[1:] if (value := word.removeprefix("="))]
+        if values and "=" not in words[0]:
+            whole = f"{words[0]}={values[0]}"
+            raise ConfigError(f"--set {' '.join(words)}: an override is KEY=VALUE, with = and without a space; write --set {whole}")
 
 
 def _report(error: MidflightError, *, debug: bool) -> int:

@@ -151,7 +151,7 @@ def apply_override(table: Table, text: str) -> KeyPath:
     """Writes one override into `table` and returns where. `ConfigError` where it isn't `key=value` or leads through a value."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {text}: expected section.key=value, such as --set rollout.max_staleness=2")
+        raise ConfigError(f"--set {text}: an override is KEY=VALUE, such as --set rollout.max_staleness=2")
     parts = key.strip().split(".")
     path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in parts)
     if not all(parts):

@@ -18,6 +18,12 @@ WINDOW, MIN_FAILED, FAILED_SHARE = 64, 8, 0.1
 EQUAL_STEPS = 3
 """Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is no alarm."""
 
+USE_THE_CLIENT = (
+    "The agent must use the client that it is given. One that brings a client of its own makes it with the base_url and api_key of that one: "
+    "AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)."
+)
+"""For an agent that asks another model than ours."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +101,7 @@ class Alarms:
         if rollout.num_turns == 0:
             self._say(
                 "no_model_call",
-                f"a rollout of {rollout.source} was scored {number(rollout.reward)} without an answer of the model, so there is nothing to train on. {REMEDY}",
+                f"a rollout of {rollout.source} was scored {number(rollout.reward)} without an answer of the model, so there is nothing to train on. {USE_THE_CLIENT}",
             )
         if rollout.key.kind is not Kind.TRAINING:
             return
@@ -117,10 +123,3 @@ class Alarms:
             f"tasks; {score.num_failed} failed ({shortened(score.error or 'a reward of None')}). Do not compare it with other scores.",
             about=score.source,
         )
-
-
-REMEDY = (
-    "The agent must use the client that it is given; one with a client of its own makes it with that one's base_url and api_key: "
-    "OpenAI(base_url=str(client.base_url), api_key=client.api_key)."
-)
-"""For an agent that asks another model than ours."""

@@ -177,29 +177,26 @@ class SourceState:
 
     reward: Mean = field(default_factory=lambda: Mean(REWARD_ROLLOUTS))
     num_rollouts: int = 0
-    num_evaluations: int = 0
     first: facts.Evaluated | None = None
     last: facts.Evaluated | None = None
 
     def evaluated(self, score: facts.Evaluated) -> None:
-        self.num_evaluations += 1
         self.first, self.last = self.first or score, score
 
     def status(self, name: str) -> SourceStatus:
         reward = self.reward.value()
         if self.first is None or self.last is None:
             return SourceStatus(name, reward, self.num_rollouts)
-        several, num_heldout = self.num_evaluations > 1, self.last.num_tasks
+        again = None if self.last is self.first else self.last
         return SourceStatus(
             name,
             reward,
             self.num_rollouts,
-            num_heldout,
+            self.last.num_tasks,
             heldout_before=self.first.mean_reward,
-            heldout_last=self.last.mean_reward if several else None,
+            heldout_last=again and again.mean_reward,
             failed_before=self.first.num_failed,
-            failed_last=self.last.num_failed if several else 0,
-            num_evaluations=self.num_evaluations,
+            failed_last=again.num_failed if again else 0,
         )
 
 

@@ -52,12 +52,19 @@ class SourceStatus:
     failed_before: int = 0
     """Held-out tasks without a score, which are in no mean, at first and at last."""
     failed_last: int = 0
-    num_evaluations: int = 0
+
+    @property
+    def was_evaluated(self) -> bool:
+        return self.num_heldout + self.failed_before > 0 or self.heldout_before is not None
+
+    @property
+    def was_evaluated_again(self) -> bool:
+        return self.heldout_last is not None or self.failed_last > 0
 
     @property
     def num_failed(self) -> int:
         """In the last evaluation."""
-        return self.failed_last if self.num_evaluations > 1 else self.failed_before
+        return self.failed_last if self.was_evaluated_again else self.failed_before
 
     @property
     def is_incomplete(self) -> bool:
@@ -77,11 +84,11 @@ def is_incomplete(num_scored: int, num_failed: int) -> bool:
 def heldout(source: SourceStatus, *, digits: int = 3) -> str:
     """`0.500 → 0.800 (256 tasks)`, and how many failed."""
     scores = number(source.heldout_before, digits=digits)
-    if source.num_evaluations > 1:
+    if source.was_evaluated_again:
         scores += f" → {number(source.heldout_last, digits=digits)}"
     if not source.failed_before and not source.failed_last:
         return f"{scores} ({source.num_heldout} tasks)"
-    first = f"{source.failed_before} and " if source.num_evaluations > 1 else ""
+    first = f"{source.failed_before} and " if source.was_evaluated_again else ""
     mark = ": do not compare" if source.is_incomplete else ""
     return f"{scores} ({first}{source.num_failed} of {source.num_heldout + source.num_failed} tasks failed{mark})"
 
@@ -196,7 +203,15 @@ def judge(*, engine_busy: float | None, trainer_busy: float | None) -> tuple[Bou
     return Bound.TRAINER, f"the engines are idle {engine_idle:.0%}: more trainer.threads or trainer.micro_batch_tokens, or fewer engines"
 
 
-TRAINER_KEYS = ("mismatch/mean", "clip/low_share", "clip/high_share", "entropy/estimate", "rho/k3", "grad_norm", "critic/explained_variance")
+TRAINER_KEYS = (
+    "mismatch/mean",
+    "clip/low_share",
+    "clip/high_share",
+    "entropy/estimate",
+    "rho/k3",
+    "grad_norm",
+    "critic/explained_variance",
+)
 """What of a step's metrics is shown while a run goes on; docs/metrics.md says what they are."""
 
 UNKNOWN = "–"

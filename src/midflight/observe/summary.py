@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
+from midflight.observe.failures import most_common
 from midflight.observe.journal import write_whole
-from midflight.observe.status import Status, duration, number, percent
+from midflight.observe.status import Status, duration, heldout, percent
+from midflight.observe.terminal import learning
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,18 @@ class SourceSummary:
     heldout_after: float | None
     num_heldout: int
     reward: float | None
+    failed_before: int = 0
+    failed_after: int = 0
+    incomplete: bool = False
+    """Too many tasks are without a score to compare the two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What was said at the start."""
+
+    loss: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +63,21 @@ class Summary:
     engine_busy: float | None
     trainer_busy: float | None
     bound: str
+    advice: str
+    loss: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    failures: dict[str, int] = field(default_factory=dict[str, int])
     sources: dict[str, SourceSummary] = field(default_factory=dict[str, SourceSummary])
     waits: dict[str, float] = field(default_factory=dict[str, float])
     dropped: dict[str, int] = field(default_factory=dict[str, int])
 
 
-def summarise(status: Status, *, primary: str | None, seconds: float, peak_memory_mb: float) -> Summary:
+def summarise(status: Status, *, primary: str | None, seconds: float, peak_memory_mb: float, said: Said = Said()) -> Summary:
     """From the last status. `primary` is the source whose held-out score counts; `seconds` are those of the whole command."""
-    sources = {s.name: SourceSummary(s.heldout_before, s.heldout_last, s.num_heldout, s.reward) for s in status.sources}
+    sources = {
+        s.name: SourceSummary(s.heldout_before, s.heldout_last, s.num_heldout, s.reward, s.failed_before, s.failed_last, s.is_incomplete)
+        for s in status.sources
+    }
     first = sources.get(primary) if primary is not None else None
     t = status.totals
     return Summary(
@@ -78,6 +101,10 @@ def summarise(status: Status, *, primary: str | None, seconds: float, peak_memor
         engine_busy=status.engine_busy,
         trainer_busy=status.trainer_busy,
         bound=status.bound.value,
+        advice=status.advice,
+        loss=said.loss,
+        notes=said.notes,
+        failures=status.failures,
         sources=sources,
         waits={f"{wait.who} for {wait.for_whom}": round(wait.seconds, 3) for wait in status.waits},
         dropped=status.dropped,
@@ -89,20 +116,29 @@ def write_summary(summary: Summary, path: Path) -> None:
     write_whole(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
-def summary_table(summary: Summary) -> Table:
-    """The end of `midflight train`."""
+def summary_table(summary: Summary, status: Status) -> Table:
+    """The end of `midflight train`. `status` is what the summary was made of."""
     table = Table(title=f"{summary.name}: {summary.steps} steps in {duration(summary.seconds)}", box=box.ROUNDED, show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    for name, source in summary.sources.items():
-        table.add_row(f"held-out {name}", f"{number(source.heldout_before)} → {number(source.heldout_after)}  ({source.num_heldout} tasks)")
+    for source in status.sources:
+        table.add_row(f"held-out {source.name}", heldout(source), style="yellow" if source.is_incomplete else "")
     share = f" of {summary.rollouts:,}" if summary.rollouts else ""
     table.add_row("weights went live", f"{summary.weight_updates} times")
     table.add_row("rollouts spanning versions", f"{summary.rollouts_spanning_versions:,}{share}")
     table.add_row("failed requests, rollouts", f"{summary.failed_requests}, {summary.failed_rollouts}")
+    if summary.failures:
+        table.add_row("failed by", most_common(Counter(summary.failures)), style="yellow")
     table.add_row("tokens trained", f"{summary.trained_tokens:,} of {summary.generated_tokens:,} generated")
+    for label, text in learning(status):
+        table.add_row(label, text)
     table.add_row("oldest trained token", f"{summary.max_token_staleness} versions")
     table.add_row("engine and trainer busy together", percent(summary.overlap_share))
     table.add_row("engine busy, trainer busy", f"{percent(summary.engine_busy)}, {percent(summary.trainer_busy)}: {summary.bound}")
+    if summary.advice:
+        table.add_row("advice", summary.advice)
     table.add_row("peak memory", f"{summary.peak_memory_mb:,.0f} MB")
+    for label, lines in (("loss", summary.loss), ("notes", summary.notes)):
+        if lines:
+            table.add_row(label, Text("\n".join(lines)))  # its brackets are no markup
     return table

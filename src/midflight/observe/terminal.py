@@ -49,7 +49,7 @@ class Terminal:
             self.say(plain_line(status))
             if status.step > self._last_step:
                 self._last_step = status.step
-                self.say(f"{'':14}{learning(status)}")
+                self.say("  ".join(["", *(text for _, text in learning(status)), *([status.advice] if _is_lopsided(status) else [])]))
 
     def say(self, message: RenderableType) -> None:
         """Prints something that stays, above the live view."""
@@ -95,9 +95,9 @@ def plain_line(status: Status) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def learning(status: Status) -> str:
-    """What the last steps had to learn from, and what the trainer says of it."""
-    return "  ".join(part for part in (_groups(status), _trainer(status), status.advice if _is_lopsided(status) else "") if part)
+def learning(status: Status) -> list[tuple[str, str]]:
+    """What the last steps had to learn from, and what the trainer says of them."""
+    return [(label, text) for label, text in (("groups", _groups(status)), ("trainer", _trainer(status))) if text]
 
 
 def progress(status: Status) -> tuple[int, int, str]:
@@ -114,10 +114,7 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.phase is Phase.WARM_START:
         return rows + _warm_start(status)
     rows += [("reward" if index == 0 else "", _source(source)) for index, source in enumerate(status.sources)]
-    if groups := _groups(status):
-        rows.append(("groups", Text(groups)))
-    if trainer := _trainer(status):
-        rows.append(("trainer", Text(trainer)))
+    rows += [(label, Text(text)) for label, text in learning(status)]
     if status.staleness:
         rows.append(
             ("staleness", Text(f"{_histogram(status.staleness)}  mean {_mean_age(status)}, most {status.totals.max_token_staleness}"))
@@ -152,7 +149,7 @@ def _warm_start(status: Status) -> list[tuple[str, RenderableType]]:
 
 
 def _source(source: SourceStatus) -> RenderableType:
-    scores = (f"   held out {heldout(source)}", "yellow" if source.is_incomplete else "") if source.num_evaluations else ""
+    scores = (f"   held out {heldout(source)}", "yellow" if source.is_incomplete else "") if source.was_evaluated else ""
     return Text.assemble((f"{number(source.reward):>6}", "bold green"), f"  {source.name}", scores)
 
 

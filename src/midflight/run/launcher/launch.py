@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from midflight.errors import ConfigError, first_error
 from midflight.observe.memory import PeakMemory
 from midflight.observe.plot import draw_plot
 from midflight.observe.status import Phase, Status, WarmStartStatus, heldout
-from midflight.observe.summary import Summary, summarise, summary_table, write_summary
+from midflight.observe.summary import Said, Summary, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
+from midflight.run.launcher import opening
 from midflight.run.launcher.ring import PartFailed, Ring
 from midflight.run.parts import (
     Alarm,
@@ -58,8 +59,9 @@ FOLDERS = ("checkpoints", "first", "start", "reference", "model", "adapter", "we
 class Run:
     """A training run, from the launcher: what it shows, measures and leaves behind."""
 
-    def __init__(self, config: Config, terminal: Terminal, token: ControlToken) -> None:
-        self._config, self._terminal, self._token = config, terminal, token
+    def __init__(self, config: Config, terminal: Terminal, token: ControlToken, *, loss: Sequence[str] = ()) -> None:
+        """`loss`: the lines that say which is taken, where it is ours."""
+        self._config, self._terminal, self._token, self._loss = config, terminal, token, loss
         self._folder = Path(config.run.folder)
         self._began = time.monotonic()
         self._memory = PeakMemory(os.getpid())
@@ -106,6 +108,9 @@ class Run:
                 shown = accuracy if accuracy is not None else (before.accuracy if before else None)
                 warm = WarmStartStatus(step, section.max_steps, loss, shown, section.target_accuracy)
                 self.status = Status(name=self._config.run.name, phase=Phase.WARM_START, steps=self._config.run.steps, warm_start=warm)
+            case Ready(url) if url is not None:
+                self._terminal.say(f"gateway: {url}, with its token in {self._folder / 'endpoint.json'}")
+                return
             case Restarted(part, error, left):
                 self._terminal.say(f"{error}\n{part} is started again; {left} restarts are left.")
                 return
@@ -126,7 +131,8 @@ class Run:
     def conclude(self) -> Summary:
         """Writes summary and plot of what there is, also after an interruption or a failure."""
         primary = self._config.environment.sources[0].dataset
-        summary = summarise(self.status, primary=primary, seconds=self.seconds, peak_memory_mb=self._memory.peak_mb)
+        said = Said(tuple(self._loss), opening.remarks(self._config))
+        summary = summarise(self.status, primary=primary, seconds=self.seconds, peak_memory_mb=self._memory.peak_mb, said=said)
         write_summary(summary, self._folder / "summary.json")
         if self.status.step:
             try:
@@ -136,20 +142,24 @@ class Run:
         return summary
 
 
-def train(config: Config, *, resume: bool) -> int:
-    """Ctrl-C ends it within five seconds, with everything written and nothing left running; `--resume` goes on from there."""
+def train(config: Config, *, resume: bool, own_loss: str | None = None) -> int:
+    """Ctrl-C ends it within five seconds, with everything written and nothing left running; `--resume` goes on from there.
+
+    `own_loss`: what a loss of the user's own says of itself.
+    """
     folder = Path(config.run.folder)
     prepare(folder, resume=resume)
     if resume:
         check_same_model(config)
     with Terminal() as terminal:
-        run = Run(config, terminal, control_token(None))
+        terminal.say(opening.training(config, own_loss=own_loss))
+        run = Run(config, terminal, control_token(None), loss=opening.loss_lines(config, own_loss))
         warn(terminal, config, anonymous=False)
         try:
             status = main_task(run.train(resume=resume))
         finally:
             summary = run.conclude()
-        terminal.say(summary_table(summary))
+        terminal.say(summary_table(summary, run.status))
         made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/", "adapter/") if (folder / name).exists()]
         terminal.say(f"{folder}: {', '.join(made)}")
     return status
@@ -162,20 +172,20 @@ def rollouts(config: Config, *, token: str | None) -> int:
     folder = Path(config.run.folder)
     prepare(folder, resume=False)
     with Terminal() as terminal:
+        terminal.say(opening.rolling_out(config))
         run = Run(config, terminal, chosen)
         warn(terminal, config, anonymous=False)
 
         def hear(message: Message) -> None:
             if isinstance(message, Ready) and message.url is not None:
                 announce(terminal, message.url, chosen)
-                terminal.say(f"endpoint: {folder / 'endpoint.json'}")
             run.hear(message)
 
         try:
             status = main_task(run.roll_out(model, hear))
         finally:
             summary = run.conclude()
-        terminal.say(summary_table(summary))
+        terminal.say(summary_table(summary, run.status))
     return status
 
 
@@ -217,6 +227,7 @@ def serve(config: Config, *, token: str | None) -> int:
     """Engines and gateway, until Ctrl-C."""
     model, chosen = _model(config.model.path), control_token(token)
     with Terminal() as terminal:
+        terminal.say(opening.serving(config))
         warn(terminal, config, anonymous=True)
 
         def hear(message: Message) -> None:
@@ -233,6 +244,7 @@ def serve(config: Config, *, token: str | None) -> int:
 def evaluate(config: Config, model: Path) -> int:
     """The held-out score of a model folder, by the same environment, seeds and engine as in training."""
     with Terminal() as terminal:
+        terminal.say(opening.evaluating(config.model_copy(update={"model": config.model.model_copy(update={"path": model})})))
         last = Status()
 
         def hear(message: Message) -> None:
@@ -264,6 +276,7 @@ def engine(config: Config, *, host: str, port: int, token: str | None) -> int:
     chosen = control_token(token)
     guard = None if chosen.is_new and is_loopback(host) else chosen
     with Terminal() as terminal:
+        terminal.say(opening.serving(config, logs=False))
 
         def ready(url: str) -> None:
             terminal.say(f"ready: {url}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from starlette.routing import BaseRoute
 
+from midflight.config.derived import batch_rollouts
 from midflight.config.sections import Config
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.claimed import Board, Claimed
@@ -17,13 +18,14 @@ from midflight.environments.rollout import SharedClients
 from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
+from midflight.observe.alarms import Alarms
 from midflight.observe.journal import Journal, Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase
 from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route
 from midflight.run.api.session_routes import SessionRoutes
-from midflight.run.parts import TEACHER, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
+from midflight.run.parts import TEACHER, Alarm, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.system import RolloutSystem, held_out
 from midflight.text.tokenizer import Tokenizer
@@ -62,6 +64,7 @@ class RolloutProcess:
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
+        observers += [self._tell_alarm, self._alarms().apply]
         self._record = Observers(observers).apply
         self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
         self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
@@ -185,6 +188,18 @@ class RolloutProcess:
         return SamplingParams(max_tokens=section.max_tokens, temperature=section.temperature)
 
     # --- What the launcher sees --------------------------------------------------------------------------------------
+
+    def _alarms(self) -> Alarms:
+        learns_from_rewards = self._config.distillation.teacher is None
+        return Alarms(
+            lambda alarm: self._record(alarm),
+            log=str(Path(self._config.run.folder) / "logs" / "rollout.log"),
+            step_rollouts=batch_rollouts(self._config.rollout) if learns_from_rewards else None,
+        )
+
+    def _tell_alarm(self, fact: facts.Fact) -> None:
+        if isinstance(fact, facts.Alarmed):
+            self._launcher.tell(Alarm(fact.text))
 
     def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
         self._state.begin_phase(phase, num_tasks=num_tasks)

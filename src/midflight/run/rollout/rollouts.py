@@ -26,6 +26,7 @@ from midflight.environments.tasks import SeededStream
 from midflight.errors import RunFailed
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.routing import Reservation
+from midflight.observe.alarms import USE_THE_CLIENT
 from midflight.observe.status import Phase
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import Group, GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
@@ -33,7 +34,7 @@ from midflight.types.facts import GroupFinished, Record, SlotFreed, TrajectoryKe
 from midflight.weights.handover import Handover
 
 MAX_FAILED_GROUPS = 8
-"""Groups in a row of which not one rollout got a reward. More is no bad luck: the environment or the engines are broken."""
+"""Groups in a row of which not one rollout got a reward, or none asked the model. More is no bad luck: something is broken."""
 
 
 class Fates:
@@ -151,7 +152,7 @@ class RolloutStream:
         self._queue, self._books, self._stream, self._runner = queue, books, stream, runner
         self._ages, self._fates, self._record, self._room = ages, fates, record, room
         self._group_size, self._retries = group_size, retries
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = self._silent_in_a_row = 0
 
     async def run(self) -> None:
         """Runs until cancelled, which cancels the groups, or until too many groups in a row have failed."""
@@ -181,7 +182,8 @@ class RolloutStream:
         self._budget(trajectories)
 
     def _budget(self, trajectories: list[Trajectory]) -> None:
-        """An environment that always fails must not look like a run that is merely slow."""
+        """An environment that always fails, or never asks the model, must not look like a run that is merely slow."""
+        self._silent(trajectories)
         if any(t.reward is not None for t in trajectories):
             self._failed_in_a_row = 0
             return
@@ -191,6 +193,19 @@ class RolloutStream:
             raise RunFailed(
                 f"{self._failed_in_a_row} groups in a row got no reward; task {first.task_id} of {first.source} failed with "
                 f"{first.error or 'a reward of None'}; mend the environment or the engines, whose logs are in the run's folder."
+            )
+
+    def _silent(self, trajectories: list[Trajectory]) -> None:
+        """Groups with a reward and without a token: their agents asked another model, or none. A group that failed says nothing of that."""
+        first = next((t for t in trajectories if t.reward is not None), None)
+        if first is None or any(t.rows for t in trajectories):
+            self._silent_in_a_row = self._silent_in_a_row if first is None else 0
+            return
+        self._silent_in_a_row += 1
+        if self._silent_in_a_row >= MAX_FAILED_GROUPS:
+            raise RunFailed(
+                f"{self._silent_in_a_row} groups in a row were scored without an answer of the model, such as task {first.task_id} of "
+                f"{first.source} with reward {first.reward:g}: there is nothing to train on. {USE_THE_CLIENT}"
             )
 
 

@@ -1,0 +1,81 @@
+"""What a command says when it starts: in a few plain lines, what will happen and where to look."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from midflight.config import derived
+from midflight.config.checks import effective_loss, notes
+from midflight.config.sections import Config
+
+
+def training(config: Config, *, own_loss: str | None = None) -> str:
+    """Of `midflight train`."""
+    return "\n".join([*_beginning(config), *_learning(config, own_loss), *_where(config), *(f"note: {note}" for note in remarks(config))])
+
+
+def rolling_out(config: Config) -> str:
+    """Of `midflight rollouts`, where loss and weights are somebody else's."""
+    theirs = "trainer: yours, which draws batches and publishes weights at the address below"
+    return "\n".join([*_beginning(config), theirs, *_where(config), *(f"note: {note}" for note in remarks(config))])
+
+
+def serving(config: Config, *, logs: bool = True) -> str:
+    """Of `midflight serve`, and of `midflight engine`, which writes no logs."""
+    return f"serving {_model(config)} with {_engines(config)}" + (f"; logs: {config.run.folder / 'logs'}" if logs else "")
+
+
+def evaluating(config: Config) -> str:
+    """Of `midflight evaluate`."""
+    tasks = ", ".join(f"{source.heldout} of {source.dataset}" for source in config.environment.sources)
+    return f"asking {_model(config)} with {_engines(config)} held-out tasks: {tasks}; logs: {config.run.folder / 'logs'}"
+
+
+def loss_lines(config: Config, own_loss: str | None) -> tuple[str, ...]:
+    """The loss with every default filled in."""
+    return (*effective_loss(config), *(own_loss.splitlines() if own_loss else ()))
+
+
+def remarks(config: Config) -> tuple[str, ...]:
+    """What may surprise."""
+    cores = derived.core_note(config, os.cpu_count() or 1)
+    return (*notes(config), *([cores] if cores else []))
+
+
+def _beginning(config: Config) -> Iterator[str]:
+    rollout, target = config.rollout, config.warm_start.target_accuracy
+    until = f", or until the mean reward is {config.run.stop_at_reward:g}" if config.run.stop_at_reward else ""
+    yield f"{config.run.name}: {config.run.steps} steps{until}, each on {rollout.groups_per_step} groups of {rollout.group_size} rollouts"
+    warm = "" if target is None else f"; a supervised warm start comes first, until accuracy {target:g}"
+    yield f"model: {_model(config)}{warm}"
+    tasks = (f"{s.dataset}, {s.size} for training and {s.heldout} held out" for s in config.environment.sources)
+    yield f"tasks: {'; '.join(tasks)}; agent {config.environment.entry}"
+    stale = derived.worst_staleness(rollout)
+    age = (
+        f"no trained token is older than {stale.worst} versions" if stale.worst else "every batch is sampled by the version that it trains"
+    )
+    yield f"staleness: {age} ({rollout.stale_policy.value}); up to {derived.in_flight(rollout)} rollouts go on at once, with {_engines(config)}"
+
+
+def _learning(config: Config, own_loss: str | None) -> Iterator[str]:
+    first, *others = loss_lines(config, own_loss)
+    yield first if first.startswith("loss") else f"loss: {first}"
+    yield from (f"  {line}" for line in others)
+
+
+def _where(config: Config) -> Iterator[str]:
+    folder = config.run.folder
+    yield f"folder: {folder}, with numbers in metrics.jsonl and what the parts print in {folder / 'logs'}"
+
+
+def _engines(config: Config) -> str:
+    engine, number = config.engine, derived.num_engines(config.engine)
+    each = f"{number} {engine.kind} engine{'s' if number > 1 else ''}"
+    return f"{each} at {', '.join(engine.urls)}" if engine.urls else f"{each} on {engine.device}"
+
+
+def _model(config: Config) -> str:
+    origin = f"{Path(config.model.path)}" if config.model.path else "made here, with random weights"
+    return f"{derived.model_sizes(config.model).num_parameters:,} parameters in {config.model.dtype} ({origin})"
