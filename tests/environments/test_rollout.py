@@ -51,6 +51,15 @@ def test_i10_an_exception_of_the_environment_is_no_reward():
     assert trace.endswith("ZeroDivisionError: the scorer broke\n") and f'File "{__file__}"' in trace
 
 
+def test_the_secret_of_a_sessions_address_is_in_no_message():
+    async def refused(task, client):
+        raise OSError("404 of http://127.0.0.1:1/s/k1.Sup3rS3cret/v1")
+
+    rig = Rig(refused)
+    assert run(rig).error == "OSError: 404 of http://127.0.0.1:1/s/k1.../v1"
+    assert "of http://127.0.0.1:1/s/k1.../v1\n" in (rig.observer.rollouts[0].trace or "")
+
+
 @pytest.mark.parametrize("value", [float("nan"), "yes"])
 def test_i10_a_bad_reward_is_counted_as_an_error_and_the_rollout_goes_without(value):
     async def environment(task, client):

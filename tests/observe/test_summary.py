@@ -67,7 +67,7 @@ def test_without_an_evaluation_the_scores_are_null_not_zero() -> None:
 
 
 def test_the_table_shows_scores_and_counts() -> None:
-    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     console.print(summary_table(SUMMARY, STATUS))
     text = console.export_text()
     for words in (

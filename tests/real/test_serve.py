@@ -50,7 +50,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         command.until(lambda: "ready: " in command.said, "announcement of the address")
         command.until(lambda: "control token: " in command.said, "announcement of the token")
-        said = re.fullmatch(rf"serving .* with 2 embedded engines on cpu; logs: runs/run/logs\nready: http://127.0.0.1:{port}/v1\ncontrol token: (\S+)", command.said.strip())
+        said = re.fullmatch(
+            rf"serving .* with 2 embedded engines on cpu; logs: runs/run/logs\nready: http://127.0.0.1:{port}/v1\ncontrol token: (\S+)",
+            command.said.strip(),
+        )
         assert said is not None, command.said
         yield Served(command, f"http://127.0.0.1:{port}", said[1], folder)
     finally:

@@ -33,7 +33,7 @@ async def alone(engine: EmbeddedEngine, folder: Path, *, token: str | None = "se
     ready = asyncio.Event()
     with listen("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        site = OneEngineSite(Config(), folder, listener, url=url, token=token, ready=lambda url: ready.set())
+        site = OneEngineSite(Config(), folder, listener, url=url, token=token, ready=lambda url: ready.set(), alarmed=print)
         async with running(engine), asyncio.TaskGroup() as tasks:
             task = tasks.create_task(site.serve(engine, relay_steps, scorer=engine))
             await ready.wait()

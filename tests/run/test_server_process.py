@@ -224,7 +224,7 @@ def test_serve_starts_a_server_again_that_died_and_leaves_nothing_behind(python:
         command.end()
 
 
-def test_a_server_that_runs_already_is_spoken_for_and_left_running(python: Path, model: Path, tmp_path: Path) -> None:
+def test_a_server_that_runs_already_is_spoken_for_and_its_death_is_said(python: Path, model: Path, tmp_path: Path) -> None:
     port = free_port()
     with subprocess.Popen([python, "--port", str(port), "--model", model], stdout=subprocess.DEVNULL) as theirs:
         words = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{port}", "--port", 0]
@@ -234,9 +234,11 @@ def test_a_server_that_runs_already_is_spoken_for_and_left_running(python: Path,
             (url,) = re.findall(r"ready: (\S+)", command.said)
             with urllib.request.urlopen(f"{url}/model_info") as answer:
                 assert json.load(answer)["capabilities"]["max_context"] == 256
+            assert theirs.poll() is None
+            theirs.kill()
+            command.until(lambda: "alarm: engine gets no more requests: " in command.said, "word of its death")
             command.process.send_signal(signal.SIGTERM)
             assert command.wait(20) == 143
-            assert theirs.poll() is None
         finally:
             command.end()
             theirs.terminate()

@@ -180,8 +180,8 @@ def _failure(error: BaseException) -> Outcome:
     """The price of an error: the rollout, unless it says it is the run (then it is raised again)."""
     if isinstance(error, MidflightError) and error.cost is Cost.RUN:
         raise error
-    trace = "".join(traceback.format_exception(error))
-    return Outcome(None, f"{type(error).__name__}: {error}", trace[-MAX_TRACE:])
+    trace = without_secrets("".join(traceback.format_exception(error)))
+    return Outcome(None, without_secrets(f"{type(error).__name__}: {error}"), trace[-MAX_TRACE:])
 
 
 class Rollouts(Protocol):
@@ -241,12 +241,17 @@ LOGGERS = ("httpx", "httpx2", "openai._base_client")
 _SECRET = re.compile(r"(/s/[^/.\s]+\.)[^/\s]+")
 
 
+def without_secrets(text: str) -> str:
+    """`...` in place of the secret in the address of a session: messages name sessions by their id only."""
+    return _SECRET.sub(r"\1...", text)
+
+
 class HideSecrets(logging.Filter):
-    """Writes `...` for the secret in the address of a session: logs name sessions by their id only."""
+    """For logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        if (hidden := _SECRET.sub(r"\1...", message)) != message:
+        if (hidden := without_secrets(message)) != message:
             record.msg, record.args = hidden, ()
         return True
 

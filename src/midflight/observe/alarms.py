@@ -32,9 +32,9 @@ class Alarms:
 
     def __init__(
         self,
-        record: facts.Record,
+        record: Callable[[facts.Alarmed], None],
         *,
-        log: str,
+        log: str = "the log",
         step_rollouts: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

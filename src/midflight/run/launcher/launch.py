@@ -284,7 +284,11 @@ def engine(config: Config, *, host: str, port: int, token: str | None) -> int:
                 terminal.say(f"control token: {guard.value}")
 
         given = None if guard is None else guard.value
-        return main_task(serve_engine(config, config.model.path, host=host, port=port, token=given, ready=ready))
+
+        def alarmed(text: str) -> None:
+            terminal.say(f"alarm: {text}")
+
+        return main_task(serve_engine(config, config.model.path, host=host, port=port, token=given, ready=ready, alarmed=alarmed))
 
 
 def new_model(config: Config, folder: Path) -> int:

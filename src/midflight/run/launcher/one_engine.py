@@ -15,6 +15,8 @@ from midflight.config.sections import Config
 from midflight.engines.app import EngineCollector, EngineRoutes, ServedEngine, relay, relay_steps
 from midflight.engines.servers.engine import ServerEngine
 from midflight.gateway.http.http import build_app
+from midflight.observe.alarms import Alarms
+from midflight.observe.journal import Observers
 from midflight.observe.prometheus import Metrics
 from midflight.ports import Scorer
 from midflight.run.engine.companion import speak_for_server
@@ -30,14 +32,24 @@ NAME = "engine"
 E = TypeVar("E", bound=ServedEngine)
 
 
-async def serve_engine(config: Config, model: Path, *, host: str, port: int, token: str | None, ready: Callable[[str], None]) -> None:
-    """Until cancelled, or until the engine dies: nothing is started again here. `ready` gets the URL.
+async def serve_engine(
+    config: Config,
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    ready: Callable[[str], None],
+    alarmed: Callable[[str], None],
+) -> None:
+    """Until cancelled, or until the engine dies: nothing is started again here. `ready` gets the URL, `alarmed` what is wrong.
 
     With a token, everything but `/health` asks for it.
     """
     remove_left()
     with listen(host, port) as listener:
-        site = OneEngineSite(config, model, listener, url=f"http://{host}:{listener.getsockname()[1]}", token=token, ready=ready)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        site = OneEngineSite(config, model, listener, url=url, token=token, ready=ready, alarmed=alarmed)
         if config.engine.kind == "embedded":
             engine = await asyncio.to_thread(make_engine, config, model, name=NAME, version=0)
             await serve_while(engine.run(), site.serve(engine, relay_steps, scorer=engine))
@@ -55,17 +67,27 @@ class OneEngineSite:
     """What answers on the socket, once there is an engine."""
 
     def __init__(
-        self, config: Config, model: Path, listener: socket.socket, *, url: str, token: str | None, ready: Callable[[str], None]
+        self,
+        config: Config,
+        model: Path,
+        listener: socket.socket,
+        *,
+        url: str,
+        token: str | None,
+        ready: Callable[[str], None],
+        alarmed: Callable[[str], None],
     ) -> None:
         self._config, self._listener, self._url = config, listener, url
-        self._token, self._ready = token, ready
+        self._token, self._ready, self._alarmed = token, ready, alarmed
         self._tokenizer = Tokenizer.load(model)
 
     async def serve(self, engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], *, scorer: Scorer | None = None) -> None:
         """Waits for clients, for ever; ended by cancellation. A version that is committed from outside is one that the fleet serves."""
         metrics = Metrics()
         metrics.registry.register(EngineCollector(engine.reading))
-        serving = Serving(self._config, self._tokenizer, [engine], record=metrics.apply, version=0, anonymous=True)
+        alarms = Alarms(lambda alarm: self._alarmed(alarm.text))
+        record = Observers([metrics.apply, alarms.apply]).apply
+        serving = Serving(self._config, self._tokenizer, [engine], record=record, version=0, anonymous=True)
         serving.gateway.address = self._url
         routes = EngineRoutes(engine, wire, scorer=scorer, committed=partial(serving.fleet.served, engine.name))
         app = build_app(
