@@ -4,7 +4,7 @@ import pytest
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
 from midflight.gateway.sessions.history import Prompt, digest
-from midflight.gateway.sessions.tree import TokenTree, harvest
+from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message, Tokenizer
 from midflight.types import Finish, FinishReason, Reason, Segment, Turn
@@ -47,6 +47,35 @@ def test_the_next_turn_holds_the_earlier_one_verbatim() -> None:
     assert second.ids == tokenizer.encode("<|user|>hi<|end|><|assistant|>yo<|end|><|user|>bye<|end|><|assistant|>")
     assert second.parent is tree.nodes[0]
     assert (tree.num_branches, tree.num_mismatches) == (0, 0)
+
+
+def test_rollouts_that_begin_alike_share_one_prompt_and_others_do_not() -> None:
+    tokenizer = scripted_tokenizer()
+    matcher = Matcher(tokenizer)
+    trees = [TokenTree(tokenizer, matcher=matcher) for _ in range(3)]
+    first, again = (tree.plan_chat([USER]) for tree in trees[:2])
+    assert again is first and first.ids == tokenizer.encode("<|user|>hi<|end|><|assistant|>")
+    assert trees[2].plan_chat(talk("hi", "yo", "bye")).ids == tokenizer.encode(
+        "<|user|>hi<|end|><|assistant|>yo<|end|><|user|>bye<|end|><|assistant|>"
+    )
+    answered(trees[0], tokenizer, first, "yo<|end|>")
+    assert trees[0].plan_chat([USER]) is first, "asked once more: a second way on, from no turn"
+    assert trees[0].plan_chat(talk("hi", "yo", "bye")).parent is trees[0].nodes[0]
+    assert trees[1].plan_chat(talk("hi", "yo", "bye")).parent is None, "another session has no turns of the first"
+
+
+def test_of_first_prompts_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midflight.gateway.sessions.tree._MAX_KEPT", 2)
+    tokenizer = scripted_tokenizer()
+    matcher = Matcher(tokenizer)
+
+    def planned(text: str) -> Prompt:
+        return TokenTree(tokenizer, matcher=matcher).plan_chat(talk(text))
+
+    first, second = planned("a"), planned("b")
+    assert planned("a") is first, "asked again, so it is newer than b"
+    planned("c")
+    assert planned("a") is first and planned("b") is not second
 
 
 def test_ids_that_text_would_not_give_are_kept(bpe_tokenizer: Tokenizer) -> None:  # noqa: F811

@@ -73,7 +73,7 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
             param=call.name_of("max_tokens"),
         )
     merged = {**asked.given, "max_tokens": max_tokens, "min_tokens": _min_tokens(call, own, max_tokens)}
-    params = replace(own, **{"top_logprobs": 0, **merged})
+    params = own.changed(**{"top_logprobs": 0, **merged})
     _check_ids("stop_token_ids", "holds", params.stop_token_ids, call, limits)
     _check_ids("logit_bias", "names token", [i for i, _ in params.logit_bias], call, limits)
     return params
@@ -193,7 +193,7 @@ class Planner:
             request_id=own or f"{session.session_id}.{self._prefix}{self._serial:08d}",
             input_ids=prompt.ids,
             num_prompt_tokens=len(prompt.ids),
-            sampling=replace(sampling, seed=seed),
+            sampling=sampling.changed(seed=seed),
             eager=call.stream,
         )
         return Answer(

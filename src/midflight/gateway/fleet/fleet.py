@@ -276,7 +276,7 @@ class Fleet:
         return others or [name for name in healthy if self._members[name].version >= self._last_served]
 
     def _is_routable(self, engine: str) -> bool:
-        return self._members[engine].error is None and not self._holds.owners(engine)
+        return self._members[engine].error is None and not self._holds.held(engine)
 
     def _candidates(self, takers: Collection[str]) -> list[Candidate]:
         return [
@@ -302,8 +302,10 @@ class Fleet:
 
     def _only_held(self, evaluates: bool) -> bool:
         """Whether such a request waits for a hold to end: time that no deadline counts."""
+        if self._holds.none or self._holds.shut:
+            return self._holds.shut
         takers = self._takers(evaluates)
-        return self._holds.shut or (bool(takers) and all(self._holds.owners(name) for name in takers))
+        return bool(takers) and all(self._holds.held(name) for name in takers)
 
     def _changed(self) -> None:
         """Serves the lines, lets every allowance run or stand as the holds now say, and tells a new `served_version`."""
@@ -319,7 +321,7 @@ class Fleet:
                 _run_or_stand(allowance, stands=held)
         for name, member in self._members.items():
             for lease in member.leases:
-                _run_or_stand(lease.allowance, stands=bool(self._holds.owners(name)))
+                _run_or_stand(lease.allowance, stands=self._holds.held(name))
 
     def _settle_reservation(self) -> None:
         """It ends when it is over and its engine is one of the others again, or fell out."""

@@ -44,6 +44,15 @@ class Holds:
         """The names of those that hold the engine."""
         return tuple(sorted(self._all | self._one.get(engine, set())))
 
+    def held(self, engine: str) -> bool:
+        """Whether anybody holds it."""
+        return bool(self._all or self._one.get(engine))
+
+    @property
+    def none(self) -> bool:
+        """Whether no engine is held."""
+        return not (self._all or self._one)
+
     @property
     def shut(self) -> bool:
         """Whether all engines are held."""

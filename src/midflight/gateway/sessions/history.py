@@ -53,7 +53,7 @@ def beginnings(text: str, lengths: Iterable[int]) -> dict[int, bytes]:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A request's prompt in tokens, and the recorded turn it continues. It lives as long as its request."""
+    """A request's prompt in tokens, and the recorded turn it continues. Requests that begin alike may share one."""
 
     ids: tuple[int, ...]
     text: str | None

@@ -10,11 +10,12 @@ row; the first leaf (in order of recording) that holds a token trains it, in lat
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from midflight.errors import MidflightError
@@ -29,6 +30,10 @@ _PROBE = "Zq7x"
 
 _MAX_TWINS = 64
 """Turns with the same messages that are read back: beyond a usual best-of-n that said the same, and some milliseconds."""
+
+_MAX_KEPT, _MAX_KEPT_BYTES = 256, 16_384
+"""First prompts that are kept, and their length as JSON: those of some batches of groups, in 40 MB at most."""
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,22 @@ class Matcher:
     def __init__(self, tokenizer: Tokenizer, message_format: MessageFormat | None = None) -> None:
         self.tokenizer = tokenizer
         self._given_format = message_format
+        self._first: OrderedDict[bytes, Prompt] = OrderedDict()
+        """The prompts that conversations began with lately, the newest last."""
+
+    def first(self, messages: Sequence[Message], *, tools: Sequence[Message] | None, options: Mapping[str, Json] | None) -> Prompt:
+        """The prompt of a conversation that holds no reply, or none of this session's. The rollouts of a group begin alike, so it is
+        written and tokenised once for all of them."""
+        key = _encode((messages, tools, options))
+        prompt = self._first.pop(key, None)
+        if prompt is None:
+            text = self.tokenizer.render(messages, tools=tools, add_generation_prompt=True, options=options)
+            prompt = Prompt(self.tokenizer.encode(text), text, remembered.read(messages).chain[-1])
+        if len(key) <= _MAX_KEPT_BYTES:
+            self._first[key] = prompt
+        if len(self._first) > _MAX_KEPT:
+            self._first.popitem(last=False)
+        return prompt
 
     @cached_property
     def _format(self) -> MessageFormat:
@@ -168,6 +189,10 @@ class TokenTree:
     def plan_chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), options: Mapping[str, Json] | None = None) -> Prompt:
         """The prompt of a conversation: the longest recorded prefix verbatim, the rest tokenised."""
         written = [tool.as_json() for tool in tools] or None
+        if not self.nodes or all(message.get("role") != "assistant" for message in messages):
+            first = self._matcher.first(messages, tools=written, options=options)
+            parent = self._longest_prefix(first.ids)
+            return first if parent is None else replace(first, parent=parent)
         text = self._tokenizer.render(messages, tools=written, add_generation_prompt=True, options=options)
         history = remembered.read(messages)
         found = self._continued(Chat(text, messages, tools, options or {}), history)
