@@ -63,6 +63,7 @@ def test_what_the_pages_speak_of_is_where_help_says_and_the_demo_can_be_run_from
     shared = installed / "share" / "midflight"
     assert str(shared) in "".join(run(installed / "bin" / "midflight", "--help", cwd=tmp_path).split())
     assert "effective loss" in run(installed / "bin" / "midflight", "train", shared / "configs" / "demo.toml", "--dry-run", cwd=tmp_path)
+    assert {"README.md", "Makefile", "constraints.txt"} <= {path.name for path in shared.iterdir()}  # `make engines` holds there too
     for folder in ("configs", "docs", "engines", "examples"):
         theirs = {path.relative_to(shared) for path in (shared / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"}
         assert theirs == {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"}
