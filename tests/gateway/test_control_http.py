@@ -187,7 +187,9 @@ def test_two_operators_and_any_blow_to_the_engines_leave_every_request_answered_
                     await asyncio.sleep(seconds)
                     agents.ask(name, stream=stream, patience=patience)
             assert agents.num_told == len(asks)
-            await asyncio.sleep(100)  # an engine that hangs once more in the last resume comes back by itself
+            async with asyncio.timeout(100):  # an engine that hangs once more in the last resume comes back by itself
+                while any(state.error is not None for state in site.fleet.states()) or any(engine.paused for engine in site.engines):
+                    await asyncio.sleep(1)
         assert not site.control.paused and site.fleet.num_waiting == 0
         assert [(s.error, s.held_by, s.paused_by, s.num_requests) for s in site.fleet.states()] == [(None, (), (), 0)] * 2
         assert [engine.paused for engine in site.engines] == [None, None]

@@ -39,14 +39,14 @@ def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_i
     async def main() -> None:
         generator = InstantGenerator()
         gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262), max_sessions=SESSIONS)
-        call = CompletionCall((Messages(({"role": "user", "content": "q" * (PROMPT - 3)},)),))
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         handles = []
         for number in range(SESSIONS):
             handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
             session = gateway.session_for(path_token=handle.api_key, api_key=None)
-            await gateway.answers(gateway.prepare(session, call))
+            question = f"{number:06}" + "q" * (PROMPT - 9)
+            await gateway.answers(gateway.prepare(session, CompletionCall((Messages(({"role": "user", "content": question},)),))))
             handles.append(handle)
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()

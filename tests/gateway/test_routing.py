@@ -70,7 +70,7 @@ class Site:
 
 @pytest.mark.parametrize(("seed", "engines"), [(1, 2), (2, 4)])
 def test_affinity_keeps_prefixes_while_load_stays_even(seed: int, engines: int) -> None:
-    site = Site(seed=seed, engines=engines, seconds=120)
-    run_virtual(site.run(500 * engines))
+    site = Site(seed=seed, engines=engines, seconds=60)
+    run_virtual(site.run(250 * engines))
     assert site.prefix_hits() >= 0.9
     assert statistics.mean(site.skews) <= 1.3
