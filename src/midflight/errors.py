@@ -199,6 +199,19 @@ class EnvironmentFailed(MidflightError):
     blame = Blame.ENVIRONMENT
 
 
+class AgentFailed(EnvironmentFailed):
+    """An agent failed where its exception could not come from: another process, or a thread. The message begins with the exception's
+    class; `trace` is its traceback."""
+
+    def __init__(self, message: str, *, trace: str | None = None) -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+class AgentLost(EnvironmentFailed):
+    """The process of an agent ended through no fault of the agent's, which begins again elsewhere."""
+
+
 class BadReward(EnvironmentFailed):
     """A reward that is not a finite number or `None`."""
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from midflight.environments.agents import AgentsHere
 from midflight.environments.rollout import RolloutRunner
 from midflight.errors import Overloaded
 from midflight.types import Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task
@@ -131,8 +132,7 @@ class Rig:
     def runner(self, **options) -> RolloutRunner:
         return RolloutRunner(
             sessions=self.sessions,
-            client_for=lambda session: self.client,
-            environment=self.environment,
+            agents=AgentsHere(self.environment, client_for=lambda session: self.client, plain_client_for=lambda session: self.client),
             sampling=SamplingParams(),
             record=self.observer.apply,
             fates=self.fates,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from midflight.environments.rollout import SharedClients
+from midflight.environments.agents import SharedClients
 from midflight.types import GroupKey, RolloutKey
 
 from .fakes import FakeSession

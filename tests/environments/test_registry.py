@@ -27,7 +27,8 @@ class NeedsArguments:
     async def __call__(self, task, client): ...
 
 async def one_argument(task): ...
-def blocking(task, client): ...
+def plain_function(task, client): return 0.75
+class NoCall: ...
 async def plain(task, client): return 0.25
 value = 3
 """
@@ -74,8 +75,8 @@ def test_functions_and_classes_of_the_current_folder_load_and_run():
             "importing broken_environments failed with ModuleNotFoundError: No module named 'no_such_package_anywhere'",
         ),
         ("failing_environments:x", "importing failing_environments failed with ZeroDivisionError"),
-        ("my_environments:blocking", "not async: an environment is `async def name(task, client) -> reward`"),
-        ("my_environments:value", "is int 3 and not async"),
+        ("my_environments:value", "is int 3, which cannot be run: an environment is `async def name(task, client) -> reward`"),
+        ("my_environments:NoCall", "NoCall is type"),
         ("my_environments:one_argument", "cannot be called with (task, client): too many positional arguments"),
         ("my_environments:NeedsArguments", "cannot be called with (task, client): missing a required argument: 'model'"),
     ],
@@ -96,8 +97,8 @@ def test_the_decorator_checks_at_once_and_keeps_the_function():
         return 1.0
 
     assert (environment_name(scored), environment_name(named)) == ("scored", "other")
-    with pytest.raises(ConfigError, match="not async"):
+    with pytest.raises(ConfigError, match="cannot be run"):
 
         @environment
-        def blocking(task, client):
-            return 1.0
+        def several(task, client):
+            yield 1.0

@@ -6,7 +6,7 @@ import pytest
 from tests.facts import Facts
 from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, make_gateway
 
-from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected, SessionClosed, UnknownModel
+from midflight.errors import ContextExceeded, EngineUnavailable, RequestRejected, SessionClosed, Unauthorized, UnknownModel
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.answers.readers import Ongoing
 from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, Text, TokenIds, request_seed
@@ -306,6 +306,34 @@ def test_i8_recorded_turns_are_given_again_and_only_what_is_missing_is_generated
         generator.texts.append("new<|end|>")
         (answer,) = await second.answers(second.prepare(session, CompletionCall((Text("a"),))))
         assert answer.text == "new", "a retry of the rollout starts afresh"
+
+    run_virtual(main())
+
+
+def test_i8_i3_an_agent_that_begins_again_gets_its_turns_again_and_no_token_counts_twice() -> None:
+    async def main() -> None:
+        seen = Facts()
+        generator = ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>", "lost<|end|>"])
+        gateway = make_gateway(generator, record=seen.apply)
+        first = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+
+        async def ask(key: str, text: str) -> Answer:
+            session = gateway.session_for(path_token=key, api_key=None)
+            return (await gateway.answers(gateway.prepare(session, CompletionCall((Text(text),)))))[0]
+
+        assert not gateway.awaits(first.session_id)
+        before = [await ask(first.api_key, text) for text in ("a", "b", "not asked again")]
+        assert not gateway.awaits(first.session_id)
+        second = gateway.reopen(first.session_id)
+        assert second.session_id == first.session_id
+        with pytest.raises(Unauthorized):
+            gateway.session_for(path_token=first.api_key, api_key=None)
+        again = [await ask(second.api_key, text) for text in ("a", "b")]
+        assert [answer.turn for answer in again] == [answer.turn for answer in before[:2]] and len(generator.requests) == 3
+        record = gateway.close(first.session_id)
+        assert sum(row.num_trainable for row in record.rows) == sum(len(answer.turn.output_ids) for answer in again)
+        assert record.dropped == {Reason.ABANDONED: len(before[2].turn.output_ids)}
+        assert len(seen.of(TurnFinished)) == 3
 
     run_virtual(main())
 

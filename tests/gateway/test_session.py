@@ -11,7 +11,8 @@ from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 
 from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
-from midflight.gateway.sessions.session import Messages, Session, SessionRegistry, request_seed
+from midflight.gateway.sessions.registry import SessionRegistry
+from midflight.gateway.sessions.session import Messages, Session, request_seed
 from midflight.testing.script import scripted_tokenizer
 from midflight.text.formats import AssistantMessage
 from midflight.types import Chunk, Finish, FinishReason, GroupKey, Reason, RolloutKey, SamplingParams

@@ -18,8 +18,8 @@ from tests.facts import Facts
 from tests.gateway.offered import RecordingControl, ScriptedGenerator, make_gateway
 
 from midflight.config.sections import Config
+from midflight.environments.agents import hide_secrets
 from midflight.environments.claimed import Claimed
-from midflight.environments.rollout import hide_secrets
 from midflight.errors import UnknownLease
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedSessions

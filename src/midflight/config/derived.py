@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.config.sections import Config, EngineSection, LoraSection, ModelSection, RolloutSection
+from midflight.config.sections import Config, EngineSection, EnvironmentSection, LoraSection, ModelSection, RolloutSection
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 from midflight.types import StalePolicy, Version
 
@@ -44,6 +44,19 @@ def admission_limit(rollout: RolloutSection, served: Version) -> int:
 def num_engines(engine: EngineSection) -> int:
     """Engines of the run: the servers attached, else the processes started."""
     return len(engine.urls) or engine.count
+
+
+OWN_AGENTS = ("midflight.environments.single_turn:answer", "midflight.environments.claimed:claimed")
+"""Entries that run in the rollout process: they block nothing."""
+MAX_WORKERS = 8
+"""By default: more would rarely be busy, and each takes some 80 MB."""
+
+
+def num_workers(environment: EnvironmentSection, *, cores: int) -> int:
+    """Processes that run agents; with 0 they run in the rollout process. By default half as many as cores, two at least."""
+    if environment.workers is not None:
+        return 0 if environment.entry == OWN_AGENTS[1] else environment.workers
+    return 0 if environment.entry in OWN_AGENTS else min(MAX_WORKERS, max(2, cores // 2))
 
 
 def engine_slots(engine: EngineSection) -> int:

@@ -151,7 +151,9 @@ class SourceSection(Section):
 
 class EnvironmentSection(Section):
     entry: str = "midflight.environments.single_turn:answer"
-    """`module:function` of the environment: an async function `(task, client) -> reward`."""
+    """`module:function` of the environment: a function `(task, client) -> reward`, async or plain."""
+    workers: Count | None = None
+    """Processes that run agents; larger runs more at once that block or compute. 0 runs them in the rollout process, where one that blocks stops everything. Default: half the cores, from 2 to 8; 0 for Midflight's own environments."""
     sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
     """Where tasks come from."""
     max_tokens: Positive = 16

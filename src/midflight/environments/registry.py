@@ -1,31 +1,30 @@
 """Finding the environment that a configuration names.
 
-An environment is one async function `(task, client) -> reward`, or a class without constructor arguments whose instances are
-called like one. The decorator `environment` checks that where it is written, and may give it a name for reports.
+An environment is one function `(task, client) -> reward`, or a class without constructor arguments whose instances are called like
+one. An async one gets an async client; a plain one a synchronous client, and a thread for each rollout. The decorator `environment` checks that where it is written, and may give it a name for reports.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, overload
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast, overload
 
 from midflight.entries import load_entry
 from midflight.errors import ConfigError
 from midflight.types import Task
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
 F = TypeVar("F", bound=Callable[..., Any])
-SHAPE = "an environment is `async def name(task, client) -> reward`, or a class with `async def __call__(self, task, client)`"
+SHAPE = (
+    "an environment is `async def name(task, client) -> reward`, the same with `def`, or a class with such a `__call__(self, task, client)`"
+)
 _NAME = "__environment_name__"
 
 
 class Environment(Protocol):
-    """What a rollout runs. The result is checked by `checked_reward`, so its type is anything."""
+    """What a rollout runs: a coroutine function or a plain one. The result is checked by `checked_reward`, so its type is anything."""
 
-    def __call__(self, task: Task, client: AsyncOpenAI, /) -> Coroutine[Any, Any, object]: ...
+    def __call__(self, task: Task, client: Any, /) -> Any: ...
 
 
 @overload
@@ -58,13 +57,20 @@ def load_environment(entry: str) -> Environment:
 
 def _check_shape(found: object, where: str) -> None:
     """`ConfigError` unless `found` can be called as an environment."""
-    call = getattr(found, "__call__", None) if inspect.isclass(found) or not inspect.isroutine(found) else found  # noqa: B004
-    if call is None or not inspect.iscoroutinefunction(call):
-        raise ConfigError(f"{where} is {type(found).__name__} {found!r} and not async: {SHAPE}.")
+    call = _call_of(found)
+    if call is None or inspect.isasyncgenfunction(call) or inspect.isgeneratorfunction(call):
+        raise ConfigError(f"{where} is {type(found).__name__} {found!r}, which cannot be run: {SHAPE}.")
     try:
         _bind(found, call)
     except TypeError as error:
         raise ConfigError(f"{where} cannot be called with (task, client): {error}; {SHAPE}.") from None
+
+
+def _call_of(found: object) -> Callable[..., object] | None:
+    """What runs when `found` is called, or for a class when its instances are; None if neither can be."""
+    if inspect.isclass(found):
+        return next((cls.__dict__["__call__"] for cls in found.__mro__ if "__call__" in cls.__dict__), None)
+    return found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
 
 
 def _bind(found: object, call: Callable[..., object]) -> None:

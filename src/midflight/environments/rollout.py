@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from midflight.allowance import Allowance, Expired
-from midflight.environments.registry import Environment
-from midflight.errors import BadReward, ConfigError, Cost, MidflightError, RolloutTimeout
+from midflight.environments.agents import AgentHost, without_secrets
+from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, RolloutTimeout
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 from midflight.types.facts import Record, RolloutEnded
-
-if TYPE_CHECKING:
-    from httpx2 import AsyncBaseTransport as Transport
-    from openai import AsyncOpenAI
 
 
 class FateSink(Protocol):
@@ -54,8 +48,7 @@ class RolloutRunner:
         self,
         *,
         sessions: Sessions,
-        client_for: Callable[[SessionHandle], AsyncOpenAI],
-        environment: Environment,
+        agents: AgentHost,
         sampling: SamplingParams,
         rollout_seconds: float,
         record: Record,
@@ -65,12 +58,10 @@ class RolloutRunner:
     ) -> None:
         """`paused_seconds` is the time generation has stood paused since some fixed instant, a pause going on now included.
 
-        `client_for` builds the agent's client for a session; the caller owns and closes its connections.
         `tracked=False` is evaluation: `fates` hears nothing of it.
         """
         self._sessions = sessions
-        self._client_for = client_for
-        self._environment = environment
+        self._agents = agents
         self._sampling = sampling
         self._rollout_seconds = rollout_seconds
         self._record = record
@@ -102,10 +93,10 @@ class RolloutRunner:
         return self._finish(key, task, outcome, record=record, started=started)
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
-        allowance = Allowance(self._rollout_seconds, excused=self._paused_seconds)
+        allowance = Allowance(self._rollout_seconds, excused=lambda: self._paused_seconds() + self._agents.excused(session.session_id))
         try:
             async with allowance:
-                reward = await self._environment(task, self._client_for(session))
+                reward = await self._agents.run(task, session)
             if allowance.expired:  # the environment caught the cancellation and answered after all
                 return _failure(self._timeout_error(task))
             return Outcome(checked_reward(reward, task=task))
@@ -180,6 +171,8 @@ def _failure(error: BaseException) -> Outcome:
     """The price of an error: the rollout, unless it says it is the run (then it is raised again)."""
     if isinstance(error, MidflightError) and error.cost is Cost.RUN:
         raise error
+    if isinstance(error, AgentFailed):
+        return Outcome(None, without_secrets(str(error)), without_secrets(error.trace or "") or None)
     trace = without_secrets("".join(traceback.format_exception(error)))
     return Outcome(None, without_secrets(f"{type(error).__name__}: {error}"), trace[-MAX_TRACE:])
 
@@ -234,67 +227,6 @@ class GroupRunner:
                     self._fates.rows_discarded(key, trajectory.rows, reason=Reason.NO_REWARD)
                 trajectory = await self._rollouts.run(key, task)
             return trajectory
-
-
-LOGGERS = ("httpx", "httpx2", "openai._base_client")
-"""Loggers that write the address of every request once logging is on. The address of a session holds its secret."""
-_SECRET = re.compile(r"(/s/[^/.\s]+\.)[^/\s]+")
-
-
-def without_secrets(text: str) -> str:
-    """`...` in place of the secret in the address of a session: messages name sessions by their id only."""
-    return _SECRET.sub(r"\1...", text)
-
-
-class HideSecrets(logging.Filter):
-    """For logs."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if (hidden := without_secrets(message)) != message:
-            record.msg, record.args = hidden, ()
-        return True
-
-
-_hide = HideSecrets()
-
-
-def hide_secrets() -> None:
-    """Hides them in the logs of the clients' libraries from now on. May be called again."""
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(_hide)
-
-
-class SharedClients:
-    """Makes the client of a session; an async context manager that closes the pool. Clients need not be closed.
-
-    Proxies of the surroundings are not used: the gateway is ours. Requests have no deadline of their own, because a paused
-    gateway may keep them waiting; the rollout has one. There may be as many connections as rollouts, which are bounded.
-    """
-
-    def __init__(self, *, transport: Transport | None = None) -> None:
-        """`transport` takes the place of the network, for agents in the gateway's own process."""
-        try:
-            import openai
-        except ImportError as error:
-            raise ConfigError("environments need the package openai; install it with: pip install 'midflight[openai]'.") from error
-        hide_secrets()
-        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
-        pool = openai.DefaultAsyncHttpxClient(trust_env=False, limits=limits, transport=transport)
-        self._template = openai.AsyncOpenAI(base_url="http://unused.invalid/v1", api_key="unused", http_client=pool, timeout=None)
-
-    def client_for(self, session: SessionHandle) -> AsyncOpenAI:
-        return self._template.with_options(base_url=session.base_url, api_key=session.api_key)
-
-    async def __aenter__(self) -> SharedClients:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Waits until the connections are closed; they end by themselves."""
-        await self._template.close()
 
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)

@@ -33,6 +33,7 @@ class ProcessKind(StrEnum):
     """The kinds of process a run is made of."""
 
     ENGINE = "engine"
+    WORKER = "worker"
     ROLLOUT = "rollout"
     TRAINER = "trainer"
 
@@ -79,11 +80,22 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     """URL by engine name."""
     teacher: str | None = None
     """URL of the engine that scores and generates nothing, where there is one."""
+    worker_token: str | None = None
+    """Of the processes that run agents; without one they run in this process."""
     purpose: Purpose = Purpose.TRAIN
     version: int = 0
     """The version that the engines start with."""
     checkpoint: int | None = None
     """Version of the checkpoint that the run goes on from; none starts a new one."""
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, tag="worker"):
+    """Of a process that runs agents. It gets no control token: its own opens nothing but rollouts that it is given."""
+
+    name: str
+    url: str
+    """Of the rollout process."""
+    token: str
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
@@ -98,7 +110,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     """The file through which several ranks find each other; no other attempt has it."""
 
 
-Spec = EngineSpec | RolloutSpec | TrainerSpec
+Spec = EngineSpec | WorkerSpec | RolloutSpec | TrainerSpec
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -150,11 +162,18 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
-    """The launcher's own: a part died and is started again, which may happen `left` more times."""
+    """The launcher's own: a part died and is started again, which may happen `left` more times, without a limit where that is None."""
 
     part: str
     error: str
-    left: int
+    left: int | None
+
+
+class Condemned(msgspec.Struct, frozen=True, tag="condemned"):
+    """The rollout process asks for a worker to be ended and started again."""
+
+    part: str
+    why: str
 
 
 class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
@@ -163,7 +182,7 @@ class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
     text: str
 
 
-Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Alarm
+Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Condemned | Alarm
 
 encode = msgspec.json.Encoder().encode
 decode_message = msgspec.json.Decoder(Message).decode

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from midflight.config.sections import Config
+from midflight.environments.agents import AgentsHere, SharedClients
 from midflight.environments.registry import Environment
-from midflight.environments.rollout import SharedClients
 from midflight.environments.tasks import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase
@@ -208,8 +208,10 @@ async def open_ring(
         asyncio.TaskGroup() as requests,
         SharedClients(transport=MemoryTransport(build_app(serving.gateway, serving.control), requests)) as clients,
     ):
+        given = partial(client_for, serving) if client_for else clients.client_for
+        host = AgentsHere(environment, client_for=given, plain_client_for=clients.plain_client_for)
         system = RolloutSystem(
-            Agents(config, serving, environment, partial(client_for, serving) if client_for else clients.client_for, record),
+            Agents(config, serving, host, record),
             sources=sources,
             store=Store(folder / "store.sqlite", run=config.run.name),
             phases=phases,

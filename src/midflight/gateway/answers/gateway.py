@@ -15,7 +15,8 @@ from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import EngineLimits, Job, Planner
 from midflight.gateway.answers.readers import Ongoing, Requests
 from midflight.gateway.sessions.history import RecordedTurns
-from midflight.gateway.sessions.session import CompletionCall, Messages, OpenSession, Session, SessionRegistry, Source, Text
+from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
+from midflight.gateway.sessions.session import CompletionCall, Messages, Session, Source, Text
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, Version
@@ -97,11 +98,25 @@ class Gateway:
         record = self._sessions.close(session_id)
         if first:
             self._record(SessionEnded(record.num_turns, record.num_branches, record.num_rewritten, record.num_mismatches))
+        self._end_requests(session_id)
+        self._generator.forget(session_id)
+        return record
+
+    def reopen(self, session_id: str) -> OpenSession:
+        """The same session for an agent that begins again after the one before was lost: it is given its completed turns again, as far as
+        it asks for them (I8). What runs in it is cancelled."""
+        handle = self._sessions.reopen(session_id, address=self.address)
+        self._end_requests(session_id)
+        return handle
+
+    def awaits(self, session_id: str) -> bool:
+        """Whether the last request of the session's agent has had no answer."""
+        return self._sessions.get(session_id).awaits
+
+    def _end_requests(self, session_id: str) -> None:
         for scope in self._scopes.pop(session_id, ()):
             scope.reschedule(asyncio.get_running_loop().time())
-        self._generator.forget(session_id)
         self.requests.forget_session(session_id)
-        return record
 
     def oldest_version(self, session_id: str) -> Version | None:
         """Of the tokens received so far, those of running requests too."""
@@ -210,17 +225,18 @@ class Gateway:
                 told = ongoing.hear if job.call.stream else _told_whole
                 await self._generator.generate(answer, affinity=affinity, may_abort=job.call.may_abort, told=told)
             turn = answer.close()
-            session.finished(answer, turn, reply=answer.text, message=answer.message)
-            self._tell(session, turn)
+            if session.finished(answer, turn, reply=answer.text, message=answer.message):
+                self._tell(session, turn)
         except RequestRejected as refused:  # by an engine, which names fields as `SamplingParams` does
             refused.param = refused.param and job.call.name_of(refused.param)
             raise
         finally:
             self.num_running -= 1
             session.abandoned(answer)
-        seconds = asyncio.get_running_loop().time() - started
-        num_versions = len({segment.version for segment in turn.segments})
-        self._record(TurnFinished(session.session_id, len(turn.prompt_ids), len(turn.output_ids), num_versions, turn.num_resumes, seconds))
+        if recorded is None or not session.recorded.in_session:  # else it was counted when it was generated
+            seconds, num_versions = asyncio.get_running_loop().time() - started, len({segment.version for segment in turn.segments})
+            length, num_resumes = len(turn.output_ids), turn.num_resumes
+            self._record(TurnFinished(session.session_id, len(turn.prompt_ids), length, num_versions, num_resumes, seconds))
         ongoing.hear()
 
     def _tell(self, session: Session, turn: Turn) -> None:

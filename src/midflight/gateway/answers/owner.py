@@ -16,7 +16,7 @@ from itertools import islice
 
 from midflight.errors import RewardFixed, Unauthorized, UnknownSession
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.sessions.session import OpenSession, shown
+from midflight.gateway.sessions.registry import OpenSession, shown
 from midflight.types import GroupKey, Json, Kind, RolloutKey, SamplingParams, SessionRecord
 from midflight.wire.edge import same_token
 

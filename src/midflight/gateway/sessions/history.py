@@ -22,7 +22,7 @@ import msgspec
 from midflight.errors import RequestRejected
 from midflight.text import Message
 from midflight.text.formats import AssistantMessage
-from midflight.types import FinishReason, GenerateRequest, Json, Segment, Turn
+from midflight.types import Finish, GenerateRequest, Json, Segment, Turn
 
 _ID_BYTES = 4
 
@@ -91,7 +91,7 @@ class Node:
     logprobs: bytes
     """float32, one for each output id."""
     segments: tuple[Segment, ...]
-    reason: FinishReason
+    finish: Finish
     policy_sampled: bool
     num_overshoot: int
     respelled: bool
@@ -115,7 +115,7 @@ class Node:
             output=packed(turn.output_ids),
             logprobs=struct.pack(f"<{len(turn.logprobs)}f", *turn.logprobs),
             segments=turn.segments,
-            reason=turn.finish.reason,
+            finish=turn.finish,
             policy_sampled=turn.policy_sampled,
             num_overshoot=turn.num_overshoot,
             respelled=prompt.respelled,
@@ -124,6 +124,13 @@ class Node:
             reply_digest=text_digest(reply),
             num_reply_letters=len(reply),
         )
+
+    @property
+    def turn(self) -> Turn:
+        """As it was recorded, but for how often it was resumed."""
+        prompt, output = unpacked(self.packed_ids[: self.num_prompt * _ID_BYTES]), unpacked(self.output)
+        logprobs = struct.unpack(f"<{len(output)}f", self.logprobs)
+        return Turn(prompt, output, logprobs, self.segments, self.finish, self.policy_sampled, self.num_overshoot)
 
     @property
     def num_prompt(self) -> int:
@@ -159,6 +166,20 @@ class RecordedTurns:
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns = list(turns)
+
+        self.in_session = False
+        """Whether they are of the session itself, which has counted them: one that is not given again is lost."""
+
+    def and_those_of(self, nodes: Iterable[Node]) -> RecordedTurns:
+        """These, after the turns of a session whose agent begins again."""
+        every = RecordedTurns([*(node.turn for node in nodes), *self._turns])
+        every.in_session = True
+        return every
+
+    @property
+    def num_lost(self) -> int:
+        """Tokens of the session that have not been given again."""
+        return sum(len(turn.output_ids) + turn.num_overshoot for turn in self._turns) if self.in_session else 0
 
     def take(self, request: GenerateRequest) -> Turn | None:
         for place, turn in enumerate(self._turns):

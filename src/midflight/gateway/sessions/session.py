@@ -1,27 +1,20 @@
-"""An agent's request, free of any wire format. And sessions: one rollout's address, its token tree and its turns; and all sessions by id,
-with their secrets. Synchronous.
-
-A session's token is `<id>.<secret>`: the address or API key of its agent. Its owner has another, `<id>.<other secret>`. With that
-one the session can be scored, read and ended, which its agent must not do. Only the id is ever printed.
-"""
+"""An agent's request, free of any wire format. And its session: one rollout's token tree and its turns. Synchronous."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
-from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
 from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
 from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
 from midflight.text import Message, Tokenizer
-from midflight.text.formats import AssistantMessage, MessageFormat, Tool
+from midflight.text.formats import AssistantMessage, Tool
 from midflight.types import FinishReason, Grammar, Json, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, Version
-from midflight.wire.edge import same_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +160,7 @@ class Session:
         self._asked: Counter[bytes] = Counter()
         """How often each prompt was asked, by the digest of its ids."""
         self._dropped: Counter[Reason] = Counter()
-        self._num_requests = 0
+        self._num_requests = self._num_answered = 0
 
     def plan(self, source: Source) -> Prompt:
         match source:
@@ -193,6 +186,20 @@ class Session:
         """Choices under way."""
         return len(self._open)
 
+    @property
+    def awaits(self) -> bool:
+        """Whether the last request of its agent has had no answer."""
+        return self._num_requests > self._num_answered
+
+    def begin_again(self) -> None:
+        """For an agent that begins again: it is given its completed turns as they were (I8). What still runs is abandoned."""
+        for answer in list(self._open):
+            self.abandoned(answer)
+        self.recorded = self.recorded.and_those_of(self.tree.nodes)
+        self.tree = self.tree.emptied()
+        self._asked.clear()
+        self._num_requests = self._num_answered = 0
+
     def next_request(self) -> int:
         self._num_requests += 1
         return self._num_requests
@@ -212,10 +219,15 @@ class Session:
         """Its tokens count from now on; `finished` or `abandoned` must follow."""
         self._open.add(answer)
 
-    def finished(self, answer: UnderWay, turn: Turn, *, reply: str, message: AssistantMessage) -> None:
+    def finished(self, answer: UnderWay, turn: Turn, *, reply: str, message: AssistantMessage) -> bool:
+        """False if it was abandoned before, in `begin_again`: it belongs to no turn."""
+        if answer not in self._open:
+            return False
         self._end(answer)
+        self._num_answered = max(self._num_answered, answer.number)
         if self.key is not None:
             self.tree.record(answer.prompt, turn, reply=reply, request=answer.number, message=message)
+        return True
 
     def abandoned(self, answer: UnderWay) -> None:
         """The request was cancelled or failed: its tokens are dropped(abandoned), once (I3). After `finished` it does nothing."""
@@ -229,16 +241,16 @@ class Session:
         for answer in list(self._open):
             self.abandoned(answer)
         self.closed = True
-        nodes = self.tree.nodes
+        nodes, not_given_again = self.tree.nodes, self.recorded.num_lost
         result = harvest(nodes, count_all_choices=self.count_all_choices)
         return SessionRecord(
             session_id=self.session_id,
             rows=result.rows,
             num_turns=len(nodes),
             num_branches=self.tree.num_branches,
-            truncated=any(node.reason is FinishReason.LENGTH for node in nodes),
+            truncated=any(node.finish.reason is FinishReason.LENGTH for node in nodes),
             masked=dict(result.masked),
-            dropped=dict(result.dropped + +self._dropped),
+            dropped=dict(result.dropped + +self._dropped + +Counter({Reason.ABANDONED: not_given_again})),
             failed_requests=self.failed_requests,
             num_rewritten=self.tree.num_rewritten,
             num_mismatches=self.tree.num_mismatches,
@@ -261,125 +273,3 @@ def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: i
     label = f"{run_name}|{run_seed}|{kind}{group.epoch}|{group.index}|{group.attempt}|{key.sample}|{occurrence}|"
     digest = hashlib.blake2b(label.encode("ascii", "backslashreplace") + packed(prompt_ids), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-PREFIX = "mf-"
-"""Begins every session id, so that a session's token is told from any other API key."""
-
-_REMEMBERED = 10_000
-"""Ended sessions that still answer 410; older ones are unknown. A record without rows is some hundred bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSession:
-    """What an environment's runner gets (`SessionHandle`). The secrets stay out of its repr."""
-
-    session_id: str
-    base_url: str = field(repr=False)
-    api_key: str = field(repr=False)
-    owner_token: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Secrets:
-    agent: str = field(repr=False)
-    owner: str = field(repr=False)
-
-
-class SessionRegistry:
-    def __init__(self, tokenizer: Tokenizer, *, max_sessions: int, message_format: MessageFormat | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._matcher = Matcher(tokenizer, message_format)
-        self._max_sessions = max_sessions
-        self._live: dict[str, Session] = {}
-        self._secrets: dict[str, _Secrets] = {}
-        self._ended: OrderedDict[str, SessionRecord] = OrderedDict()
-        self._serial = 0
-
-    def __contains__(self, session_id: str) -> bool:
-        """Whether the session is live."""
-        return session_id in self._live
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def open(
-        self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, address: str, count_all_choices: bool = False
-    ) -> OpenSession:
-        if len(self._live) >= self._max_sessions:
-            raise Overloaded(f"opening a session: {len(self._live)} are open, the most allowed. Close some, or raise gateway.max_sessions.")
-        self._serial += 1
-        session_id = f"{PREFIX}{key}-{self._serial}"
-        drawn = _Secrets(secrets.token_urlsafe(18), secrets.token_urlsafe(18))
-        self._live[session_id] = Session(
-            session_id,
-            self._tokenizer,
-            key=key,
-            sampling=sampling,
-            tracked=tracked,
-            matcher=self._matcher,
-            count_all_choices=count_all_choices,
-        )
-        self._secrets[session_id] = drawn
-        token = f"{session_id}.{drawn.agent}"
-        return OpenSession(session_id, f"{address}/s/{token}/v1", token, f"{session_id}.{drawn.owner}")
-
-    def close(self, session_id: str) -> SessionRecord:
-        """The session's record. Its tokens are handed over once (I3): closing again gives the record without rows."""
-        session = self._live.pop(session_id, None)
-        if session is None:
-            return self._ended_record(session_id)
-        record = session.close()
-        self._ended[session_id] = replace(record, rows=(), masked={}, dropped={}, failed_requests=0)
-        if len(self._ended) > _REMEMBERED:
-            forgotten, _ = self._ended.popitem(last=False)
-            self._secrets.pop(forgotten, None)
-        return record
-
-    def get(self, session_id: str) -> Session:
-        """A live session by id, for its owner in this process."""
-        session = self._live.get(session_id)
-        if session is None:
-            self._ended_record(session_id)
-            raise SessionClosed(f"session {session_id} has ended: open a new one.")
-        return session
-
-    def authorised(self, token: str) -> Session:
-        """The live session that a client's token names."""
-        session_id, _, secret = token.partition(".")
-        if not same_token(secret, self._known(session_id).agent):
-            raise Unauthorized(f"wrong secret for session {session_id}: use the address or key that was given for it.")
-        return self.get(session_id)
-
-    def check_owner(self, session_id: str, token: str) -> None:
-        """`Unauthorized` unless the token is the owner's of this session. Holds also after its end, as long as it is remembered."""
-        named, _, secret = token.partition(".")
-        if named != session_id or not same_token(secret, self._known(session_id).owner):
-            raise Unauthorized(f"not the owner of session {shown(session_id)}: use the owner token that was given when it was opened.")
-
-    def owner_token(self, session_id: str) -> str:
-        """The owner's token of a session of this process, for the worker outside that runs its rollout."""
-        return f"{session_id}.{self._known(session_id).owner}"
-
-    def is_session_token(self, api_key: str) -> bool:
-        return api_key.startswith(PREFIX) and "." in api_key
-
-    def _known(self, session_id: str) -> _Secrets:
-        known = self._secrets.get(session_id)
-        if known is None:
-            raise UnknownSession(f"there is no session {shown(session_id)}: use the address that was given for the session.")
-        return known
-
-    def _ended_record(self, session_id: str) -> SessionRecord:
-        record = self._ended.get(session_id)
-        if record is None:
-            raise UnknownSession(f"there is no session {shown(session_id)}: use one that `open` returned.")
-        return record
-
-    def __repr__(self) -> str:
-        return f"<SessionRegistry of {len(self._live)}>"
-
-
-def shown(name: str) -> str:
-    """What may be printed of a name that should be a session's: tokens are sent in its place, too."""
-    return repr(name.partition(".")[0][:80]) if name.startswith(PREFIX) else "of that name"

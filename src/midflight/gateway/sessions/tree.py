@@ -186,6 +186,10 @@ class TokenTree:
         self.num_mismatches = 0
         """Answered prompts whose text, tokenised anew, would have had other ids than those reused."""
 
+    def emptied(self) -> TokenTree:
+        """A new one for the same session."""
+        return TokenTree(self._tokenizer, matcher=self._matcher)
+
     def plan_chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), options: Mapping[str, Json] | None = None) -> Prompt:
         """The prompt of a conversation: the longest recorded prefix verbatim, the rest tokenised."""
         written = [tool.as_json() for tool in tools] or None

@@ -22,7 +22,7 @@ from midflight.environments.rollout import LARGEST_REWARD
 from midflight.errors import NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
-from midflight.gateway.sessions.session import SessionRegistry
+from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.service import PREFIX
 from midflight.trajectories.packing import pack, to_bytes
 from midflight.types import Batch, Group, Json, PackedBatch, Row, SamplingParams, Trajectory, Version

@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         if self.running:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)  # Not by asyncio's own, which may take the exit status from the task that waits for it.
+                # Not by asyncio's own, which may take the exit status from the task that waits for it. What agents have started ends with them.
+                (os.killpg if self.part is parts.ProcessKind.WORKER else os.kill)(self.pid, number)
 
 
 async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
@@ -162,7 +164,7 @@ def die_with_parent() -> None:
 def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[Any, parts.Launcher], Awaitable[None]]:
     """Imports a part, which for trainer and embedded engine means torch. Done before the spec is known: it takes seconds.
 
-    The environment comes with the rollout process: one that cannot be imported is found now, not after the warm start.
+    The environment comes with the process that runs agents: one that cannot be imported is found now, not after the warm start.
     """
     if part is parts.ProcessKind.ENGINE and list(arguments) == ["embedded"]:
         from midflight.run.engine.engine_process import run_engine
@@ -172,6 +174,11 @@ def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[An
         from midflight.run.engine.companion import run_companion
 
         return run_companion
+    if part is parts.ProcessKind.WORKER:
+        from midflight.environments.registry import load_environment
+        from midflight.run.worker.worker_process import run_worker
+
+        return partial(run_worker, environment=load_environment(arguments[0]))
     if part is parts.ProcessKind.ROLLOUT:
         from midflight.environments.registry import load_environment
         from midflight.run.rollout.rollout_process import run_rollout
@@ -247,6 +254,7 @@ def main() -> int:
             {
                 parts.ProcessKind.ENGINE: parts.EngineSpec,
                 parts.ProcessKind.ROLLOUT: parts.RolloutSpec,
+                parts.ProcessKind.WORKER: parts.WorkerSpec,
                 parts.ProcessKind.TRAINER: parts.TrainerSpec,
             }[part],
         )

@@ -111,8 +111,8 @@ class Run:
             case Ready(url) if url is not None:
                 self._terminal.say(f"gateway: {url}, with its token in {self._folder / 'endpoint.json'}")
                 return
-            case Restarted(part, error, left):
-                self._terminal.say(f"{error}\n{part} is started again; {left} restarts are left.")
+            case Restarted():
+                self._terminal.say(told(message))
                 return
             case Alarm(text):
                 self._terminal.say(f"alarm: {text}")
@@ -196,6 +196,11 @@ def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
         terminal.say(f"control token: {token.value}")
 
 
+def told(restarted: Restarted) -> str:
+    left = "" if restarted.left is None else f"; {restarted.left} restarts are left"
+    return f"{restarted.error}\n{restarted.part} is started again{left}."
+
+
 def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
     if (warning := exposure(config.gateway.host, anonymous=anonymous)) is not None:
         terminal.say(warning)
@@ -234,7 +239,7 @@ def serve(config: Config, *, token: str | None) -> int:
             if isinstance(message, Ready) and message.url is not None:
                 announce(terminal, f"{message.url}/v1", chosen)
             elif isinstance(message, Restarted):
-                terminal.say(f"{message.error}\n{message.part} is started again; {message.left} restarts are left.")
+                terminal.say(told(message))
             elif isinstance(message, Alarm):
                 terminal.say(f"alarm: {message.text}")
 

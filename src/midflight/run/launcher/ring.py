@@ -4,6 +4,7 @@
 |---|---|---|---|
 | `Ring._rank` (one each) | a trainer process's messages | its end; that of the first is the trainer's | the process |
 | `Ring._rollout` | the rollout process's messages | its end, which is an error before the trainer's | cancellation |
+| `Ring._worker` (one each) | the worker's messages | its end; then it starts it again | cancellation, or starts that fail |
 | `Ring._engine` (one each) | the engine's messages | its end; then it starts it again | cancellation, or a spent budget |
 
 Torch-free: this process only watches.
@@ -24,13 +25,14 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.config.derived import num_engines
+from midflight.config.derived import num_engines, num_workers
 from midflight.config.sections import Config
 from midflight.errors import first_error
 from midflight.run.launcher.child import Child, PartFailed, error_of, stop_all
 from midflight.run.launcher.scratch import remove_left, scratch_folder, segment_name
 from midflight.run.parts import (
     TEACHER,
+    Condemned,
     Endpoint,
     EngineSpec,
     Failed,
@@ -45,6 +47,7 @@ from midflight.run.parts import (
     RolloutSpec,
     Spec,
     TrainerSpec,
+    WorkerSpec,
     remove_endpoint,
     serve_while,
     write_endpoint,
@@ -53,6 +56,8 @@ from midflight.wire.server import listen
 
 WRITING_SECONDS = 2.0
 """Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
+MAX_FAILED_STARTS = 3
+"""Of one worker in a row, before the run fails: its connection is refused, or the machine has no room for it."""
 LAST_WORDS_SECONDS = 0.5
 """To read what ended processes left in their pipes."""
 OWN_REASON_SECONDS = 1.0
@@ -85,6 +90,11 @@ class Ring:
         self._control_token = control_token
         self._engine_token = secrets.token_urlsafe(24)
         self._engine_restarts = config.run.restarts
+        self._worker_token = secrets.token_urlsafe(24)
+        self._joined: set[str] = set()
+        """Workers that have come up."""
+        self._condemned: dict[str, str] = {}
+        """Why workers were ended that hung."""
         self._segment = segment_name(Path(config.run.folder))
         self.children: list[Child] = []
 
@@ -103,11 +113,12 @@ class Ring:
         with scratch_folder(self._segment) as self._scratch:
             engines = [self._engine(part) for part in self._engines]
             rollout = self._rollout(purpose)
+            workers = [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
             try:
                 if purpose is Purpose.TRAIN:
-                    await serve_while(self._trainer(resume=resume), rollout, *engines)
+                    await serve_while(self._trainer(resume=resume), rollout, *engines, *workers)
                 else:
-                    await serve_while(rollout, *engines)
+                    await serve_while(rollout, *engines, *workers)
             finally:
                 for made in (self._socket, *(part.listener for part in self._engines)):
                     made.close()
@@ -147,7 +158,9 @@ class Ring:
             raise PartFailed(str(lost)) from lost
 
     async def _rollout(self, purpose: Purpose) -> None:
-        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", sockets=[self._socket], arguments=[self._config.environment.entry])
+        has_agents = purpose is not Purpose.SERVE and not self._num_workers(purpose)
+        entry = [self._config.environment.entry] * has_agents
+        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", sockets=[self._socket], arguments=entry)
         addresses = {part.name: part.address for part in self._engines}
         teacher = addresses.pop(TEACHER, None)
 
@@ -161,6 +174,7 @@ class Ring:
                 control_token=self._control_token,
                 engines=addresses,
                 teacher=teacher,
+                worker_token=self._worker_token if self._num_workers(purpose) else None,
                 purpose=purpose,
                 version=model.version,
                 checkpoint=model.checkpoint,
@@ -169,6 +183,27 @@ class Ring:
         await self._brief_and_follow(rollout, spec)
         if purpose is Purpose.TRAIN:
             raise PartFailed("the rollout process ended before the trainer did")
+
+    def _num_workers(self, purpose: Purpose) -> int:
+        return 0 if purpose is Purpose.SERVE else num_workers(self._config.environment, cores=os.cpu_count() or 1)
+
+    async def _worker(self, name: str) -> None:
+        """Runs one process of agents, and starts it again whenever it dies, as agents may have it. `PartFailed` if it does not come up."""
+        failed_starts, error = 0, ""
+        while failed_starts < MAX_FAILED_STARTS:
+            worker = await self._start(ProcessKind.WORKER, name, arguments=[self._config.environment.entry])
+            try:
+                await worker.tell(WorkerSpec(name, self.url, self._worker_token))
+                await self._follow(worker)
+                error = f"{name} ended, though nobody asked it to"
+            except (PartFailed, PartLost) as failure:
+                error = str(failure)
+            failed_starts = 0 if name in self._joined else failed_starts + 1
+            self._joined.discard(name)
+            worker.signal(signal.SIGKILL)
+            await worker.ended()
+            self._on_message(Restarted(name, self._condemned.pop(name, error), None))
+        raise PartFailed(f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran an agent: {error}")
 
     async def _engine(self, part: EnginePart) -> None:
         """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
@@ -222,6 +257,13 @@ class Ring:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
+    def _end_worker(self, condemned: Condemned) -> None:
+        """It hangs, and is started again by whoever waits for its end."""
+        self._condemned[condemned.part] = f"{condemned.why}. It was ended."
+        for child in self.children:
+            if child.name == condemned.part:
+                child.signal(signal.SIGKILL)
+
     async def _last_words(self) -> None:
         """What parts said while they ended: the last status. Waits for nothing but bytes that are there."""
         with suppress(TimeoutError):
@@ -247,6 +289,10 @@ class Ring:
                 self._model.set_result(message)
             if isinstance(message, Ready) and message.url is not None:
                 self._write_endpoint(message.url)
+            if isinstance(message, Ready) and child.part is ProcessKind.WORKER:
+                self._joined.add(child.name)
+            if isinstance(message, Condemned):
+                self._end_worker(message)
             self._on_message(message)
         if (status := await child.ended()) != 0:
             raise PartFailed(str(child.died(status)))

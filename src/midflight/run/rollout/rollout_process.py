@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from starlette.routing import BaseRoute
 
 from midflight.config.derived import batch_rollouts
 from midflight.config.sections import Config
 from midflight.engines.remote import RemoteEngine
+from midflight.environments.agents import AgentHost, AgentsHere, SharedClients
 from midflight.environments.claimed import Board, Claimed
+from midflight.environments.crew import Crew
 from midflight.environments.registry import load_environment
-from midflight.environments.rollout import SharedClients
 from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
@@ -25,7 +29,8 @@ from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase
 from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route
 from midflight.run.api.session_routes import SessionRoutes
-from midflight.run.parts import TEACHER, Alarm, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
+from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
+from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.system import RolloutSystem, held_out
 from midflight.text.tokenizer import Tokenizer
@@ -51,6 +56,17 @@ async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
             Purpose.SERVE: process.serve,
         }
         await serve_while(mains[spec.purpose](), *(remote.run() for remote in process.remotes), process.report())
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """Where the agents of this process run, and what it takes."""
+
+    host: AgentHost
+    routes: Sequence[BaseRoute] = ()
+    services: Sequence[Coroutine[Any, Any, None]] = ()
+    board: Board | None = None
+    """Where outsiders claim rollouts."""
 
 
 class RolloutProcess:
@@ -83,10 +99,10 @@ class RolloutProcess:
         """For our trainer it ends only by the launcher, because it may still read our last answer; for another, after that answer."""
         sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
         serving = await self._attached(anonymous=False)
-        async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
-            environment, teacher = load_environment(self._config.environment.entry), self._scoring()
+        async with self._hosting(serving) as hosting:
+            teacher = self._scoring()
             system = RolloutSystem(
-                Agents(self._config, serving, environment, clients.client_for, self._record),
+                Agents(self._config, serving, hosting.host, self._record),
                 sources=sources,
                 store=Store(Path(self._config.run.folder) / "store.sqlite", run=self._config.run.name),
                 phases=self,
@@ -103,23 +119,22 @@ class RolloutProcess:
                 served=serving.fleet.served_version,
                 finished=finished.set,
             )
-            board = environment.board if isinstance(environment, Claimed) else None
-            routes = [*trainer.routes(), score_route(teacher, token=self._spec.control_token)]
-            http = self._http(serving, routes, board=board)
+            routes = [*trainer.routes(), score_route(teacher, token=self._spec.control_token), *hosting.routes]
+            services = (self._http(serving, routes, board=hosting.board), *hosting.services)
             if self._spec.purpose is Purpose.TRAIN:
-                await serve_while(system.run(), http)
+                await serve_while(system.run(), *services)
             else:
-                await serve_while(finished.wait(), system.run(), http)
+                await serve_while(finished.wait(), system.run(), *services)
 
     async def evaluate(self) -> None:
         """Ends with the scores."""
         sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
         serving = await self._attached(anonymous=False)
-        async with asyncio.TaskGroup() as requests, self._clients(serving, requests) as clients:
-            environment = load_environment(self._config.environment.entry)
-            evaluator = Agents(self._config, serving, environment, clients.client_for, self._record).evaluator(serving.gateway)
+        async with self._hosting(serving) as hosting:
+            evaluator = Agents(self._config, serving, hosting.host, self._record).evaluator(serving.gateway)
             self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
-            await evaluator.run(held_out(sources), version=self._spec.version)
+            evaluating = evaluator.run(held_out(sources), version=self._spec.version)
+            await serve_while(evaluating, self._http(serving, hosting.routes, board=hosting.board), *hosting.services)
             self.begin_phase(Phase.DONE)
 
     async def serve(self) -> None:
@@ -144,10 +159,21 @@ class RolloutProcess:
             return None
         return Teacher(self._teacher, temperature=self._config.environment.temperature, seconds=self._config.distillation.score_seconds)
 
-    def _clients(self, serving: Serving, requests: asyncio.TaskGroup) -> SharedClients:
-        """The agents of this process talk to the gateway in memory; any other comes by HTTP. Neither may pause it."""
+    @asynccontextmanager
+    async def _hosting(self, serving: Serving) -> AsyncGenerator[Hosting]:
+        """Where agents run: in workers, whose code this process never sees, or here. Here they talk to the gateway in memory, and like any
+        other agent may not pause it. Waits at its end for requests that are still being answered."""
+        if self._spec.worker_token is not None:
+            crew = Crew(serving.gateway, say=lambda text: self._launcher.tell(Alarm(text)))
+            watch = watch_workers(crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why)))
+            yield Hosting(crew, WorkerRoutes(crew, token=self._spec.worker_token).routes(), services=(watch,))
+            return
         app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
-        return SharedClients(transport=MemoryTransport(app, requests))
+        environment = load_environment(self._config.environment.entry)
+        board = environment.board if isinstance(environment, Claimed) else None
+        async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests)) as clients:
+            here = AgentsHere(environment, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
+            yield Hosting(here, board=board)
 
     async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
         owned = OwnedSessions(serving.gateway, session_seconds=self._config.gateway.session_seconds)
@@ -159,8 +185,9 @@ class RolloutProcess:
             metrics=self._metrics.registry,
             extra_routes=[*routes, *self._common_routes(serving, owned, board)],
         )
+        address = None if self._spec.purpose is Purpose.EVALUATE else serving.gateway.address
         await serve_while(
-            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready(serving.gateway.address))),
+            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready(address))),
             serving.health.run(),
             serving.rejoin.run(),
             SessionExpiry(owned).run(),

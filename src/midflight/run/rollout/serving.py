@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from midflight.config.sections import Config
+from midflight.environments.agents import AgentHost
 from midflight.environments.evaluation import Evaluator
-from midflight.environments.registry import Environment
 from midflight.environments.rollout import RolloutRunner
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
@@ -25,16 +24,13 @@ from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
-from midflight.ports import Engine, SessionHandle, Sessions
+from midflight.ports import Engine, Sessions
 from midflight.run.rollout.rollouts import Fates
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import SamplingParams, Version
 from midflight.types.facts import Record
 from midflight.weights.handover import Handover
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 HEALTH_SECONDS = 1.0
 """Between readings of an engine's progress; a crash shows at once by its connection, this finds stalls."""
@@ -109,8 +105,7 @@ class Serving:
 class Agents:
     config: Config
     serving: Serving
-    environment: Environment
-    client_for: Callable[[SessionHandle], AsyncOpenAI]
+    host: AgentHost
     record: Record
 
     def runner(self, sessions: Sessions, fates: Fates, *, tracked: bool) -> RolloutRunner:
@@ -118,8 +113,7 @@ class Agents:
         environment = self.config.environment
         return RolloutRunner(
             sessions=sessions,
-            client_for=self.client_for,
-            environment=self.environment,
+            agents=self.host,
             sampling=SamplingParams(max_tokens=environment.max_tokens, temperature=environment.temperature),
             rollout_seconds=environment.rollout_seconds,
             record=self.record,

@@ -1,0 +1,191 @@
+"""How an agent is run: with which client, on which thread, and on a task of its own. `AgentHost` is where a rollout has that done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from midflight.environments.registry import Environment
+from midflight.errors import AgentFailed, ConfigError
+from midflight.ports import SessionHandle
+from midflight.types import Task
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncBaseTransport as Transport
+    from openai import AsyncOpenAI, OpenAI
+
+
+class AgentHost(Protocol):
+    async def run(self, task: Task, session: SessionHandle) -> object:
+        """Runs an agent on its own copy of the task. Waits for what it returns, which is not checked yet; raises what it raises. Ended by
+        the agent, or by cancellation, after which nothing of it is heard any more."""
+        ...
+
+    def excused(self, session_id: str) -> float:
+        """Seconds of the rollout's deadline that were not the agent's: it had no place to run."""
+        ...
+
+
+class AgentsHere:
+    """Implements `AgentHost` on the event loop of this process; a plain function gets a thread of its own for each rollout."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        client_for: Callable[[SessionHandle], AsyncOpenAI],
+        plain_client_for: Callable[[SessionHandle], OpenAI],
+    ) -> None:
+        """Both make the client of a session; the caller owns and closes their connections."""
+        self._environment, self._client_for, self._plain_client_for = environment, client_for, plain_client_for
+        self._is_async = is_async(environment)
+
+    async def run(self, task: Task, session: SessionHandle) -> object:
+        own = replace(task, data=copy.deepcopy(task.data))
+        if self._is_async:
+            return await self._environment(own, self._client_for(session))
+        return await in_thread(functools.partial(self._environment, own, self._plain_client_for(session)))
+
+    def excused(self, session_id: str) -> float:
+        del session_id
+        return 0.0
+
+
+def is_async(environment: Environment) -> bool:
+    """Whether it is to be awaited; else it is a plain function."""
+    return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(getattr(environment, "__call__", None))  # noqa: B004
+
+
+async def in_thread(work: Callable[[], object]) -> object:
+    """Waits for a thread of its own, which ends no process that ends before it. After a cancellation nobody hears of it any more."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[object] = loop.create_future()
+
+    def tell(value: object, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(value) if error is None else done.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except Exception as failure:
+            error = AgentFailed(f"StopIteration: {failure}") if isinstance(failure, StopIteration) else failure
+        except BaseException as failure:  # it would end the loop
+            error = AgentFailed(f"{type(failure).__name__}: {failure}")
+        with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
+            loop.call_soon_threadsafe(tell, value, error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await done
+
+
+# --- Clients ----------------------------------------------------------------------------------------------------------
+
+
+LOGGERS = ("httpx", "httpx2", "openai._base_client")
+"""Loggers that write the address of every request once logging is on. The address of a session holds its secret."""
+_SECRET = re.compile(r"(/s/[^/.\s]+\.)[^/\s]+")
+
+
+def without_secrets(text: str) -> str:
+    """`...` in place of the secret in the address of a session: messages name sessions by their id only."""
+    return _SECRET.sub(r"\1...", text)
+
+
+class HideSecrets(logging.Filter):
+    """For logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if (hidden := without_secrets(message)) != message:
+            record.msg, record.args = hidden, ()
+        return True
+
+
+_hide = HideSecrets()
+
+
+def hide_secrets() -> None:
+    """Hides them in the logs of the clients' libraries from now on. May be called again."""
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_hide)
+
+
+class SharedClients:
+    """Makes the client of a session; an async context manager that closes the pools. Clients need not be closed, and an agent that closes
+    its own takes no other along: that does nothing, and a pool that was closed all the same is made anew.
+
+    Proxies of the surroundings are not used: the gateway is ours. Requests have no deadline of their own, because a paused
+    gateway may keep them waiting; the rollout has one. There may be as many connections as rollouts, which are bounded.
+    """
+
+    def __init__(self, *, transport: Transport | None = None) -> None:
+        """`transport` takes the place of the network, for agents on the event loop of the gateway's own process."""
+        hide_secrets()
+        self._sdk = _Sdk()
+        self._transport = transport
+        self._client: AsyncOpenAI = self._sdk.client(transport)
+        self._plain: OpenAI | None = None
+
+    def client_for(self, session: SessionHandle) -> AsyncOpenAI:
+        if self._client.is_closed():
+            self._client = self._sdk.client(self._transport)
+        return self._client.with_options(base_url=session.base_url, api_key=session.api_key)
+
+    def plain_client_for(self, session: SessionHandle) -> OpenAI:
+        """For an agent in a thread of its own. It goes over the network, also where `transport` is given."""
+        if self._plain is None or self._plain.is_closed():
+            self._plain = self._sdk.plain_client()
+        return self._plain.with_options(base_url=session.base_url, api_key=session.api_key)
+
+    async def __aenter__(self) -> SharedClients:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Waits until the connections are closed; they end by themselves."""
+        await self._sdk.openai.AsyncOpenAI.close(self._client)
+        if self._plain is not None:
+            self._sdk.openai.OpenAI.close(self._plain)
+
+
+class _Sdk:
+    """The package `openai`, and its clients but for a `close` that leaves the pool to the others. Importing it takes a second."""
+
+    def __init__(self) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise ConfigError("environments need the package openai; install it with: pip install 'midflight[openai]'.") from error
+
+        class SessionClient(openai.AsyncOpenAI):
+            async def close(self) -> None:
+                """Does nothing."""
+
+        class PlainSessionClient(openai.OpenAI):
+            def close(self) -> None:
+                """Does nothing."""
+
+        self.openai, self._client, self._plain_client = openai, SessionClient, PlainSessionClient
+        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
+        self._pool: dict[str, Any] = {"trust_env": False, "limits": limits}
+        self._options: dict[str, Any] = {"base_url": "http://unused.invalid/v1", "api_key": "unused", "timeout": None}
+
+    def client(self, transport: Transport | None) -> AsyncOpenAI:
+        return self._client(http_client=self.openai.DefaultAsyncHttpxClient(transport=transport, **self._pool), **self._options)
+
+    def plain_client(self) -> OpenAI:
+        return self._plain_client(http_client=self.openai.DefaultHttpxClient(**self._pool), **self._options)

@@ -1,0 +1,147 @@
+"""All sessions by id, with their secrets. Synchronous.
+
+A session's token is `<id>.<secret>`: the address or API key of its agent. Its owner has another, `<id>.<other secret>`. With that
+one the session can be scored, read and ended, which its agent must not do. Only the id is ever printed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
+from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.tree import Matcher
+from midflight.text import Tokenizer
+from midflight.text.formats import MessageFormat
+from midflight.types import RolloutKey, SamplingParams, SessionRecord
+from midflight.wire.edge import same_token
+
+PREFIX = "mf-"
+"""Begins every session id, so that a session's token is told from any other API key."""
+
+_REMEMBERED = 10_000
+"""Ended sessions that still answer 410; older ones are unknown. A record without rows is some hundred bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """What an environment's runner gets (`SessionHandle`). The secrets stay out of its repr."""
+
+    session_id: str
+    base_url: str = field(repr=False)
+    api_key: str = field(repr=False)
+    owner_token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Secrets:
+    agent: str = field(repr=False)
+    owner: str = field(repr=False)
+
+
+class SessionRegistry:
+    def __init__(self, tokenizer: Tokenizer, *, max_sessions: int, message_format: MessageFormat | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._matcher = Matcher(tokenizer, message_format)
+        self._max_sessions = max_sessions
+        self._live: dict[str, Session] = {}
+        self._secrets: dict[str, _Secrets] = {}
+        self._ended: OrderedDict[str, SessionRecord] = OrderedDict()
+        self._serial = 0
+
+    def __contains__(self, session_id: str) -> bool:
+        """Whether the session is live."""
+        return session_id in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def open(
+        self, key: RolloutKey, *, sampling: SamplingParams, tracked: bool, address: str, count_all_choices: bool = False
+    ) -> OpenSession:
+        if len(self._live) >= self._max_sessions:
+            raise Overloaded(f"opening a session: {len(self._live)} are open, the most allowed. Close some, or raise gateway.max_sessions.")
+        self._serial += 1
+        session_id = f"{PREFIX}{key}-{self._serial}"
+        self._live[session_id] = Session(
+            session_id,
+            self._tokenizer,
+            key=key,
+            sampling=sampling,
+            tracked=tracked,
+            matcher=self._matcher,
+            count_all_choices=count_all_choices,
+        )
+        return self._with_new_secrets(session_id, address)
+
+    def reopen(self, session_id: str, *, address: str) -> OpenSession:
+        """The same session for an agent that begins again, under new secrets: the old ones open nothing any more."""
+        self.get(session_id).begin_again()
+        return self._with_new_secrets(session_id, address)
+
+    def _with_new_secrets(self, session_id: str, address: str) -> OpenSession:
+        drawn = self._secrets[session_id] = _Secrets(secrets.token_urlsafe(18), secrets.token_urlsafe(18))
+        token = f"{session_id}.{drawn.agent}"
+        return OpenSession(session_id, f"{address}/s/{token}/v1", token, f"{session_id}.{drawn.owner}")
+
+    def close(self, session_id: str) -> SessionRecord:
+        """The session's record. Its tokens are handed over once (I3): closing again gives the record without rows."""
+        session = self._live.pop(session_id, None)
+        if session is None:
+            return self._ended_record(session_id)
+        record = session.close()
+        self._ended[session_id] = replace(record, rows=(), masked={}, dropped={}, failed_requests=0)
+        if len(self._ended) > _REMEMBERED:
+            forgotten, _ = self._ended.popitem(last=False)
+            self._secrets.pop(forgotten, None)
+        return record
+
+    def get(self, session_id: str) -> Session:
+        """A live session by id, for its owner in this process."""
+        session = self._live.get(session_id)
+        if session is None:
+            self._ended_record(session_id)
+            raise SessionClosed(f"session {session_id} has ended: open a new one.")
+        return session
+
+    def authorised(self, token: str) -> Session:
+        """The live session that a client's token names."""
+        session_id, _, secret = token.partition(".")
+        if not same_token(secret, self._known(session_id).agent):
+            raise Unauthorized(f"wrong secret for session {session_id}: use the address or key that was given for it.")
+        return self.get(session_id)
+
+    def check_owner(self, session_id: str, token: str) -> None:
+        """`Unauthorized` unless the token is the owner's of this session. Holds also after its end, as long as it is remembered."""
+        named, _, secret = token.partition(".")
+        if named != session_id or not same_token(secret, self._known(session_id).owner):
+            raise Unauthorized(f"not the owner of session {shown(session_id)}: use the owner token that was given when it was opened.")
+
+    def owner_token(self, session_id: str) -> str:
+        """The owner's token of a session of this process, for the worker outside that runs its rollout."""
+        return f"{session_id}.{self._known(session_id).owner}"
+
+    def is_session_token(self, api_key: str) -> bool:
+        return api_key.startswith(PREFIX) and "." in api_key
+
+    def _known(self, session_id: str) -> _Secrets:
+        known = self._secrets.get(session_id)
+        if known is None:
+            raise UnknownSession(f"there is no session {shown(session_id)}: use the address that was given for the session.")
+        return known
+
+    def _ended_record(self, session_id: str) -> SessionRecord:
+        record = self._ended.get(session_id)
+        if record is None:
+            raise UnknownSession(f"there is no session {shown(session_id)}: use one that `open` returned.")
+        return record
+
+    def __repr__(self) -> str:
+        return f"<SessionRegistry of {len(self._live)}>"
+
+
+def shown(name: str) -> str:
+    """What may be printed of a name that should be a session's: tokens are sent in its place, too."""
+    return repr(name.partition(".")[0][:80]) if name.startswith(PREFIX) else "of that name"

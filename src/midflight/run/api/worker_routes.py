@@ -1,0 +1,108 @@
+"""Where workers reach the rollout process: one WebSocket each, behind a token that opens nothing else.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `WorkerRoutes._serve` (one each worker) | its words | the next | the worker; its end ends it |
+| `_Line.drain` (one each worker) | rollouts and cancellations for it | the next | rollouts that begin and end |
+| `watch_workers` | the crew | its interval | time |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from midflight.environments.crew import Assignment, Crew, HungWorker, Seat
+from midflight.errors import AgentFailed, ConfigError
+from midflight.run.api import worker_wire as wire
+from midflight.wire.edge import bearer_in, body_of, headers_of, json_answer, route, same_token
+
+LOOK_SECONDS = 1.0
+"""Between two looks for workers that hang."""
+
+
+class WorkerRoutes:
+    def __init__(self, crew: Crew, *, token: str) -> None:
+        self._crew, self._token = crew, token
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return [WebSocketRoute(wire.PATH, self._serve), route(wire.BLOCKED_PATH, self._blocked, token=self._token)]
+
+    async def _serve(self, socket: WebSocket) -> None:
+        """Waits for the worker's words; ended by the loss of its connection, with which its agents are lost."""
+        if not same_token(bearer_in(headers_of(socket.scope)), self._token):
+            return await socket.close(code=1008)
+        await socket.accept()
+        line, seat = _Line(), None
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(line.drain(socket))
+            try:
+                with suppress(WebSocketDisconnect, msgspec.DecodeError):
+                    while True:
+                        seat = self._heard(line, seat, await socket.receive_text())
+            finally:
+                if seat is not None:
+                    self._crew.leave(seat)
+                sending.cancel()
+        return None
+
+    def _heard(self, line: _Line, seat: Seat | None, text: str) -> Seat:
+        match wire.decode_from_worker(text):
+            case wire.Joined(name):
+                return self._crew.join(name, line)
+            case said if seat is None:
+                raise msgspec.DecodeError(f"{said} before the name")
+            case wire.AgentEnded() as ended:
+                self._crew.hear(seat)
+                self._crew.ended(seat, ended.session_id, reward=ended.reward, error=_error(ended))
+            case _:
+                self._crew.hear(seat)
+        return seat
+
+    async def _blocked(self, request: Request) -> Response:
+        said = await body_of(request, wire.LoopBlocked)
+        self._crew.blocked(said.name, said.session_id, where=said.where, seconds=said.seconds)
+        return json_answer({})
+
+
+def _error(ended: wire.AgentEnded) -> Exception | None:
+    if ended.error is None:
+        return None
+    return ConfigError(ended.error) if ended.ends_run else AgentFailed(ended.error, trace=ended.trace)
+
+
+class _Line:
+    """Implements the crew's `ToWorker`: what is on its way to one worker. Bounded by the rollouts in flight, which admission limits."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[wire.RunAgent | wire.CancelAgent] = asyncio.Queue()
+
+    def run(self, job: Assignment) -> None:
+        task, session = job.task, job.session
+        data = json.dumps(dict(task.data))
+        self._messages.put_nowait(wire.RunAgent(session.session_id, session.base_url, session.api_key, task.id, task.source, data))
+
+    def cancel(self, session_id: str) -> None:
+        self._messages.put_nowait(wire.CancelAgent(session_id))
+
+    async def drain(self, socket: WebSocket) -> None:
+        """Waits for what is to be sent; ended by its task group, or by the loss of the connection."""
+        with suppress(WebSocketDisconnect, RuntimeError):  # Starlette's for a socket that is closed already
+            while True:
+                await socket.send_text(wire.encode(await self._messages.get()).decode())
+
+
+async def watch_workers(crew: Crew, condemn: Callable[[HungWorker], None]) -> None:
+    """Waits for the interval to pass, for ever; ended by its task group."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        for hung in crew.look():
+            condemn(hung)

@@ -1,0 +1,211 @@
+"""A worker: agents of many rollouts on one event loop, or in threads, with a thread that watches the loop.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `Worker.run` | rollouts and cancellations | the next | the rollout process; its end ends the worker |
+| `Worker._beat` | nothing | its interval | time |
+| `LoopWatch._run`, a thread | the loop's beats | its interval | time |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+import aiohttp
+
+from midflight.environments.agents import AgentsHere, SharedClients, is_async
+from midflight.environments.registry import Environment
+from midflight.environments.rollout import checked_reward
+from midflight.errors import Cost, MidflightError
+from midflight.run.api import worker_wire as wire
+from midflight.run.parts import Launcher, PartLost, Ready, WorkerSpec
+from midflight.types import Task
+from midflight.wire.client import LOSSES, HttpClient
+
+_log = logging.getLogger(__name__)
+HEARTBEAT_SECONDS = 600.0
+"""For the rollout process to answer a ping: long, because the worker dies with the launcher and the ring anyway."""
+AGAIN_SECONDS = 5.0
+"""After which an agent that has swallowed its cancellation is cancelled once more."""
+LOOK_SECONDS = 0.25
+BLOCKED_SECONDS = 1.0
+"""A loop that has not turned for so long is blocked: the rollout process is told by whom, now and every second."""
+MAX_TRACE = 20_000
+"""Characters of a traceback that are told, from its end."""
+
+_running: ContextVar[str] = ContextVar("session_id")
+"""The session of the agent that the code belongs to; tasks that an agent starts inherit it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Implements `SessionHandle`."""
+
+    session_id: str
+    base_url: str
+    api_key: str
+
+
+async def run_worker(spec: WorkerSpec, launcher: Launcher, environment: Environment) -> None:
+    """Until the launcher ends it, or the rollout process is gone."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)  # there is nothing to save, and an agent may hold the loop
+        signal.signal(number, signal.SIG_DFL)
+    http_client = HttpClient(spec.url, lost=lambda deed: PartLost(f"the rollout process {deed}"), token=spec.token)
+    async with http_client, SharedClients() as clients:
+        host = AgentsHere(environment, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
+        watch = LoopWatch(spec, loop)
+        await Worker(spec.name, host, http_client, watch, cancels=is_async(environment)).run(launcher)
+
+
+class Worker:
+    """One connection, and the agents that run. `cancels`: agents can be cancelled; threads cannot, and end by themselves."""
+
+    def __init__(self, name: str, host: AgentsHere, http_client: HttpClient, watch: LoopWatch, *, cancels: bool) -> None:
+        self._name, self._host, self._http, self._watch, self._cancels = name, host, http_client, watch, cancels
+        self._agents: dict[str, asyncio.Task[None]] = {}
+        self._outbox: asyncio.Queue[wire.Joined | wire.BeatOfLoop | wire.AgentEnded] = asyncio.Queue()
+
+    async def run(self, launcher: Launcher) -> None:
+        """Waits for rollouts; ended by the loss of the connection."""
+        try:
+            async with self._http.socket(wire.PATH, heartbeat_seconds=HEARTBEAT_SECONDS) as socket:
+                self._outbox.put_nowait(wire.Joined(self._name))
+                launcher.tell(Ready())
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._send(socket))
+                    tasks.create_task(self._beat())
+                    self._watch.start()
+                    async for message in socket:
+                        if message.type is aiohttp.WSMsgType.TEXT:
+                            self._hear(wire.decode_for_worker(message.data), tasks)
+                    raise PartLost("the rollout process closed the connection")
+        except LOSSES as error:
+            raise PartLost(f"the rollout process was lost: {error!r}") from error
+
+    async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Waits for what is to be told; ended by its task group."""
+        while True:
+            await socket.send_str(wire.encode(await self._outbox.get()).decode())
+
+    async def _beat(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group."""
+        while True:
+            self._outbox.put_nowait(wire.BeatOfLoop())
+            await asyncio.sleep(wire.BEAT_SECONDS)
+
+    def _hear(self, said: wire.RunAgent | wire.CancelAgent, tasks: asyncio.TaskGroup) -> None:
+        if isinstance(said, wire.RunAgent):
+            _running.set(said.session_id)  # for the task, which copies it; this one starts no other
+            agent = tasks.create_task(self._agent(said), name=f"agent of {said.session_id}")
+            self._agents[said.session_id] = agent
+        elif self._cancels and (agent := self._agents.get(said.session_id)) is not None:
+            agent.cancel()
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, agent.cancel)
+
+    async def _agent(self, given: wire.RunAgent) -> None:
+        """Waits for one agent. Whatever it raises is its own end and nobody else's."""
+        task = Task(given.task_id, given.source, json.loads(given.data))
+        session = Given(given.session_id, given.base_url, given.api_key)
+        ended = wire.AgentEnded(given.session_id, error="the agent was cancelled")
+        try:
+            ended = wire.AgentEnded(given.session_id, checked_reward(await self._host.run(task, session), task=task))
+        except asyncio.CancelledError as error:
+            current = asyncio.current_task()
+            if current is not None:
+                while current.uncancel():  # by itself, or by us: either way this is its end
+                    pass
+            ended = _failed(given.session_id, error, said="the agent let a CancelledError escape; catch it where the inner task is awaited")
+        except BaseException as error:
+            ended = _failed(given.session_id, error)
+        finally:
+            self._agents.pop(given.session_id, None)
+            self._outbox.put_nowait(ended)
+
+
+def _failed(session_id: str, error: BaseException, *, said: str | None = None) -> wire.AgentEnded:
+    trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+    ends_run = isinstance(error, MidflightError) and error.cost is Cost.RUN
+    text = said or (str(error) if ends_run else f"{type(error).__name__}: {error}")
+    return wire.AgentEnded(session_id, error=text, trace=trace, ends_run=ends_run)
+
+
+class LoopWatch:
+    """A thread that sees when the event loop is blocked, and tells the rollout process by whom, on a connection of its own."""
+
+    def __init__(self, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> None:
+        self._spec, self._loop = spec, loop
+        self._turned = time.monotonic()
+        self._main = threading.get_ident()
+        self._sessions: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
+
+    def start(self) -> None:
+        self._loop.set_task_factory(self._task)
+        self._turn()
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def _turn(self) -> None:
+        self._turned = time.monotonic()
+        self._loop.call_later(LOOK_SECONDS, self._turn)
+
+    def _run(self) -> None:
+        """Waits for the interval to pass, until the process ends."""
+        pause = threading.Event()
+        while True:
+            seconds = time.monotonic() - self._turned
+            if seconds > BLOCKED_SECONDS:
+                self._tell(seconds)
+            pause.wait(BLOCKED_SECONDS if seconds > BLOCKED_SECONDS else LOOK_SECONDS)
+
+    def _tell(self, seconds: float) -> None:
+        frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage] (documented, and there is no other way)
+        where = "" if frame is None else _where(frame)
+        if seconds < 2 * BLOCKED_SECONDS and frame is not None:  # once for each time it is blocked
+            _log.warning("the event loop is blocked since %.1f s:\n%s", seconds, "".join(traceback.format_stack(frame)))
+        said = wire.LoopBlocked(self._spec.name, self._culprit(), where, seconds)
+        address = urlsplit(self._spec.url)
+        connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=5)
+        try:
+            headers = {"Authorization": f"Bearer {self._spec.token}"}
+            connection.request("POST", wire.BLOCKED_PATH, wire.encode(said), headers)
+            connection.getresponse().read()
+        except OSError as error:
+            _log.warning("telling that the event loop is blocked: %r", error)
+        finally:
+            connection.close()
+
+    def _culprit(self) -> str | None:
+        """The session whose agent is on the loop's stack."""
+        current = asyncio.current_task(self._loop)
+        return None if current is None else self._sessions.get(current)
+
+    def _task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        """The loop's task factory: it remembers to which session a task belongs."""
+        task = asyncio.Task(coro, loop=loop, **options)
+        if (session_id := _running.get(None)) is not None:
+            self._sessions[task] = session_id
+        return task
+
+
+def _where(frame: FrameType) -> str:
+    """The innermost call that is in no library, as file, line and function."""
+    stack = traceback.extract_stack(frame)
+    library = asyncio.__file__.rpartition("/asyncio/")[0]
+    own = [entry for entry in stack if not entry.filename.startswith((library, "<")) and "site-packages" not in entry.filename]
+    last = (own or list(stack))[-1]
+    return f"{last.name} ({last.filename}:{last.lineno})"
