@@ -166,6 +166,7 @@ def _aged(max_staleness: int) -> tuple[str, ...]:
         "rollout.max_in_flight=none",
         "rollout.buffer_groups=none",
         "environment.entry=delayed_environment:answer",
+        "environment.workers=0",  # it blocks nothing, and counts the rollouts of a task in its process
         "evaluation.max_in_flight=512",
     )
 

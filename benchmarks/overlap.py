@@ -82,6 +82,7 @@ def _config(options: argparse.Namespace, model: Path, name: str, *, steps: int, 
         options.config,
         [
             "environment.entry=delayed_environment:answer",
+            "environment.workers=0",  # it blocks nothing, and counts the rollouts of a task in its process
             f"model.path={model}",
             f"run.folder={options.folder / name}",
             f"run.steps={steps}",

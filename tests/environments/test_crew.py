@@ -134,15 +134,18 @@ def test_i8_who_waited_for_the_gateway_begins_again_elsewhere_and_who_did_not_be
         await asyncio.sleep(0.001)
         assert sorted(it.recorder.reopened) == ["acts", "acts too", "waits"]
         assert it.crew.excused("waits") == pytest.approx(2, abs=0.01), "what is done again costs no deadline"
-        assert it.of("w1") == ["acts"], "alone, and the line behind it waits for the next worker"
+        assert it.of("w1") == ["waits"], "the others wait for a worker that has none"
         third = it.worker("w2")
-        assert it.of("w2") == ["acts too"]
-        it.crew.leave(other)
+        assert it.of("w2") == ["acts"]
+        it.crew.leave(third)
         failed = await it.outcome("acts")
-        assert isinstance(failed, AgentFailed) and "w1 ended while this agent ran in it" in str(failed)
-        it.crew.ended(third, "acts too", reward=1.0)
-        assert it.of("w2") == ["acts too", "waits"]
-        it.crew.ended(third, "waits", reward=0.0)
+        assert isinstance(failed, AgentFailed) and "w2 ended while this agent ran in it" in str(failed)
+        fourth = it.worker("w3")
+        assert it.of("w3") == ["acts too"]
+        await it.rollout("new")
+        assert it.of("w1") == ["waits", "new"], "nobody joins one that is to be alone"
+        it.crew.ended(fourth, "acts too", reward=1.0)
+        it.crew.ended(other, "waits", reward=0.0)
         assert (await it.outcome("acts too"), await it.outcome("waits")) == (1.0, 0.0)
 
     play(main)

@@ -5,6 +5,7 @@ run will take, its processes with their cores and its memory, estimated before a
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,17 +47,17 @@ def num_engines(engine: EngineSection) -> int:
     return len(engine.urls) or engine.count
 
 
-OWN_AGENTS = ("midflight.environments.single_turn:answer", "midflight.environments.claimed:claimed")
-"""Entries that run in the rollout process: they block nothing."""
+SINGLE_TURN, CLAIMED = "midflight.environments.single_turn:answer", "midflight.environments.claimed:claimed"
+"""Entries of ours: they run in the rollout process, because they block nothing."""
 MAX_WORKERS = 8
-"""By default: more would rarely be busy, and each takes some 80 MB."""
+"""By default: more would rarely be busy, and each takes memory."""
 
 
-def num_workers(environment: EnvironmentSection, *, cores: int) -> int:
+def num_workers(environment: EnvironmentSection) -> int:
     """Processes that run agents; with 0 they run in the rollout process. By default half as many as cores, two at least."""
     if environment.workers is not None:
-        return 0 if environment.entry == OWN_AGENTS[1] else environment.workers
-    return 0 if environment.entry in OWN_AGENTS else min(MAX_WORKERS, max(2, cores // 2))
+        return 0 if environment.entry == CLAIMED else environment.workers
+    return 0 if environment.entry in (SINGLE_TURN, CLAIMED) else min(MAX_WORKERS, max(2, (os.cpu_count() or 1) // 2))
 
 
 def engine_slots(engine: EngineSection) -> int:
@@ -154,7 +155,8 @@ class Place:
 def placement(config: Config) -> tuple[Place, ...]:
     return (
         Place("launcher", 1, 0, "cpu", "starts and supervises the others, terminal"),
-        Place("rollout", 1, 1, "cpu", "gateway, environments, buffer, store"),
+        Place("rollout", 1, 1, "cpu", "gateway, buffer, store" + ("" if num_workers(config.environment) else ", agents")),
+        *_worker_place(config.environment),
         _engine_place(config.engine),
         *_teacher_place(config),
         Place("trainer", config.trainer.ranks, config.trainer.threads, config.trainer.device, "takes steps, publishes weights"),
@@ -168,6 +170,11 @@ def _engine_place(engine: EngineSection) -> Place:
     if engine.urls:
         return Place("engine", num_engines(engine), 0, "theirs", f"speaks to a running {engine.kind} server, which {generates}")
     return Place("engine", engine.count, engine.threads, engine.device, f"a {engine.kind} server, which {generates}")
+
+
+def _worker_place(environment: EnvironmentSection) -> tuple[Place, ...]:
+    number = num_workers(environment)
+    return (Place("worker", number, 1, "cpu", f"agents of {environment.entry}"),) if number else ()
 
 
 def _teacher_place(config: Config) -> tuple[Place, ...]:
@@ -201,6 +208,8 @@ SERVER_BYTES = 1900 * 2**20
 COMPANION_BYTES = 110 * 2**20
 """Our process beside a server: without torch."""
 ROLLOUT_PROCESS_BYTES = 160 * 2**20
+WORKER_BYTES = 90 * 2**20
+"""With the SDK; what agents import comes on top."""
 LAUNCHER_BYTES = 50 * 2**20
 ROW_BYTES_PER_TOKEN = 4 + 1 + 1 + 4 + 4 + 4
 """Bytes of a trajectory's row: ids, two masks, log-probabilities, two versions."""
@@ -267,7 +276,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         *_teacher_memory(config),
         MemoryItem("weights", "published versions in memory", held * handed),
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
-        MemoryItem("processes", "interpreters and libraries", _processes_memory(e, ranks=t.ranks)),
+        MemoryItem("processes", "interpreters and libraries", _processes_memory(config)),
     )
 
 
@@ -291,8 +300,9 @@ def _weights_memory(config: Config, *, served: int, handed: int) -> int:
     return num_engines(engine) * (each + config.weights.delta * handed)
 
 
-def _processes_memory(engine: EngineSection, *, ranks: int) -> int:
-    ours = ranks * TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + LAUNCHER_BYTES
+def _processes_memory(config: Config) -> int:
+    engine, workers = config.engine, num_workers(config.environment) * WORKER_BYTES
+    ours = config.trainer.ranks * TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + workers + LAUNCHER_BYTES
     if engine.kind == "embedded":
         return ours + engine.count * TORCH_PROCESS_BYTES
     return ours + num_engines(engine) * (COMPANION_BYTES + (0 if engine.urls else SERVER_BYTES))

@@ -1,14 +1,27 @@
-"""The plainest environment (one question, one reply, right or wrong), and what others are written with too."""
+"""The plainest environment (one question, one reply, right or wrong), and what others are written with too.
+
+As `environment.entry` it runs in the rollout process, where it blocks nothing, and asks the gateway's application without an SDK.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any, cast
 
-from midflight.errors import TaskFieldMissing
-from midflight.types import Task
+import msgspec
+from starlette.types import ASGIApp
+
+from midflight.errors import EnvironmentFailed, TaskFieldMissing
+from midflight.ports import SessionHandle
+from midflight.types import Json, Task
+from midflight.wire.asked import ask
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+TRIES = 3
+"""Of one request that the gateway answers with 429 or 503, as the SDK has them."""
+PATH = "/v1/chat/completions"
 
 
 def exact_match(reply: str, answer: str) -> float:
@@ -31,3 +44,55 @@ async def answer(task: Task, client: AsyncOpenAI) -> float:
     question, expected = text_field(task, "question"), text_field(task, "answer")
     completion = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": question}])
     return exact_match(completion.choices[0].message.content or "", expected)
+
+
+# --- Without an SDK ---------------------------------------------------------------------------------------------------
+
+
+class AnswersHere:
+    """Implements `AgentHost` for `answer`, in the gateway's own process."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def run(self, task: Task, session: SessionHandle) -> float:
+        return await answer(task, cast(Any, SmallClient(self._app, session)))
+
+    def excused(self, session_id: str) -> float:
+        del session_id
+        return 0.0
+
+
+class SmallClient:
+    """As much of the SDK's client as `answer` uses: the same request, and of its answer the reply."""
+
+    def __init__(self, app: ASGIApp, session: SessionHandle) -> None:
+        self._app, self._path = app, f"/s/{session.api_key}{PATH}"
+        self.chat = self.completions = self
+
+    async def create(self, *, messages: Json, model: str) -> _Completion:
+        """Waits for the answer, and a little before each further try; ended by its caller."""
+        body = msgspec.json.encode({"messages": messages, "model": model})
+        for left in reversed(range(TRIES)):
+            answered = await ask(self._app, self._path, body)
+            if answered.status == 200:
+                return _completion(answered.content)
+            if not left or answered.status not in (429, 503):
+                break
+            await asyncio.sleep(0.5 * (TRIES - left))
+        raise EnvironmentFailed(f"the gateway answered {answered.status}: {answered.content.decode()[:500]}")
+
+
+class _Message(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    message: _Message
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    choices: list[_Choice]
+
+
+_completion = msgspec.json.Decoder(_Completion).decode

@@ -185,11 +185,11 @@ class Ring:
             raise PartFailed("the rollout process ended before the trainer did")
 
     def _num_workers(self, purpose: Purpose) -> int:
-        return 0 if purpose is Purpose.SERVE else num_workers(self._config.environment, cores=os.cpu_count() or 1)
+        return 0 if purpose is Purpose.SERVE else num_workers(self._config.environment)
 
     async def _worker(self, name: str) -> None:
         """Runs one process of agents, and starts it again whenever it dies, as agents may have it. `PartFailed` if it does not come up."""
-        failed_starts, error = 0, ""
+        failed_starts, num_ended, error = 0, 0, ""
         while failed_starts < MAX_FAILED_STARTS:
             worker = await self._start(ProcessKind.WORKER, name, arguments=[self._config.environment.entry])
             try:
@@ -202,7 +202,10 @@ class Ring:
             self._joined.discard(name)
             worker.signal(signal.SIGKILL)
             await worker.ended()
-            self._on_message(Restarted(name, self._condemned.pop(name, error), None))
+            num_ended, error = num_ended + 1, self._condemned.pop(name, error)
+            if num_ended & (num_ended - 1) == 0:  # the first, second, fourth, eighth: an environment may do so all the time
+                again = "" if num_ended == 1 else f" It was the {num_ended}th time."
+                self._on_message(Restarted(name, error + again, None))
         raise PartFailed(f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran an agent: {error}")
 
     async def _engine(self, part: EnginePart) -> None:

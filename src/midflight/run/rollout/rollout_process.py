@@ -13,12 +13,14 @@ from typing import Any
 from starlette.routing import BaseRoute
 
 from midflight.config.derived import batch_rollouts
+from midflight.config import derived
 from midflight.config.sections import Config
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, AgentsHere, SharedClients
 from midflight.environments.claimed import Board, Claimed
 from midflight.environments.crew import Crew
 from midflight.environments.registry import load_environment
+from midflight.environments.single_turn import AnswersHere
 from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
@@ -169,6 +171,9 @@ class RolloutProcess:
             yield Hosting(crew, WorkerRoutes(crew, token=self._spec.worker_token).routes(), services=(watch,))
             return
         app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
+        if self._config.environment.entry == derived.SINGLE_TURN:
+            yield Hosting(AnswersHere(app))
+            return
         environment = load_environment(self._config.environment.entry)
         board = environment.board if isinstance(environment, Claimed) else None
         async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests)) as clients:

@@ -1,0 +1,123 @@
+"""Agents that block, exit, raise and fail cost their own rollout and one worker at most. Real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .processes import CONFIG, Command, alive, children, steps
+
+pytestmark = pytest.mark.timeout(170)
+
+ASKED = "c = {wait}client.chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])"
+BEGIN = f"""
+import os, sys, threading, time
+async def asked(client):
+    {ASKED.format(wait="await ")}
+    return sum(map(ord, c.choices[0].message.content))
+"""
+AGENTS = (
+    BEGIN
+    + f"""
+class Odd(BaseException): pass
+
+async def every_fault(task, client):
+    assert "seen" not in task.data, "another rollout's task"
+    task.data["seen"] = True
+    n = await asked(client) % 12
+    if n == 0: os._exit(3)
+    if n == 1: raise Odd("odd")
+    if n == 2: sys.exit(4)
+    if n == 3: await client.close()
+    if n == 4: time.sleep(3600)
+    if n == 5: threading.Thread(target=time.sleep, args=(3600,)).start()
+    if n == 6: print("x" * 10_000_000)
+    return float(n % 2)
+
+async def blocks(task, client):
+    open("blocked", "w").close()
+    time.sleep(3600)
+
+def plain(task, client):
+    {ASKED.format(wait="")}
+    assert "MIDFLIGHT_CONTROL_TOKEN" not in os.environ
+    print("said by", task.id)
+    return float(len(c.choices[0].message.content) % 2)
+
+async def two_turns(task, client):
+    return float((await asked(client) + await asked(client)) % 2)
+"""
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[type[Command]]:
+    started: list[Command] = []
+    (tmp_path / "small.toml").write_text(CONFIG)
+    (tmp_path / "agents.py").write_text(AGENTS)
+
+    def start(entry: str, *sets: str) -> Command:
+        overrides = [x for one in (f"environment.entry=agents:{entry}", *sets) for x in ("--set", one)]
+        started.append(Command("train", "small.toml", "--folder", "run", "--set", "run.steps=3", *overrides, folder=tmp_path))
+        return started[-1]
+
+    yield start  # type: ignore[misc]
+    for command in started:
+        command.end()
+
+
+def test_i10_every_fault_of_an_agent_costs_its_rollout_and_the_run_goes_on(run, tmp_path: Path) -> None:
+    command = run("every_fault", "environment.rollout_seconds=4")
+    assert command.wait(150) == 0, command.said
+    assert len(steps(tmp_path / "run")) == 3
+    assert "worker" in command.said and "is started again" in command.said
+    assert "another rollout's task" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_health_answers_within_a_tenth_of_a_second_while_agents_block_and_a_stop_takes_five(run, tmp_path: Path) -> None:
+    command = run("blocks")
+    command.until((tmp_path / "blocked").exists, "a blocked agent")
+    url = json.loads((tmp_path / "run" / "endpoint.json").read_text())["url"]
+    taken = []
+    for _ in range(20):
+        began = time.monotonic()
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health") as answer:
+            assert answer.status == 200
+        taken.append(time.monotonic() - began)
+        time.sleep(0.05)
+    assert sorted(taken)[-2] < 0.1, taken
+    parts = children(command.process.pid)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(6) == 130
+    assert not [pid for pid in parts if alive(pid)]
+
+
+def test_a_plain_function_gets_a_plain_client_a_thread_and_a_log_with_its_workers_name(run, tmp_path: Path) -> None:
+    command = run("plain", "environment.workers=1")
+    assert command.wait() == 0, command.said
+    assert "said by" in (tmp_path / "run" / "logs" / "worker0.log").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["failed_rollouts"], summary["failed_requests"]) == (0, 0)
+
+
+def test_i8_workers_that_are_killed_again_and_again_lose_no_rollout(run, tmp_path: Path) -> None:
+    """The rollouts begin again with their turns, and no retry is used up: the sums come out as if nothing had been."""
+    command = run("two_turns", "run.steps=8", "rollout.retries=0")
+    chosen = random.Random(3)
+    command.until(lambda: steps(tmp_path / "run"), "first step")
+    for _ in range(6):
+        found = command.until(lambda: command.parts().get("worker") if command.process.poll() is None else [0], "worker")
+        if found == [0]:
+            break
+        os.kill(chosen.choice(found), signal.SIGKILL)
+        time.sleep(0.7)
+    assert command.wait() == 0, command.said
+    assert len(steps(tmp_path / "run")) == 8
