@@ -106,6 +106,14 @@ def test_a_plain_function_gets_a_plain_client_a_thread_and_a_log_with_its_worker
     assert "said by" in (tmp_path / "run" / "logs" / "worker0.log").read_text()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["failed_rollouts"], summary["failed_requests"]) == (0, 0)
+    options = ("--set", "environment.entry=agents:plain", "--set", "run.folder=other", "--set", "environment.workers=1")
+    evaluated = Command("evaluate", "small.toml", "--model", "run/model", *options, folder=tmp_path)
+    try:
+        assert evaluated.wait() == 0, evaluated.said
+        assert "spell_backward: " in evaluated.said and "(16 tasks)" in evaluated.said
+        assert not (tmp_path / "other" / "endpoint.json").exists()
+    finally:
+        evaluated.end()
 
 
 def test_i8_workers_that_are_killed_again_and_again_lose_no_rollout(run, tmp_path: Path) -> None:

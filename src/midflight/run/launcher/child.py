@@ -118,8 +118,13 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         if self.running:
             with suppress(ProcessLookupError):
-                # Not by asyncio's own, which may take the exit status from the task that waits for it. What agents have started ends with them.
+                # Not by asyncio's own, which may take the exit status from the task that waits for it. A worker's agents may have children.
                 (os.killpg if self.part is parts.ProcessKind.WORKER else os.kill)(self.pid, number)
+
+    def end_group(self) -> None:
+        """Ends what it has started and left behind. To be called when it has just ended, while no other process can have its number."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 async def stop_all(children: Sequence[Child], *, seconds: float) -> None:

@@ -200,8 +200,9 @@ class Ring:
                 error = str(failure)
             failed_starts = 0 if name in self._joined else failed_starts + 1
             self._joined.discard(name)
-            worker.signal(signal.SIGKILL)
+            worker.end_group()
             await worker.ended()
+            self.children.remove(worker)
             num_ended, error = num_ended + 1, self._condemned.pop(name, error)
             if num_ended & (num_ended - 1) == 0:  # the first, second, fourth, eighth: an environment may do so all the time
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
