@@ -107,7 +107,7 @@ def test_a_plain_function_gets_a_plain_client_a_thread_and_a_log_with_its_worker
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["failed_rollouts"], summary["failed_requests"]) == (0, 0)
     options = ("--set", "environment.entry=agents:plain", "--set", "run.folder=other", "--set", "environment.workers=1")
-    evaluated = Command("evaluate", "small.toml", "--model", "run/model", *options, folder=tmp_path)
+    evaluated = Command("evaluate", "run/model", "--config", "small.toml", *options, folder=tmp_path)
     try:
         assert evaluated.wait() == 0, evaluated.said
         assert "spell_backward: " in evaluated.said and "(16 tasks)" in evaluated.said
