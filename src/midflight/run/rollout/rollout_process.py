@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
-from midflight.config.derived import batch_rollouts
 from midflight.config import derived
+from midflight.config.derived import batch_rollouts
 from midflight.config.sections import Config
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, AgentsHere, SharedClients
