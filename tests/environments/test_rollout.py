@@ -56,8 +56,8 @@ def test_the_secret_of_a_sessions_address_is_in_no_message():
         raise OSError("404 of http://127.0.0.1:1/s/k1.Sup3rS3cret/v1")
 
     rig = Rig(refused)
-    assert run(rig).error == "OSError: 404 of http://127.0.0.1:1/s/k1.../v1"
-    assert "of http://127.0.0.1:1/s/k1.../v1\n" in (rig.observer.rollouts[0].trace or "")
+    assert run(rig).error == "OSError: 404 of http://127.0.0.1:1/s/k1..../v1"
+    assert "of http://127.0.0.1:1/s/k1..../v1\n" in (rig.observer.rollouts[0].trace or "")
 
 
 @pytest.mark.parametrize("value", [float("nan"), "yes"])

@@ -73,13 +73,14 @@ class SmallClient:
     async def create(self, *, messages: Json, model: str) -> _Completion:
         """Waits for the answer, and a little before each further try; ended by its caller."""
         body = msgspec.json.encode({"messages": messages, "model": model})
-        for left in reversed(range(TRIES)):
-            answered = await ask(self._app, self._path, body)
-            if answered.status == 200:
-                return _completion(answered.content)
-            if not left or answered.status not in (429, 503):
+        answered = await ask(self._app, self._path, body)
+        for number in range(1, TRIES):
+            if answered.status not in (429, 503):
                 break
-            await asyncio.sleep(0.5 * (TRIES - left))
+            await asyncio.sleep(0.5 * number)
+            answered = await ask(self._app, self._path, body)
+        if answered.status == 200:
+            return _completion(answered.content)
         raise EnvironmentFailed(f"the gateway answered {answered.status}: {answered.content.decode()[:500]}")
 
 
