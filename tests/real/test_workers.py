@@ -58,6 +58,9 @@ async def two_turns(task, client):
 )
 
 
+FEW = "environment.sources.0.heldout=4"
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[type[Command]]:
     started: list[Command] = []
@@ -75,9 +78,9 @@ def run(tmp_path: Path) -> Iterator[type[Command]]:
 
 
 def test_i10_every_fault_of_an_agent_costs_its_rollout_and_the_run_goes_on(run, tmp_path: Path) -> None:
-    command = run("every_fault", "environment.rollout_seconds=4")
+    command = run("every_fault", "environment.rollout_seconds=3", "run.steps=2", "rollout.max_staleness=1", FEW)
     assert command.wait(150) == 0, command.said
-    assert len(steps(tmp_path / "run")) == 3
+    assert len(steps(tmp_path / "run")) == 2
     assert "worker" in command.said and "is started again" in command.said
     assert "another rollout's task" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
@@ -101,16 +104,16 @@ def test_health_answers_within_a_tenth_of_a_second_while_agents_block_and_a_stop
 
 
 def test_a_plain_function_gets_a_plain_client_a_thread_and_a_log_with_its_workers_name(run, tmp_path: Path) -> None:
-    command = run("plain", "environment.workers=1")
+    command = run("plain", "environment.workers=1", "run.steps=1", FEW)
     assert command.wait() == 0, command.said
     assert "said by" in (tmp_path / "run" / "logs" / "worker0.log").read_text()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["failed_rollouts"], summary["failed_requests"]) == (0, 0)
-    options = ("--set", "environment.entry=agents:plain", "--set", "run.folder=other", "--set", "environment.workers=1")
+    options = ("--set", "environment.entry=agents:plain", "--set", "run.folder=other", "--set", "environment.workers=1", "--set", FEW)
     evaluated = Command("evaluate", "run/model", "--config", "small.toml", *options, folder=tmp_path)
     try:
         assert evaluated.wait() == 0, evaluated.said
-        assert "spell_backward: " in evaluated.said and "(16 tasks)" in evaluated.said
+        assert "spell_backward: " in evaluated.said and "(4 tasks)" in evaluated.said
         assert not (tmp_path / "other" / "endpoint.json").exists()
     finally:
         evaluated.end()
@@ -118,14 +121,14 @@ def test_a_plain_function_gets_a_plain_client_a_thread_and_a_log_with_its_worker
 
 def test_i8_workers_that_are_killed_again_and_again_lose_no_rollout(run, tmp_path: Path) -> None:
     """The rollouts begin again with their turns, and no retry is used up: the sums come out as if nothing had been."""
-    command = run("two_turns", "run.steps=8", "rollout.retries=0")
+    command = run("two_turns", "run.steps=6", "rollout.retries=0", FEW)
     chosen = random.Random(3)
     command.until(lambda: steps(tmp_path / "run"), "first step")
-    for _ in range(6):
+    for _ in range(4):
         found = command.until(lambda: command.parts().get("worker") if command.process.poll() is None else [0], "worker")
         if found == [0]:
             break
         os.kill(chosen.choice(found), signal.SIGKILL)
         time.sleep(0.7)
     assert command.wait() == 0, command.said
-    assert len(steps(tmp_path / "run")) == 8
+    assert len(steps(tmp_path / "run")) == 6
