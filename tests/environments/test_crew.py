@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from midflight.environments.crew import BLOCKING_SECONDS, GRACE_SECONDS, MAX_LEFT, SILENT_SECONDS, UNSEEN_SECONDS, Assignment, Crew, Seat
-from midflight.errors import AgentFailed
+from midflight.errors import AgentFailed, EnvironmentFailed
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Task
 
@@ -107,6 +107,15 @@ def test_rollouts_wait_in_line_for_a_worker_and_that_time_is_excused() -> None:
         it.crew.ended(seat, "b", error=AgentFailed("LookupError: no"))
         assert await it.outcome("a") == 0.5 and str(await it.outcome("b")) == "LookupError: no"
         assert it.crew.excused("a") == 0
+
+    play(main)
+
+
+def test_a_task_that_is_no_json_fails_alone_and_names_itself() -> None:
+    async def main(it: Play) -> None:
+        it.worker()
+        with pytest.raises(EnvironmentFailed, match="giving task odd of s to a worker: Object of type set is not JSON"):
+            await it.crew.run(Task("odd", "s", {"words": {1, 2}}), Session("odd"))  # type: ignore[dict-item]
 
     play(main)
 

@@ -12,12 +12,13 @@ another worker and is given its completed turns (I8): neither its retries nor it
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from midflight.errors import AgentFailed, AgentLost
+from midflight.errors import AgentFailed, AgentLost, EnvironmentFailed
 from midflight.ports import SessionHandle
 from midflight.types import Task
 
@@ -47,6 +48,8 @@ class Assignment:
     """A rollout that a worker is to run, until it has ended."""
 
     task: Task
+    data: str
+    """The task's, as JSON."""
     session: SessionHandle
     began: float
     since: float
@@ -115,7 +118,7 @@ class Crew:
     async def run(self, task: Task, session: SessionHandle) -> float | None:
         """As the port. Waits for a worker and for the agent there; ended also by the loss of workers, when the agent is to blame."""
         loop = asyncio.get_running_loop()
-        job = Assignment(task, session, loop.time(), loop.time(), loop.create_future())
+        job = Assignment(task, _written(task), session, loop.time(), loop.time(), loop.create_future())
         self._jobs[session.session_id] = job
         try:
             while True:
@@ -260,6 +263,15 @@ class Crew:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _written(task: Task) -> str:
+    try:
+        return json.dumps(dict(task.data))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailed(
+            f"giving task {task.id} of {task.source} to a worker: {error}. Let its data be plain JSON, or set environment.workers = 0."
+        ) from error
 
 
 def _hangs(seat: Seat, now: float) -> str | None:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -87,8 +86,7 @@ class _Line:
 
     def run(self, job: Assignment) -> None:
         task, session = job.task, job.session
-        data = json.dumps(dict(task.data))
-        self._messages.put_nowait(wire.RunAgent(session.session_id, session.base_url, session.api_key, task.id, task.source, data))
+        self._messages.put_nowait(wire.RunAgent(session.session_id, session.base_url, session.api_key, task.id, task.source, job.data))
 
     def cancel(self, session_id: str) -> None:
         self._messages.put_nowait(wire.CancelAgent(session_id))

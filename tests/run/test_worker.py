@@ -1,0 +1,154 @@
+"""A worker and the rollout process's end of it, over a real socket in one process: what agents may do, and what its token opens."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from tests.environments.test_crew import Recorder, Session
+
+from midflight.environments.agents import AgentsHere
+from midflight.environments.crew import Crew
+from midflight.errors import AgentFailed, ConfigError, first_error
+from midflight.run.api.worker_routes import WorkerRoutes
+from midflight.run.parts import PartLost, Ready, WorkerSpec, serve_while
+from midflight.run.worker import worker_process
+from midflight.run.worker.worker_process import LoopWatch, Worker
+from midflight.types import Task
+from midflight.wire.client import HttpClient
+from midflight.wire.server import listen, serve_app
+
+TOKEN = "worker-token-of-the-test"
+
+
+class Odd(BaseException):
+    pass
+
+
+async def agent(task: Task, client: object) -> object:
+    match task.id:
+        case "raises":
+            raise LookupError("no key")
+        case "odd":
+            raise Odd("odd")
+        case "exits":
+            sys.exit(4)
+        case "bad":
+            return "yes"
+        case "config":
+            raise ConfigError("the judge's address is missing")
+        case "cancels itself":
+            current = asyncio.current_task()
+            assert current is not None
+            current.cancel()
+            await asyncio.sleep(10)
+        case "swallows":
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            await asyncio.sleep(60)
+        case "blocks":
+            await asyncio.create_task(blocking())
+        case _:
+            pass
+    task.data["seen"] = task.data.get("seen", 0) + 1  # type: ignore[index,operator]
+    return task.data["seen"]
+
+
+async def blocking() -> None:
+    time.sleep(0.7)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+
+    def tell(self, message: object) -> None:
+        self.messages.append(message)
+
+
+def with_worker(main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str = TOKEN) -> None:
+    async def run() -> None:
+        crew = Crew(Recorder())
+        with listen("127.0.0.1", 0) as listener:
+            spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token)
+            app = Starlette(routes=[*WorkerRoutes(crew, token=TOKEN).routes()])
+            host = AgentsHere(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
+            async with HttpClient(spec.url, lost=PartLost, token=token) as http:
+                worker = Worker(spec.name, host, http, LoopWatch(spec, asyncio.get_running_loop()), cancels=True)
+                told = Told()
+                await serve_while(main(crew), serve_app(app, listener, ready=lambda: None), worker.run(told))  # type: ignore[arg-type]
+                assert told.messages == [Ready()]
+
+    asyncio.run(run())
+
+
+async def outcome(crew: Crew, name: str) -> object:
+    try:
+        return await crew.run(Task(name, "s", {"words": ["a"]}), Session(name))
+    except (AgentFailed, ConfigError) as error:
+        return error
+
+
+def test_an_agent_ends_with_its_reward_or_its_error_and_each_task_is_its_own() -> None:
+    async def main(crew: Crew) -> None:
+        names = ("raises", "odd", "exits", "bad", "cancels itself", "config")
+        fine, again, *failed = await asyncio.gather(*(outcome(crew, name) for name in ("fine", "again", *names)))
+        assert (fine, again) == (1.0, 1.0)
+        said = [str(error) for error in failed]
+        assert said[:3] == ["LookupError: no key", "Odd: odd", "SystemExit: 4"]
+        assert "reward was 'yes'" in said[3] and "CancelledError" in said[4]
+        assert isinstance(failed[5], ConfigError) and said[5] == "the judge's address is missing"
+        first = failed[0]
+        assert isinstance(first, AgentFailed) and first.trace is not None and 'LookupError("no key")' in first.trace
+
+    with_worker(main)
+
+
+def test_an_agent_that_swallows_its_cancellation_is_cancelled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "AGAIN_SECONDS", 0.05)
+
+    async def main(crew: Crew) -> None:
+        running = asyncio.ensure_future(outcome(crew, "swallows"))
+        await outcome(crew, "fine")
+        (seat,) = crew._seats.values()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert list(seat.left) == ["swallows"]
+        async with asyncio.timeout(5):
+            while seat.left:
+                await asyncio.sleep(0.01)
+
+    with_worker(main)
+
+
+def test_a_blocked_loop_is_told_with_the_agent_and_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollout process is another one in life; here both share the loop, so the words come when it turns again."""
+    monkeypatch.setattr(worker_process, "BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr(worker_process, "LOOK_SECONDS", 0.05)
+    told: list[tuple[str, str | None, str]] = []
+    monkeypatch.setattr(Crew, "blocked", lambda self, name, session_id, *, where, seconds: told.append((name, session_id, where)))
+
+    async def main(crew: Crew) -> None:
+        assert await outcome(crew, "blocks") == 1.0
+        async with asyncio.timeout(5):
+            while not told:
+                await asyncio.sleep(0.01)
+        name, session_id, where = told[0]
+        assert (name, session_id) == ("worker0", "blocks") and where.startswith("blocking (") and "test_worker.py" in where
+
+    with_worker(main)
+
+
+def test_without_the_workers_token_nothing_opens() -> None:
+    async def main(crew: Crew) -> None:
+        await asyncio.sleep(5)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        with_worker(main, token="some-other-token-of-a-test")
+    assert isinstance(first_error(caught.value), PartLost)
