@@ -14,7 +14,7 @@ from tests.engines.sites import Site
 
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.text.byte_tokenizer import END
-from midflight.types import Feature, Finish, FinishReason, GenerateRequest, LogprobKind
+from midflight.types import Feature, Finish, FinishReason, GenerateRequest
 
 LOGPROB_TOLERANCE = 1e-5
 """Of float32: what two implementations differ by is ten times less."""
@@ -57,9 +57,11 @@ class GenerationContract(Contract):
                         assert [p for _, p in likeliest] == sorted((p for _, p in likeliest), reverse=True)
                         assert dict(likeliest).get(token_id, logprob) == pytest.approx(logprob, abs=1e-6)
                         assert token_id in dict(likeliest) or logprob <= likeliest[-1][1]
-            if site.engine.capabilities.logprob_kind is LogprobKind.SAMPLED:
-                for chunk in await collect(site.engine, ask(top_logprobs=4, **GREEDY)):
-                    assert chunk.top_logprobs == tuple(((i, 0.0),) for i in chunk.token_ids)
+            greedy = ask(top_logprobs=4, **GREEDY)
+            chunks = await collect(site.engine, greedy)
+            tops = [top for chunk in chunks for top in chunk.top_logprobs]
+            assert [(len(top), *top[0]) for top in tops] == [(4, *of) for of in zip(ids(chunks), logprobs(chunks), strict=True)]
+            assert logprobs(chunks) == pytest.approx(site.logprobs(0, greedy, ids(chunks)), abs=LOGPROB_TOLERANCE, rel=0)
 
         self.on(test)
 

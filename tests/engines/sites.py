@@ -96,7 +96,7 @@ def _shaped(logits: torch.Tensor, sampling: SamplingParams, kind: LogprobKind) -
     """What each kind's softmax is of. Of truncations only `top_k`."""
     if sampling.temperature and kind is not LogprobKind.RAW:
         logits = logits / sampling.temperature
-    top_k = sampling.top_k if sampling.temperature else 1
+    top_k = sampling.top_k if sampling.temperature else None
     if top_k is not None and kind is LogprobKind.SAMPLED:
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))

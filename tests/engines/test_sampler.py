@@ -73,8 +73,9 @@ def test_frequencies_are_the_probabilities_and_logprobs_are_theirs() -> None:
         # Temperature 1/2 squares: 16, 9, 4, 1 of 30; a fifth of the largest is 3.2.
         (batch(400, temperature=0.5, min_p=0.2), {0: 16 / 29, 1: 9 / 29, 2: 4 / 29}),
         (batch(400, suppressed=0), {1: 3 / 6, 2: 2 / 6, 3: 1 / 6}),
-        (batch(4, temperature=0.0), {0: 1.0}),
-        (batch(4, temperature=0.0, suppressed=0), {1: 1.0}),
+        # Greedy: of temperature 1, and not truncated.
+        (batch(4, temperature=0.0, top_k=2), {0: 0.4}),
+        (batch(4, temperature=0.0, suppressed=0), {1: 3 / 6}),
     ],
 )
 def test_the_recorded_probability_is_of_the_truncated_renormalised_distribution(

@@ -44,7 +44,7 @@ class StalePolicy(StrEnum):
 
 
 class LogprobKind(StrEnum):
-    """Of which distribution an engine gives the log-probability of a sampled token."""
+    """Of which distribution an engine gives the log-probability of a sampled token. At temperature 0 all give that of temperature 1."""
 
     SAMPLED = "sampled"
     """After temperature and every truncation, renormalised: exactly the distribution sampled from."""

@@ -159,7 +159,7 @@ class Sampled:
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     """From logits [R, V]. All log-probabilities are of the distribution sampled: after adjustments, temperature and truncation, renormalised.
 
-    Temperature 0 is greedy, with all mass (log-probability 0) on the chosen token, which is then the only likely one.
+    Temperature 0 is greedy: the likeliest token after adjustments, with log-probabilities of temperature 1 and no truncation.
     """
     logits = logits.double()
     if batch.penalties is not None:
@@ -180,13 +180,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     token_ids = scores.argmax(-1)
     if greedy.any():
         token_ids = torch.where(_on(greedy, logits), logits.argmax(-1), token_ids)
-        if batch.num_top is not None:
-            log_p = torch.where(_column(greedy, logits), _certain(token_ids, like=log_p), log_p)
     logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
     top_ids, top_logprobs = (
         _likeliest(log_p, batch.num_top) if batch.num_top is not None else (np.empty((len(log_p), 0), np.int64), np.empty((len(log_p), 0)))
     )
-    return Sampled(token_ids.cpu().numpy(), np.where(greedy, 0.0, logprobs), top_ids, top_logprobs)
+    return Sampled(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs)
 
 
 def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
@@ -247,11 +245,6 @@ def _nucleus(log_p: Tensor, *, top_k: Tensor, top_p: Tensor) -> Tensor:
     keep &= (mass_before < top_p) | (top_p >= 1)
     keep[:, 0] = True
     return torch.zeros_like(keep).scatter_(-1, order, keep)
-
-
-def _certain(token_ids: Tensor, *, like: Tensor) -> Tensor:
-    """The log-probabilities [R, V] of distributions with all mass on one id each."""
-    return torch.full_like(like, -torch.inf).scatter_(-1, token_ids[:, None], 0.0)
 
 
 def _likeliest(log_p: Tensor, num_top: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -75,10 +75,8 @@ _decode = msgspec.json.Decoder(_VllmEvent).decode
 class VllmReader:
     """Each event has the tokens since the one before; the last one also says which weights made which token."""
 
-    def __init__(self, request: types.GenerateRequest, kind: types.LogprobKind = types.LogprobKind.SAMPLED) -> None:
+    def __init__(self, request: types.GenerateRequest) -> None:
         self._num_tops = request.sampling.top_logprobs
-        self._certain = request.sampling.temperature == 0 and kind is types.LogprobKind.SAMPLED
-        """A greedy token had no alternative, though vLLM gives it the log-probability of temperature 1 whatever its mode."""
 
     def read(self, event: bytes) -> EventTokens:
         try:
@@ -92,7 +90,7 @@ class VllmReader:
         spans = choice.weight_versions if choice.weight_versions is not None else ()
         return EventTokens(
             token_ids=choice.token_ids or (),
-            logprobs=tuple(0.0 if self._certain else _number(c.logprob) for c in content),
+            logprobs=tuple(_number(c.logprob) for c in content),
             top_logprobs=tuple(self._likeliest(c) for c in content) if self._num_tops else (),
             finish=None if choice.finish_reason is None else _finish(choice),
             spans=tuple((s.version, s.start, s.end) for s in spans),
@@ -100,8 +98,6 @@ class VllmReader:
 
     def _likeliest(self, content: _Content) -> tuple[tuple[int, float], ...]:
         """vLLM puts the sampled token first, and the rest of one more than was asked for after it."""
-        if self._certain:
-            return ((content.token_id, 0.0),)
         ranked = sorted({top.token_id: top.logprob for top in content.top_logprobs}.items(), key=lambda pair: -pair[1])
         return tuple(ranked[: self._num_tops])
 
@@ -125,7 +121,6 @@ class VllmServer:
 
     def __init__(self, *, vocab_size: int, max_running: int) -> None:
         self._vocab_size, self._max_running = vocab_size, max_running
-        self._kind = types.LogprobKind.SAMPLED
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -139,11 +134,10 @@ class VllmServer:
         if _part(await client.get("/is_paused"), "is_paused") is True:
             await self.resume(client)
         await _check_loader(client)
-        self._kind = await self._logprob_kind(client)
         return Found(
             capabilities=types.Capabilities(
                 pause_modes=frozenset(types.PauseMode),
-                logprob_kind=self._kind,
+                logprob_kind=await _logprob_kind(client),
                 honours_seed=False,
                 versions_per_token=True,
                 stops_on_strings=True,
@@ -157,13 +151,6 @@ class VllmServer:
             label=await self.label(client),
             model=str(_part(model, "root")),
         )
-
-    async def _logprob_kind(self, client: ServerClient) -> types.LogprobKind:
-        """Of a token that had no alternative: 0 after truncation, less before. The request also warms the server up."""
-        sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
-        answer = await client.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
-        logprob = _part(answer, "choices", 0, "logprobs", "content", 0, "logprob")
-        return types.LogprobKind.SAMPLED if logprob == 0 else types.LogprobKind.RAW
 
     async def label(self, client: ServerClient) -> str:
         return str(_part(await client.get("/weight_info"), "weight_version"))
@@ -182,7 +169,7 @@ class VllmServer:
         }
 
     def reader(self, request: types.GenerateRequest) -> VllmReader:
-        return VllmReader(request, self._kind)
+        return VllmReader(request)
 
     async def abort(self, client: ServerClient, request_id: str) -> None:
         await client.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
@@ -191,6 +178,9 @@ class VllmServer:
         clear = "true" if mode is types.PauseMode.RECOMPUTE else "false"
         await client.post(f"/pause?mode={'abort' if mode is types.PauseMode.ABORT else 'keep'}&clear_cache={clear}")
 
+    async def settle(self, client: ServerClient) -> None:
+        await client.settle("/is_paused")
+
     async def resume(self, client: ServerClient) -> None:
         await client.post("/resume")
 
@@ -198,6 +188,14 @@ class VllmServer:
         """Caches were cleared by the pause, where they had to be."""
         await client.post("/collective_rpc", {"method": _LOADER, "args": [str(folder)]})
         await self.relabel(client, version)
+
+
+async def _logprob_kind(client: ServerClient) -> types.LogprobKind:
+    """Of a token that had no alternative: 0 after truncation, less before. The request also warms the server up."""
+    sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0}
+    answer = await client.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
+    logprob = _part(answer, "choices", 0, "logprobs", "content", 0, "logprob")
+    return types.LogprobKind.SAMPLED if logprob == 0 else types.LogprobKind.RAW
 
 
 async def _check_loader(client: ServerClient) -> None:
