@@ -46,10 +46,12 @@ class PauseContract(Contract):
     def test_abort_of_all_ends_running_and_waiting_with_what_they_have(self) -> None:
         async def test(site: Site) -> None:
             engine, much = site.engine, long(site.engine)
+            before = (await engine.health()).num_tokens
             async with asyncio.TaskGroup() as tasks:
                 num = min(engine.capabilities.max_running, 16) + 3
                 running = [tasks.create_task(collect(engine, ask(request_id=f"{i}", seed=i, **much))) for i in range(num)]
-                await until_tokens(engine.generate(ask(request_id="watched", max_tokens=3)), 1)
+                while (now := await engine.health()).num_running + now.num_waiting < num or now.num_tokens == before:
+                    await asyncio.sleep(0.002)
                 await engine.abort(None)
                 assert [(await r)[-1].finish for r in running] == [ABORTED] * num
             assert len(ids(await collect(engine, ask()))) == 8
@@ -63,9 +65,9 @@ class PauseContract(Contract):
             if num > 16:
                 pytest.skip("the engine runs more than this test asks for")
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(collect(engine, ask(request_id=f"{i}", seed=i, **much))) for i in range(num)]
-                while (await engine.health()).num_running < num:
-                    await asyncio.sleep(0.002)
+                streams = [engine.generate(ask(request_id=f"{i}", seed=i, **much)) for i in range(num)]
+                await asyncio.gather(*(until_tokens(stream, 1) for stream in streams))
+                running = [tasks.create_task(rest(stream)) for stream in streams]
                 waiting = tasks.create_task(collect(engine, ask(request_id="waiting", **much)))
                 while not (await engine.health()).num_waiting:
                     await asyncio.sleep(0.002)

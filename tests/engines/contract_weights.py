@@ -47,9 +47,12 @@ class WeightContract(Contract):
 
         async def test(site: Site) -> None:
             request = ask(**GREEDY, **long(site.engine))
+            await site.engine.stage(site.publish(1))
             chunks = site.engine.generate(request)
             got = await until_tokens(chunks, 3)
-            await update(site, 1, mode)
+            await site.engine.pause(mode)
+            await site.engine.commit(1)
+            await site.engine.resume()
             got += [c async for c in chunks]
             check_labels(got)
             assert got[-1].finish == LENGTH and len(ids(got)) == request.sampling.max_tokens

@@ -33,7 +33,10 @@ class Fake:
     """Described by no other kind."""
     generate: str
     pause: tuple[str, ...]
+    between_steps: tuple[str, ...]
+    """Answered after the step that is under way."""
     load: str
+    step_seconds = STEP_SECONDS
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, object]]] = []
@@ -55,6 +58,9 @@ class Fake:
         self.thawed.set()
         self._going = asyncio.Event()
         self._going.set()
+        self._num_stepping = 0
+        self._at_rest = asyncio.Event()
+        self._at_rest.set()
 
     def app(self) -> Starlette:
         return Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST"])])
@@ -72,6 +78,8 @@ class Fake:
             return StreamingResponse(self._say(body), media_type="text/event-stream")
         if path in self.pause and not self.ignores_pause:
             self._going.clear()
+        if path in self.between_steps and not self._going.is_set():
+            await self._at_rest.wait()
         if path in ("/resume", "/continue_generation"):
             self._going.set()
         if path == self.load and self.num_failing_loads:
@@ -86,14 +94,25 @@ class Fake:
     async def _say(self, body: dict[str, object]) -> AsyncIterator[bytes]:
         num = self.wanted(body)
         for i in range(1, num + 1):
-            await self._going.wait()
-            await asyncio.sleep(STEP_SECONDS)
+            await self._step()
             if i == self.breaks_off_after:
                 raise ConnectionError("broken off by the test")
             if self.ends_without_finish and i == num:
                 return
             said = self.says_instead or json.dumps(self.event(i, last=i == num)).encode()
             yield b"data: " + said + b"\n\n"
+
+    async def _step(self) -> None:
+        """Of one request: it begins in no pause, and one that has begun goes on."""
+        await self._going.wait()
+        self._num_stepping += 1
+        self._at_rest.clear()
+        try:
+            await asyncio.sleep(self.step_seconds)
+        finally:
+            self._num_stepping -= 1
+            if not self._num_stepping:
+                self._at_rest.set()
 
     def answer(self, path: str, body: dict[str, object]) -> object:
         raise NotImplementedError
@@ -112,6 +131,7 @@ class FakeSglang(Fake):
     paths = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
     own = "/server_info"
     generate, pause, load = "/generate", ("/pause_generation",), "/update_weights_from_disk"
+    between_steps = ("/server_info",)
 
     def answer(self, path: str, body: dict[str, object]) -> object:
         if path in ("/update_weights_from_disk", "/update_weight_version"):
@@ -143,6 +163,7 @@ class FakeVllm(Fake):
     paths = ("/inference/v1/generate", "/pause", "/resume", "/collective_rpc", "/update_weight_version")
     own = "/version"
     generate, pause, load = "/inference/v1/generate", ("/pause",), "/collective_rpc"
+    between_steps = ("/pause", "/is_paused")
 
     def answer(self, path: str, body: dict[str, object]) -> object:
         if path == "/update_weight_version":

@@ -157,7 +157,7 @@ def test_a_pause_that_failed_is_asked_for_again(kind: type[Fake], tmp_path: Path
             assert fake.pause[0] in [path for path, _ in fake.calls]
             fake.calls.clear()
             await engine.pause(PauseMode.RECOMPUTE)
-            assert fake.calls == []
+            assert fake.pause[0] not in [path for path, _ in fake.calls]
             waiting = asyncio.ensure_future(collect(engine, ask()))
             await asyncio.sleep(0.05)
             assert not waiting.done()

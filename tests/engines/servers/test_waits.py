@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from tests.engines.models import TOKENIZER, MemoryReceiver, ask
-from tests.engines.reading import collect, ids, rest, until_tokens
-from tests.engines.servers.fakes import FakeSglang, FakeVllm, attached
+from tests.engines.reading import ABORTED, collect, ids, rest, until_tokens
+from tests.engines.servers.fakes import Fake, FakeSglang, FakeVllm, attached
 from tests.models.tiny import tiny_model
 
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.staged import StagingArea
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.models.load import save_model
+from midflight.ports import verified_pause
 from midflight.types import PauseMode, WeightManifest
 
 SOON = 5.0
@@ -79,6 +80,42 @@ def test_tokens_without_log_probabilities_cost_their_request_and_not_the_engine(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", [FakeSglang, FakeVllm])
+def test_a_pause_waits_for_the_step_under_way_however_long_it_is(kind: type[Fake], tmp_path: Path) -> None:
+    """SGLang says that it is paused when it has been told, and its step goes on."""
+
+    async def main() -> None:
+        fake = kind()
+        fake.step_seconds = 0.2
+        async with attached(fake, tmp_path) as (engine, _), asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(collect(engine, ask(request_id=f"{i}", max_tokens=5))) for i in range(4)]
+            while not engine.reading().num_tokens:
+                await asyncio.sleep(0.01)
+            async with verified_pause(engine, PauseMode.KEEP):
+                await asyncio.sleep(0.3)
+            await engine.resume()
+            assert [len(ids(await answer)) for answer in answers] == [5] * 4
+
+    asyncio.run(main())
+
+
+def test_an_abort_that_the_server_forgets_ends_a_request_without_tokens_all_the_same(tmp_path: Path) -> None:
+    """It may come before the request, and then the answer would go on to its end."""
+
+    async def main() -> None:
+        fake = FakeSglang()
+        fake.step_seconds = 0.3
+        async with attached(fake, tmp_path) as (engine, _), asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(collect(engine, ask(max_tokens=2)))
+            while not engine.reading().num_running:
+                await asyncio.sleep(0.01)
+            await engine.abort(None)
+            got = await answer
+            assert (ids(got), got[-1].finish) == ((), ABORTED)
+
+    asyncio.run(main())
+
+
 def test_when_the_adapter_ends_its_requests_end_too(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(SOON):
@@ -130,6 +167,19 @@ def test_a_server_that_answers_nothing_lets_nobody_wait_for_ever(tmp_path: Path,
             fake.thawed.set()
             assert (await engine.commit(1)).version == 1
             await engine.resume()
+            assert len(ids(await collect(engine, ask()))) == 8
+
+    asyncio.run(main())
+
+
+def test_a_server_that_has_just_come_up_has_longer_for_its_first_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midflight.engines.servers.server._QUESTION_SECONDS", 0.05)
+
+    async def main() -> None:
+        fake = FakeVllm()
+        fake.thawed.clear()
+        asyncio.get_running_loop().call_later(0.3, fake.thawed.set)
+        async with attached(fake, tmp_path) as (engine, _), asyncio.timeout(SOON):
             assert len(ids(await collect(engine, ask()))) == 8
 
     asyncio.run(main())

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from starlette.requests import Request
 from starlette.responses import Response
 from tests.engines.models import TOKENIZER, MemoryReceiver
-from tests.engines.servers.fakes import STEP_SECONDS, Fake, FakeSglang, FakeVllm
+from tests.engines.servers.fakes import Fake, FakeSglang, FakeVllm
 from tests.engines.test_contract import listening
 from tests.gateway.generating import Heard
 from tests.models.tiny import tiny_model
@@ -121,8 +121,7 @@ class Troubled(Fake):
         start, num = len(body.get("input_ids") or body["token_ids"]), self.wanted(body)  # type: ignore[arg-type]
         labels: list[str] = []
         for i in range(1, num + 1):
-            await self._going.wait()
-            await asyncio.sleep(STEP_SECONDS)
+            await self._step()
             labels.append(self.label)
             event = self.told(letter(start + i - 1), -1.0 - self.truth, i, spans(labels) if i == num else None)
             yield b"data: " + json.dumps(event).encode() + b"\n\n"

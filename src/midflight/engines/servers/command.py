@@ -75,6 +75,7 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
         cache = model.kv_bytes_per_token * model.max_context * engine.max_running
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(cache / 2**30)))  # GiB, and whole ones only
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # two processes that wait for each other by spinning
+        settings["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles C++, for which there must be a compiler
     return words, settings
 
 

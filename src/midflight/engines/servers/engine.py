@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2.0
 """For a server to end what it was told to abort, with its last tokens; after that the answer ends here without them."""
 _QUIET_SECONDS = 0.02
-"""Between two readings that show a pause: tokens that were on their way when it began have come by then."""
+"""The least between two readings that show a pause: tokens that were on their way when the last step ended have come by then."""
+_MOST_QUIET_SECONDS = 0.5
+"""The most. On a busy machine tokens are as late as answers are, so the time of an answer is the measure between the two."""
 _MAX_READINGS = 50
 """A server that still makes tokens after so many readings ignores its pause."""
 _ABORTED = types.Finish(types.FinishReason.ABORT)
@@ -87,7 +89,7 @@ class ServerEngine:
         """Attaches, then serves until cancelled. `EngineError` when the server is not one that we can work with."""
         try:
             async with self._client:
-                await self._synchronise(await self._server.attach(self._client))
+                await self._attach()
                 async with asyncio.TaskGroup() as tasks:
                     await self._serve(tasks)
         finally:
@@ -169,9 +171,10 @@ class ServerEngine:
     # --- Aborts ------------------------------------------------------------------------------------------------------
 
     async def abort(self, request_id: str | None) -> None:
-        """A request that runs ends with the server's last words; one that waits or is frozen ends here at once."""
+        """A request that has tokens ends with the server's last words. One that has none, or is frozen, ends here at once: a server
+        forgets an abort that comes before its request."""
         for running in [r for r in self._running if request_id in (None, r.request.request_id)]:
-            if running.attempt is None or self._paused is not None:
+            if running.attempt is None or not running.attempt.num_tokens or self._paused is not None:
                 self._end_here(running)
             else:
                 self._tell_abort(running)
@@ -251,10 +254,13 @@ class ServerEngine:
             self._end_here(running)
 
     async def _quiet(self) -> None:
-        """Waits for two equal readings; `PauseIgnored` when there are none."""
+        """Waits for the end of the server's step, however long it is, and then for two equal readings; `PauseIgnored` when there are none."""
+        await self._server.settle(self._client)
+        loop = asyncio.get_running_loop()
         for _ in range(_MAX_READINGS):
-            before = self._num_tokens
-            await asyncio.sleep(_QUIET_SECONDS)
+            before, since = self._num_tokens, loop.time()
+            await self._server.settle(self._client)
+            await asyncio.sleep(min(max(loop.time() - since, _QUIET_SECONDS), _MOST_QUIET_SECONDS))
             if self._num_tokens == before:
                 return
         raise PauseIgnored(f"pausing engine {self._name!r}: it says that it is paused and goes on making tokens; restart it.")
@@ -313,7 +319,7 @@ class ServerEngine:
             unfinished = not self._whole and self._paused is None  # the last time
             if (label != str(live.version) or unfinished) and live is self._live and not self._control.locked():
                 async with self._control:
-                    await self._synchronise(await self._server.attach(self._client))
+                    await self._attach()
         return self.reading()
 
     def reading(self) -> types.EngineHealth:
@@ -327,8 +333,10 @@ class ServerEngine:
             num_waiting=len(self._running) - decoding,
         )
 
-    async def _synchronise(self, found: Found) -> None:
+    async def _attach(self) -> None:
         """Makes the server serve the weights that we say it serves, whatever it served before and however it was left."""
+        with self._client.cold():
+            found = await self._server.attach(self._client)
         check_same_model(found.model, self._first.folder, url=self._client.url)
         self._found = found
         if found.label != str(self._live.version) or not self._live.fingerprint:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,8 @@ _LINE_BYTES = 2**24
 """Of one event: a server that repeats what it said sends the longest answer in one."""
 _QUESTION_SECONDS = 10.0
 """For questions that a server answers at once. With a longer limit, questions of callers that have left would pile up at a frozen server."""
+_COLD_SECONDS = 120.0
+"""The same for a server that has just come up: the first answers of each kind take longer than all later ones."""
 _DEED_SECONDS = 600.0
 """For the longest work of a server: loading the largest model. Callers have shorter deadlines, but those do not reach over the wire,
 and a call that never ended would keep all others waiting."""
@@ -41,6 +44,7 @@ class ServerClient:
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url
         self._http = HttpClient(url, lost=self.unavailable, line_bytes=_LINE_BYTES)
+        self._is_cold = False
 
     async def __aenter__(self) -> ServerClient:
         await self._http.__aenter__()
@@ -49,8 +53,22 @@ class ServerClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.__aexit__(*exc)
 
-    async def get(self, path: str) -> object:
-        return _json(await self._call("GET", path, None, seconds=_QUESTION_SECONDS))
+    @contextmanager
+    def cold(self) -> Iterator[None]:
+        """The server may have just come up: questions in the block wait longer."""
+        self._is_cold = True
+        try:
+            yield
+        finally:
+            self._is_cold = False
+
+    async def get(self, path: str, *, seconds: float | None = None) -> object:
+        seconds = seconds or (_COLD_SECONDS if self._is_cold else _QUESTION_SECONDS)
+        return _json(await self._call("GET", path, None, seconds=seconds))
+
+    async def settle(self, path: str) -> None:
+        """Asks what the server answers between two steps only, and waits for that however long the step is."""
+        await self.get(path, seconds=_DEED_SECONDS)
 
     async def post(self, path: str, body: object = None) -> object:
         return _json(await self._call("POST", path, body, seconds=_DEED_SECONDS))
@@ -205,7 +223,11 @@ class Server(Protocol):
     async def abort(self, client: ServerClient, request_id: str) -> None: ...
 
     async def pause(self, client: ServerClient, mode: PauseMode) -> None:
-        """Keep, recompute or abort; returns when no token is made. Not called while it is paused."""
+        """Keep, recompute or abort; the step that is under way may still make tokens (see `settle`). Not called while it is paused."""
+        ...
+
+    async def settle(self, client: ServerClient) -> None:
+        """Waits for the step that is under way: returns when the server has heeded all that it was told before."""
         ...
 
     async def resume(self, client: ServerClient) -> None:

@@ -206,6 +206,10 @@ class SglangServer:
     async def pause(self, client: ServerClient, mode: PauseMode) -> None:
         await client.post("/pause_generation", {"mode": _MODES[mode]})
 
+    async def settle(self, client: ServerClient) -> None:
+        """It says that it is paused before its scheduler has read of it. This question is read by the scheduler, in order."""
+        await client.settle("/server_info")
+
     async def resume(self, client: ServerClient) -> None:
         await client.post("/continue_generation", {})
 
