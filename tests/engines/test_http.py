@@ -11,7 +11,7 @@ from tests.engines.test_contract import attached, served
 
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.remote import RemoteEngine
-from midflight.errors import EngineUnavailable
+from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.types import PauseMode
 from midflight.types.facts import unheard
 
@@ -33,6 +33,8 @@ def over_http(test: Callable[[aiohttp.ClientSession, EmbeddedEngine], Awaitable[
         ("abort", {}, 400, "rid", "names no request"),
         ("commit", {"version": 9}, 503, None, "version 9"),
         ("stage", {"version": 9}, 400, None, "fingerprint"),
+        ("stage", {"version": 2**70, "fingerprint": "", "transport": "", "location": "", "tensors": []}, 400, "version", str(2**70)),
+        ("commit", {"version": 2**70}, 400, "version", "2147483647"),
     ],
 )
 def test_bad_bodies_get_openai_errors_and_the_server_goes_on(path: str, body: object, status: int, param: str | None, says: str) -> None:
@@ -120,5 +122,18 @@ def test_a_client_whose_server_dies_attaches_to_its_successor() -> None:
             await remote.connect(seconds=5)
             assert len(ids(await collect(remote, ask()))) == 8
         task.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_the_wire_cannot_carry_is_refused_and_the_others_go_on() -> None:
+    async def main() -> None:
+        async with served(make_engine()) as url, attached(url) as remote, asyncio.TaskGroup() as tasks:
+            other = tasks.create_task(collect(remote, ask(max_tokens=20)))
+            with pytest.raises(RequestRejected, match="Send smaller numbers"):
+                await collect(remote, ask(request_id="large", top_k=2**65))
+            with pytest.raises(RequestRejected, match="top_k"):
+                await collect(remote, ask(request_id="large", top_k=2**40))
+            assert len(ids(await other)) == 20
 
     asyncio.run(main())

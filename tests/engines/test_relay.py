@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -16,7 +16,18 @@ from tests.engines.test_contract import attached, listening
 
 from midflight.engines import app as relays
 from midflight.engines.app import Outbox, build_app, relay
-from midflight.engines.wire import Abort, ClientFrame, EngineFrame, Hello, StepFrame, Submit, decode_engine_frame, encode, step_rows
+from midflight.engines.wire import (
+    Abort,
+    ClientFrame,
+    EngineFrame,
+    Hello,
+    Rejected,
+    StepFrame,
+    Submit,
+    decode_engine_frame,
+    encode,
+    step_rows,
+)
 from midflight.errors import EngineUnavailable, Overloaded, RequestRejected
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
@@ -43,7 +54,7 @@ class Line:
         self.closed: int | None = None
         self._said: asyncio.Queue[bytes | None] = asyncio.Queue()
 
-    def say(self, *frames: ClientFrame) -> None:
+    def say(self, *frames: ClientFrame | object) -> None:
         self._said.put_nowait(encode(list(frames)))
 
     def leave(self) -> None:
@@ -256,3 +267,25 @@ def test_versions_told_at_the_end_arrive_with_the_finish() -> None:
             assert [c.attested for c in chunks] == [()] * (len(chunks) - 1) + [spans]
 
     asyncio.run(main())
+
+
+def test_a_frame_that_cannot_be_read_or_carried_out_costs_its_request_and_no_other() -> None:
+    class Faulty(Served):
+        def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+            if request.request_id == "faulty":
+                raise ValueError("a fault of ours")
+            return super().generate(request)
+
+    async def test(line: Line) -> None:
+        unreadable = {"type": "submit", "handle": 7, "request": {"request_id": "x", "input_ids": ["no id"]}}
+        line.say(
+            Submit(1, ask(max_tokens=5)), unreadable, Submit(2, ask(request_id="faulty")), Submit(3, ask(request_id="r3", max_tokens=5))
+        )
+        await asyncio.sleep(1)
+
+    line = on_a_line(Faulty("e"), test)
+    refused = {frame.handle: (frame.code, frame.message) for _, frame in line.frames if isinstance(frame, Rejected)}
+    assert set(refused) == {2, 7}
+    assert refused[7][0] == "invalid_request" and "input_ids" in refused[7][1]
+    assert refused[2] == ("engine_error", "generating: this request failed inside the server; its log has the traceback.")
+    assert {handle for _, step in line.steps for handle, _ in step.finishes} == {1, 3}

@@ -9,6 +9,7 @@ from midflight.engines.wire import (
     Abort,
     StepFrame,
     Submit,
+    client_frame,
     decode_client_frames,
     decode_engine_frame,
     encode,
@@ -109,4 +110,5 @@ def test_a_request_arrives_with_all_it_asks_for() -> None:
         grammar=Grammar(GrammarKind.LARK, 'start: "a"'),
         top_logprobs=7,
     )
-    assert decode_client_frames(encode([Submit(5, request), Abort(4)])) == [Submit(5, request), Abort(4)]
+    said = encode([Submit(5, request), Abort(4)])
+    assert [client_frame(raw) for raw in decode_client_frames(said)] == [Submit(5, request), Abort(4)]

@@ -8,7 +8,7 @@ import json
 import pytest
 from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, offered
 
-from midflight.gateway.dialects.fields import MAX_VALUES
+from midflight.gateway.dialects.fields import MAX_KEYS, MAX_VALUES
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.text import Tokenizer
@@ -85,12 +85,18 @@ def test_long_calls_with_one_key_are_one_generation_even_side_by_side() -> None:
     run_virtual(main())
 
 
-def test_a_body_of_more_values_than_are_read_at_once_is_refused_unread() -> None:
+def test_a_body_of_more_values_or_keys_than_are_read_at_once_is_refused_unread() -> None:
     async def main() -> None:
         async with offered() as it:
             ids = json.dumps({"model": "policy", "prompt": [1] * (MAX_VALUES + 1)})
             answer = await it.http.post("/v1/completions", content=ids)
             assert (answer.status_code, f"send {MAX_VALUES} at most" in answer.text) == (400, True)
+            keys = {"model": "policy", "prompt": "hi", **{f"k{i}": i for i in range(MAX_KEYS)}}
+            for separators in ((", ", ": "), (",", " :")):
+                answer = await it.http.post("/v1/completions", content=json.dumps(keys, separators=separators))
+                assert (answer.status_code, f"send {MAX_KEYS} at most" in answer.text) == (400, True)
+            prose = json.dumps({"model": "policy", "prompt": "hi", "max_tokens": 2, "metadata": {"note": "at 12:30:45: " * MAX_KEYS}})
+            assert (await it.http.post("/v1/completions", content=prose)).status_code == 200
             text = json.dumps({"model": "policy", "prompt": "hi", "max_tokens": 2, "metadata": {"note": "," * 100_000 + "x" * MAX_VALUES}})
             assert (await it.http.post("/v1/completions", content=text)).status_code == 200
 

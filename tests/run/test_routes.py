@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import msgspec
 import numpy as np
 import pytest
 from tests.facts import Facts
@@ -125,6 +125,8 @@ def test_a_harness_opens_a_session_scores_it_and_reads_its_rows() -> None:
         async with site() as at:
             handle = await opened(at, sampling={"max_tokens": 5}, task={"number": [1, None]})
             assert handle["base_url"] == f"http://here:1/s/{handle['api_key']}/v1"
+            elsewhere = await at.http.post(f"{API}/sessions", headers={**CONTROL, "host": "evil.example"}, json={})
+            assert elsewhere.json()["base_url"].startswith("http://here:1/s/"), "whatever the client calls this place"
             answer = (await chat(at, handle)).json()
             owner, place = handle["owner_token"], f"/sessions/{handle['session_id']}"
             assert (await at.post(f"{place}/reward", {"reward": 0.5}, token=owner)).status_code == 200
@@ -211,12 +213,19 @@ def test_every_control_route_is_401_without_its_token_or_with_another() -> None:
         ("/sessions", {"samplng": {}}, "samplng"),
         ("/sessions", {"sampling": {"temperature": -1}}, "temperature"),
         ("/sessions", {"sampling": {"stop": [""]}}, "stop"),
+        ("/sessions", {"sampling": {"stop": ["x"] * 17}}, "stop"),
+        ("/sessions", {"sampling": {"top_k": 2**65}}, "top_k"),
+        ("/sessions", {"sampling": {"top_k": 2**31}}, "top_k"),
+        ("/sessions", {"sampling": {"max_tokens": 2**65}}, "max_tokens"),
+        ("/sessions", {"sampling": {"min_tokens": 2**65}}, "min_tokens"),
+        ("/sessions", {"sampling": {"temperature": 1001}}, "temperature"),
         ("/sessions", {"task": "x" * 70_000}, "task has"),
         ("/sessions", {"task": "DEEP"}, ""),
         ("/claims", {"max": 0}, "max"),
         ("/claims", {"wait_seconds": 1e9}, "wait_seconds"),
         ("/take", {}, "train_version"),
         ("/take", {"train_version": -1}, "train_version"),
+        ("/take", {"train_version": 2**65}, "train_version"),
         ("/done", {"lease": 1, "version": "2"}, "version"),
         ("/weights", {"version": 0}, "`version` and `file`"),
         ("/weights", {"version": 0, "transport": "file", "location": "/etc/passwd"}, "all fields"),
@@ -225,7 +234,7 @@ def test_every_control_route_is_401_without_its_token_or_with_another() -> None:
 def test_a_wrong_body_is_refused_with_what_is_wrong_in_it(path: str, body: Any, words: str) -> None:
     async def main() -> None:
         async with site() as at:
-            content = msgspec.json.encode(body).replace(b'"DEEP"', b"[" * 20_000 + b"]" * 20_000)
+            content = json.dumps(body).encode().replace(b'"DEEP"', b"[" * 20_000 + b"]" * 20_000)
             answer = await at.http.post(API + path, content=content, headers=CONTROL)
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_request"
             assert words in answer.json()["error"]["message"]

@@ -17,7 +17,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Generic, Protocol, TypeVar
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -32,10 +32,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from midflight.engines import wire
 from midflight.engines.streams import Outlet, StepOutput
-from midflight.errors import EngineUnavailable, MidflightError, NotSupported, Overloaded, RequestRejected
+from midflight.errors import EngineError, EngineUnavailable, MidflightError, NotSupported, Overloaded, RequestRejected
 from midflight.ports import Engine, Scorer
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Capabilities, Chunk, EngineHealth, GenerateRequest, PauseMode, Version, WeightManifest
+from midflight.wire import edge
 from midflight.wire.edge import PACKED, RequireToken, body_of, json_answer, metrics_route, read_body, route, with_client
 
 _MAX_FRAMES = 16_384
@@ -95,8 +96,11 @@ class Outbox:
             self._frames.append(wire.encode(frame))
             self._changed.set()
 
-    def reject(self, handle: int, error: MidflightError) -> None:
-        """Ends one request, by the client's number."""
+    def reject(self, handle: int, error: Exception) -> None:
+        """Ends one request, by the client's number. A fault of ours is logged, and costs no other request."""
+        edge.log_unexpected(error)
+        if not isinstance(error, MidflightError):
+            error = EngineError(f"generating: {edge.FAILED_HERE}")
         param = error.param if isinstance(error, RequestRejected) else None
         retry_after = error.retry_after_seconds if isinstance(error, Overloaded) else None
         self.send(wire.Rejected(handle, error.code, str(error), param, retry_after))
@@ -136,17 +140,23 @@ class _WireClient:
             # Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
             with contextlib.suppress(WebSocketDisconnect, EngineUnavailable, msgspec.DecodeError):
                 while True:
-                    for frame in wire.decode_client_frames(await socket.receive_bytes()):
-                        if isinstance(frame, wire.Submit):
-                            await self.start(frame.handle, frame.request, tasks)
-                        elif frame.handle in self.tasks:
-                            self.tasks[frame.handle].cancel()
-                        else:
-                            self.abort(frame)
+                    for raw in wire.decode_client_frames(await socket.receive_bytes()):
+                        await self._hear(wire.client_frame(raw), tasks)
             for task in (sending, *self.tasks.values()):
                 task.cancel()
 
+    async def _hear(self, frame: wire.ClientFrame | wire.Rejected, tasks: asyncio.TaskGroup) -> None:
+        if isinstance(frame, wire.Submit):
+            await self.start(frame.handle, frame.request, tasks)
+        elif isinstance(frame, wire.Rejected):
+            self.outbox.send(frame)
+        elif frame.handle in self.tasks:
+            self.tasks[frame.handle].cancel()
+        else:
+            self.abort(frame)
+
     async def start(self, number: int, request: GenerateRequest, tasks: asyncio.TaskGroup) -> None:
+        """Never raises an error of the request, which is answered."""
         raise NotImplementedError
 
     def abort(self, frame: wire.Abort) -> None:
@@ -179,7 +189,7 @@ class _ChunkClient(_WireClient):
                     if chunk.finish is not None:
                         return
             raise EngineUnavailable("reading an engine's stream: it ended without a finish. Check the engine and its adapter.")
-        except MidflightError as error:
+        except Exception as error:  # the edge: every error ends its request
             self._flush()
             self.outbox.reject(number, error)
 
@@ -239,10 +249,12 @@ class _StepClient(_WireClient):
             await self._submit(number, request)
 
     async def _submit(self, number: int, request: GenerateRequest) -> None:
-        """Waits for what the engine's `submit` waits for. A refusal is an answer."""
+        """Waits for what the engine's `submit` waits for. An error is an answer, but the engine's end (`EngineUnavailable`)."""
         try:
             self._numbers[await self._engine.submit(request, outlet=self._outlet)] = number
-        except RequestRejected as error:
+        except EngineUnavailable:
+            raise
+        except Exception as error:  # the edge: every other error ends its request
             self.outbox.reject(number, error)
 
 
@@ -259,7 +271,7 @@ class EngineAbort(msgspec.Struct, frozen=True):
 
 
 class EngineCommit(msgspec.Struct, frozen=True):
-    version: Version
+    version: Annotated[Version, msgspec.Meta(ge=0, lt=wire.END_OF_INTS)]
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -344,7 +356,10 @@ class EngineRoutes(Generic[E]):
         return json_answer({"status": "ok"})
 
     async def _stage(self, request: Request) -> Response:
-        await self._engine.stage(await body_of(request, WeightManifest))
+        manifest = await body_of(request, WeightManifest)
+        if not 0 <= manifest.version < wire.END_OF_INTS:
+            raise RequestRejected(f"version is {manifest.version}: send one from 0 to {wire.END_OF_INTS - 1}.", param="version")
+        await self._engine.stage(manifest)
         return json_answer({"status": "ok"})
 
     async def _commit(self, request: Request) -> Response:

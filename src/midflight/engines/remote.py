@@ -38,7 +38,7 @@ class RemoteEngine:
         self._name, self._url, self._record = name, url, record
         self._http = HttpClient(url, lost=self._unavailable, token=token)
         self._capabilities: types.Capabilities | None = None
-        self._outbox: asyncio.Queue[wire.ClientFrame] | None = None
+        self._outbox: asyncio.Queue[msgspec.Raw] | None = None
         self._attached = asyncio.Event()
         self._streams = ChunkStreams()
         self._counter = itertools.count(1)
@@ -147,7 +147,7 @@ class RemoteEngine:
 
         Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
         """
-        outbox = self._outbox = asyncio.Queue[wire.ClientFrame](maxsize=_MAX_OUTBOX)
+        outbox = self._outbox = asyncio.Queue[msgspec.Raw](maxsize=_MAX_OUTBOX)
         error = self._unavailable("was cut off")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -184,10 +184,11 @@ class RemoteEngine:
             self._record(EngineStepped(self._name, frame.started, frame.ended, len(rows), frame.num_running))
 
     def _send(self, frame: wire.ClientFrame) -> None:
+        """A frame is packed here, so that one which cannot be costs its request alone (`RequestRejected`)."""
         if self._outbox is None or not self._attached.is_set():
             raise self._unavailable("is not attached")
         try:
-            self._outbox.put_nowait(frame)
+            self._outbox.put_nowait(wire.pack_client_frame(frame))
         except asyncio.QueueFull:
             raise self._unavailable("takes no more requests") from None
 
@@ -195,7 +196,7 @@ class RemoteEngine:
         return EngineUnavailable(f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or wait for this one.")
 
 
-async def _send_all(outbox: asyncio.Queue[wire.ClientFrame], socket: aiohttp.ClientWebSocketResponse) -> None:
+async def _send_all(outbox: asyncio.Queue[msgspec.Raw], socket: aiohttp.ClientWebSocketResponse) -> None:
     """Waits for frames to send; ended when `_receive_all` has ended. What a lost connection means is for that to say."""
     with contextlib.suppress(*_LOSSES):
         while True:

@@ -20,7 +20,8 @@ from midflight.types import Capabilities, Chunk, Finish, Float32, GenerateReques
 PREFIX: Final = "/engine/v1"
 """Of the routes between rollout process and engine."""
 STREAM_PATH: Final = PREFIX + "/stream"
-_END_OF_INTS: Final = 2**31
+END_OF_INTS: Final = 2**31
+"""Of versions and token ids: each has 32 bits in a row."""
 _ROW: Final = struct.Struct("<iifi")
 """One token on the wire: the handle of its request, its id, its log-probability, the version of its oldest key."""
 _ROW_DTYPE: Final = np.dtype([("handle", "<i4"), ("token_id", "<i4"), ("logprob", "<f4"), ("kv_version", "<i4")])
@@ -79,9 +80,36 @@ ClientFrame = Submit | Abort
 EngineFrame = Hello | StepFrame | Rejected
 
 encode = msgspec.msgpack.Encoder().encode
-decode_client_frames = msgspec.msgpack.Decoder(list[ClientFrame]).decode
-"""A message of a client holds all that it had to say at that moment."""
+decode_client_frames = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+"""A message of a client holds all that it had to say at that moment. Each frame is read by itself."""
 decode_engine_frame = msgspec.msgpack.Decoder(EngineFrame).decode
+_decode_client_frame = msgspec.msgpack.Decoder(ClientFrame).decode
+
+
+class _OfRequest(msgspec.Struct, frozen=True):
+    """What every frame of a client has."""
+
+    handle: int
+
+
+_decode_handle = msgspec.msgpack.Decoder(_OfRequest).decode
+
+
+def pack_client_frame(frame: ClientFrame) -> msgspec.Raw:
+    """`RequestRejected` where it holds a number that the wire cannot carry."""
+    try:
+        return msgspec.Raw(encode(frame))
+    except (OverflowError, TypeError, ValueError) as error:
+        raise RequestRejected(f"sending a request to an engine: {error}. Send smaller numbers.") from error
+
+
+def client_frame(raw: msgspec.Raw) -> ClientFrame | Rejected:
+    """A frame of a client, or the answer to one that cannot be read. `msgspec.DecodeError` where not even its number can."""
+    try:
+        return _decode_client_frame(raw)
+    except msgspec.DecodeError as error:
+        handle = _decode_handle(raw).handle
+        return Rejected(handle, RequestRejected.code, f"reading a request: {error}. Run gateway and engine of one version.", None)
 
 
 def pack_step(step: StepOutput, numbers: dict[int, int]) -> StepFrame:
@@ -125,7 +153,7 @@ def can_carry(chunk: Chunk) -> bool:
     aligned = len(chunk.logprobs) == num and (not chunk.top_logprobs or (len(chunk.top_logprobs) == num and all(chunk.top_logprobs)))
     ints = (chunk.version, chunk.kv_version, *chunk.token_ids, *(i for top in chunk.top_logprobs for i, _ in top))
     spans = (i for s in chunk.attested for i in (s.version, s.kv_version, s.start, s.end))
-    return aligned and all(0 <= i < _END_OF_INTS for i in (*ints, *spans))
+    return aligned and all(0 <= i < END_OF_INTS for i in (*ints, *spans))
 
 
 def step_rows(frame: StepFrame) -> list[TokenRow]:

@@ -23,6 +23,10 @@ LEAST_TEMPERATURE = 1e-4
 """The least that clients may ask for above 0: logits divided by less leave single precision."""
 MAX_TOP_LOGPROBS = 20
 """Alternatives of a token, OpenAI's bound."""
+MAX_STOPS = 16
+"""Stop strings of one request: each token is compared with all of them."""
+_MOST = 2**31 - 1
+"""Of what is counted: engines keep 32 bits of it."""
 
 
 class Api(StrEnum):
@@ -112,12 +116,12 @@ class Grammar:
 class SamplingParams:
     """How to choose tokens. Limits count output tokens from `GenerateRequest.num_prompt_tokens`, also after a resume."""
 
-    max_tokens: int = parameter(16, Range(1), reshapes=False, openai=None, native="max_new_tokens", copied=False)
-    min_tokens: int = parameter(0, Range(0), native="min_new_tokens", copied=False)
+    max_tokens: int = parameter(16, Range(1, _MOST), reshapes=False, openai=None, native="max_new_tokens", copied=False)
+    min_tokens: int = parameter(0, Range(0, _MOST), native="min_new_tokens", copied=False)
     temperature: float = parameter(1.0, Range(0, 1000), reshapes=False)
     """0 is greedy."""
     top_p: float = parameter(1.0, Range(0, 1, above=True))
-    top_k: int | None = parameter(None, Range(1, 2**31 - 1), copied=False)
+    top_k: int | None = parameter(None, Range(1, _MOST), copied=False)
     min_p: float = parameter(0.0, Range(0, 1))
     stop: tuple[str, ...] = parameter((), reshapes=False, anthropic="stop_sequences")
     stop_token_ids: tuple[int, ...] = parameter((), reshapes=False, anthropic=None, copied=False)
@@ -139,11 +143,7 @@ class SamplingParams:
         0, Range(0, MAX_TOP_LOGPROBS), Feature.TOP_LOGPROBS, reshapes=False, openai=None, anthropic=None, native=None, copied=False
     )
     """How many of the likeliest tokens to report at each position. The sampled one is among them only where it is that likely; fewer are
-    reported where fewer are possible (truncation, a grammar; one at temperature 0)."""
-
-    def changed(self, **values: object) -> SamplingParams:
-        """As `dataclasses.replace`, which takes four times as long: every request changes some."""
-        return SamplingParams(**{**dict(zip(PARAMETERS, _values(self), strict=True)), **values})  # type: ignore[arg-type]
+    reported where fewer are possible (truncation, a grammar). At temperature 0 they are those of temperature 1."""
 
     @property
     def samples_the_policy(self) -> bool:
@@ -188,7 +188,6 @@ FEATURED: Final = tuple(p for p in PARAMETERS.values() if p.feature is not None)
 
 ranged_values = attrgetter(*(p.name for p, _ in RANGED))
 """Their values, in the same order."""
-_values = attrgetter(*PARAMETERS)
 _reshaping = attrgetter(*(p.name for p in PARAMETERS.values() if p.reshapes))
 _RESHAPES_NOT: Final = tuple(p.default for p in PARAMETERS.values() if p.reshapes)
 _featured = attrgetter(*(p.name for p in FEATURED))

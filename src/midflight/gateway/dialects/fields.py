@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from midflight.errors import RequestRejected, nearest
 from midflight.gateway.sessions.session import Asked
 from midflight.types import Json
-from midflight.types.generation import LEAST_TEMPERATURE, MAX_BIASES, MAX_TOP_LOGPROBS, PARAMETERS, Api, Parameter
+from midflight.types.generation import LEAST_TEMPERATURE, MAX_BIASES, MAX_STOPS, MAX_TOP_LOGPROBS, PARAMETERS, Api, Parameter
 
 HARMLESS: Mapping[str, str] = {
     "user": "names the client's own user",
@@ -71,12 +71,13 @@ REMEDIES: Mapping[str, str] = {
 """What to do instead of sending a field that is refused."""
 
 
-MAX_STOPS = 16
-"""Stop strings of one request, at most: each token is compared with all of them."""
-
 MAX_VALUES = 2**20
 """Values in one body, such as the ids of prompts, at most: reading them takes a few tenths of a second, in which nothing else is done."""
 
+
+MAX_KEYS = 2**17
+"""Keys of objects in one body, at most, for the same reason: a key that no field has takes ten times as long as a value."""
+_KEY = re.compile(rb'"\s*:')
 
 Tokens = Annotated[int, Field(ge=1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -196,7 +197,9 @@ def parse(kind: type[B], body: bytes) -> B:
 
 
 def _check_values(body: bytes) -> None:
-    """Counts commas and brackets before anything is read. Those inside texts count too; each of them is about a token."""
+    """Counts keys, commas and brackets before anything is read. Those inside texts count too; each of them is about a token."""
+    if body.count(b":") > MAX_KEYS and (keys := len(_KEY.findall(body))) > MAX_KEYS:
+        raise RequestRejected(f"the body holds about {keys} keys of objects: send {MAX_KEYS} at most, in several requests.")
     if len(body) > MAX_VALUES and (marks := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MAX_VALUES:
         raise RequestRejected(f"the body holds about {marks} values: send {MAX_VALUES} at most, in several requests.")
 

@@ -39,7 +39,8 @@ API_VERSION = 1
 
 
 class Take(StrictBody, frozen=True):
-    train_version: Annotated[Version, Meta(ge=0)]
+    train_version: Annotated[Version, Meta(ge=0, lt=2**31)]
+    """Rows have 32 bits for it."""
     wait_seconds: WaitSeconds | None = None
     """Then the answer is 204. Without it the request waits as long as it takes."""
 

@@ -26,8 +26,8 @@ from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.service import PREFIX
 from midflight.trajectories.packing import pack, to_bytes
 from midflight.types import Batch, Group, Json, PackedBatch, Row, SamplingParams, Trajectory, Version
-from midflight.types.generation import LEAST_TEMPERATURE
-from midflight.wire.edge import JSON, PACKED, StrictBody, bearer_of, body_of, holds, json_answer, origin, route, wants, with_client
+from midflight.types.generation import LEAST_TEMPERATURE, MAX_STOPS, PARAMETERS
+from midflight.wire.edge import JSON, PACKED, StrictBody, bearer_of, body_of, holds, json_answer, local_address, route, wants, with_client
 
 # --- Rows and batches as JSON -----------------------------------------------------------------------------------------
 
@@ -103,17 +103,24 @@ MAX_WAIT_SECONDS = 600.0
 WaitSeconds = Annotated[float, Meta(ge=0, le=MAX_WAIT_SECONDS)]
 
 
+def _bounds(parameter: str) -> Meta:
+    """Those of the one list of sampling parameters."""
+    bounds = PARAMETERS[parameter].range
+    assert bounds is not None
+    return Meta(gt=bounds.least, le=bounds.most) if bounds.above else Meta(ge=bounds.least, le=bounds.most)
+
+
 class Sampling(StrictBody, frozen=True):
     """Defaults of a session's requests. What is sampled at another temperature, or from a truncated distribution, is masked."""
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
+    min_tokens: Annotated[int, _bounds("min_tokens")] = 0
+    temperature: Annotated[float, _bounds("temperature")] | None = None
     """0, or `LEAST_TEMPERATURE` and more."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    stop: list[Annotated[str, Meta(min_length=1)]] = []  # noqa: RUF012 (msgspec copies it)
+    top_p: Annotated[float, _bounds("top_p")] = 1.0
+    top_k: Annotated[int, _bounds("top_k")] | None = None
+    min_p: Annotated[float, _bounds("min_p")] = 0.0
+    stop: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_STOPS)] = []  # noqa: RUF012 (msgspec copies it)
 
 
 class OpenBody(StrictBody, frozen=True):
@@ -164,10 +171,11 @@ class SessionRoutes:
         token: str,
         sampling: SamplingParams,
         served: Callable[[], Version],
+        public_url: str = "",
         board: Board | None = None,
     ) -> None:
         self._gateway, self._owned, self._board = gateway, owned, board
-        self._token, self._sampling, self._served = token, sampling, served
+        self._token, self._sampling, self._served, self._public_url = token, sampling, served, public_url.rstrip("/")
 
     def routes(self) -> Sequence[BaseRoute]:
         return [
@@ -231,7 +239,7 @@ class SessionRoutes:
         return Claim(opened.session_id, opened.base_url, opened.api_key, opened.owner_token, task)
 
     def _opened(self, request: Request, session_id: str, api_key: str, owner_token: str) -> Opened:
-        return Opened(session_id, f"{origin(request)}/s/{api_key}/v1", api_key, owner_token)
+        return Opened(session_id, f"{self._public_url or local_address(request)}/s/{api_key}/v1", api_key, owner_token)
 
     def _checked(self, request: Request) -> str:
         """The session that the request may score and end."""
