@@ -91,11 +91,12 @@ def test_the_likeliest_are_of_the_distribution_sampled_and_as_many_as_are_asked_
     settings = batch(4)
     settings.top_k[2], settings.temperature[3] = 2, 0.0
     sampled = sample(logits, asking(settings, num_top=np.array([0, 3, 3, 3])))
-    # Row 1: equal ones by id. Row 2: top-k leaves 0.4 and 0.2 of 0.6. Row 3 is greedy.
-    assert sampled.top_ids.tolist() == [[-1, -1, -1], [0, 1, 2], [0, 1, -1], [0, -1, -1]]
+    # Row 1: equal ones by id. Row 2: top-k leaves 0.4 and 0.2 of 0.6. Row 3 is greedy: of temperature 1.
+    assert sampled.top_ids.tolist() == [[-1, -1, -1], [0, 1, 2], [0, 1, -1], [0, 1, 2]]
     assert np.exp(sampled.top_logprobs[1]) == pytest.approx([0.4, 0.2, 0.2])
     assert np.exp(sampled.top_logprobs[2, :2]) == pytest.approx([2 / 3, 1 / 3])
-    assert sampled.top_logprobs[3, 0] == sampled.logprobs[3] == 0.0
+    assert (sampled.token_ids[3], math.exp(sampled.logprobs[3])) == (0, pytest.approx(0.4))
+    assert np.exp(sampled.top_logprobs[3]) == pytest.approx([0.4, 0.2, 0.2])
     assert sample(logits, settings).top_ids.shape == (4, 0)
 
 
