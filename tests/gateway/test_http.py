@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 
+import httpx2
 import openai
 import pytest
 import uvicorn
@@ -15,6 +16,7 @@ from midflight.gateway.http.http import KEEP_ALIVE_SECONDS, build_app
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode, Reason
 from midflight.types.facts import RequestFailed
+from midflight.wire.memory import MemoryTransport
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -280,6 +282,16 @@ def test_models_and_health_tell_what_is_served() -> None:
             assert (await it.http.get("/health")).status_code == 503
             routable.append("engine")
             assert (await it.http.get("/health")).status_code == 200
+
+    run_virtual(main())
+
+
+def test_the_metrics_ask_for_a_token_where_they_are_to() -> None:
+    async def main() -> None:
+        app = build_app(make_gateway(ScriptedGenerator()), RecordingControl(), metrics=CollectorRegistry(), metrics_token="secret")
+        async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://m") as http:
+            assert (await http.get("/metrics")).status_code == 401
+            assert (await http.get("/metrics", headers={"authorization": "Bearer secret"})).status_code == 200
 
     run_virtual(main())
 

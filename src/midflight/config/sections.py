@@ -1,7 +1,6 @@
 """One frozen section per station. Every option has a type, a bound, a unit and a sentence saying what larger means.
 
-Nothing here imports torch. Code receives the numbers it needs, not these objects.
-"""
+Nothing here imports torch. Code receives the numbers it needs, not these objects."""
 
 from __future__ import annotations
 
@@ -28,16 +27,12 @@ def _objective_kind(value: str) -> str:
     return value
 
 
-ObjectiveKind = Annotated[
-    str, AfterValidator(_objective_kind), WithJsonSchema({"anyOf": [{"enum": [*OBJECTIVES]}, {"enum": ["module:function"]}]})
-]
+ObjectiveKind = Annotated[str, AfterValidator(_objective_kind), WithJsonSchema({"enum": [*OBJECTIVES, "module:function"]})]
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are refused by the loader, which knows the nearest one.
-
-    The sentence under an option is its documentation; `reference` reads it from the source.
-    """
+    """Frozen; unknown keys are refused by the loader, which knows the nearest one. The sentence under an option is its documentation:
+    `reference` reads it from the source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -112,6 +107,12 @@ class GatewaySection(Section):
     """Address to listen on; anything but loopback exposes the endpoint."""
     port: Count = 0
     """0 takes a free port."""
+    hosts: tuple[str, ...] = ()
+    """Names by which clients may ask an endpoint on loopback, beside loopback's own, such as that of a proxy; `*` is any. By another name a web page could have its visitors' browsers ask (DNS rebinding)."""
+    public_url: str = ""
+    """Begins the addresses of sessions given over HTTP, such as `https://proxy.example`; empty: the address of the connection that asked."""
+    private_metrics: bool = False
+    """`/metrics` asks for the control token."""
     request_seconds: Seconds = 120.0
     """Deadline of one request, pauses excluded; larger tolerates slower engines."""
     max_sessions: Positive = 10_000

@@ -7,7 +7,6 @@ which token, for programs of the same user.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import secrets
 import threading
@@ -266,25 +265,6 @@ def remove_endpoint(folder: Path, control_token: str) -> None:
         written = msgspec.json.decode((folder / NAME).read_bytes(), type=Endpoint)
         if secrets.compare_digest(written.control_token.encode(), control_token.encode()):
             (folder / NAME).unlink()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; a name counts as others do, `localhost` excepted."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def exposure(host: str, *, anonymous: bool) -> str | None:
-    """What listening there exposes, as a warning; None on loopback. `anonymous`: requests without a session are answered."""
-    if is_loopback(host):
-        return None
-    generation = "generation for everybody, without a token" if anonymous else "generation for whoever holds a session's address"
-    return (
-        f"warning: {host} can be reached from other machines, and there is no TLS. Exposed are {generation}; /health and /metrics for everybody; "
-        "the control plane and /midflight/v1 for whoever holds the control token. Listen on 127.0.0.1 behind a proxy, or keep the network private."
-    )
 
 
 @dataclass(frozen=True, slots=True)

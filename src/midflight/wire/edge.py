@@ -358,6 +358,7 @@ def metrics_route(registry: CollectorRegistry, *, token: str | None = None) -> B
     return route("/metrics", metrics, token=token, method="GET")
 
 
-def origin(request: Request) -> str:
-    """How the client reached this process: addresses given to it work for it, also through a name or a forwarded port."""
-    return str(request.base_url).rstrip("/")
+def local_address(request: Request) -> str:
+    """Where the client's connection ends, by the socket: a header could name any place, and lead those who are given it there."""
+    host, port = request.scope["server"]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from midflight.errors import RunFailed
-from midflight.wire.edge import plain_fault
+from midflight.errors import RunFailed, Stopping
+from midflight.wire.edge import Fault, fault_of, headers_of, plain_fault, send_fault
 
+HEAD_SECONDS = 30.0
+"""For a client to send the head of a request, once it has connected or begun: a slower one would hold its place for ever."""
+IDLE_SECONDS = 75
+"""A connection is kept this long without a request. Clients drop theirs sooner (usual: 5 to 60 s), so that none asks on one that is
+being closed."""
+LAST_WORDS_SECONDS = 0.3
+"""For what was told to end to be answered, and again for what was cancelled: parts of a second, because a run stops within five."""
 UNREAD_SECONDS = 120.0
 """A client that takes nothing of its answer for so long is cut off: it would hold its place for ever."""
 
 
-async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[], None]) -> None:
-    """Serves until cancelled, then drops every connection. `ready` is called once connections are accepted.
+async def serve_app(
+    app: ASGIApp, listener: socket.socket, *, ready: Callable[[], None], stopping: Callable[[], None] | None = None
+) -> None:
+    """Serves until cancelled, then drops every connection. `ready` is called once connections are accepted, `stopping` first when it
+    ends: what that makes end is answered. Whatever else is under way is answered 503, unless its answer has begun.
 
     There is no access log: paths hold the secrets of sessions. Signals are left to the process.
     """
     config = uvicorn.Config(
-        app,
+        _Answered(app),
         lifespan="off",
         log_config=None,
         http=_ClientConnection,
@@ -37,6 +48,7 @@ async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[]
         ws="websockets-sansio",
         ws_per_message_deflate=False,
         ws_max_size=2**30,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=1,
     )
     logging.getLogger("uvicorn.error").addFilter(_failed)
@@ -44,7 +56,14 @@ async def serve_app(app: ASGIApp, listener: socket.socket, *, ready: Callable[[]
     try:
         await server.serve(sockets=[listener])
     finally:
-        server.drop_all()
+        try:
+            if stopping is not None:
+                stopping()
+                await server.last_words()
+            server.cancel_all()
+            await server.last_words()
+        finally:
+            server.drop_all()
 
 
 def _failed(record: logging.LogRecord) -> bool:
@@ -52,13 +71,55 @@ def _failed(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
+class _Answered:
+    """The application, with an answer for requests that are cancelled before theirs has begun."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except asyncio.CancelledError:
+            if not begun:
+                await send_fault(send, fault_of(Stopping("the server is stopping: try again when it is back.")))
+            raise
+
+
 class _ClientConnection(HttpToolsProtocol):
-    """Cuts off a client that reads nothing, and refuses what is not HTTP in the shape of any other error.
+    """Cuts off a client that reads nothing or does not finish the head of its request, and refuses what is not HTTP in the shape of any
+    other error.
 
     A client that ends its side counts as gone, since nothing tells it from one that has closed the connection.
     """
 
     _stalled: asyncio.TimerHandle | None = None
+    _head: asyncio.TimerHandle | None = None
+    _has_begun = False
+    """Whether anything was said on the connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_begun = True
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._has_head()
+        super().on_headers_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -70,13 +131,37 @@ class _ClientConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reading()
+        self._has_head()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        body = msgspec.json.encode(plain_fault(400, f"{msg} Send HTTP/1.1.", "invalid_http").body)
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-        self.transport.write(head % len(body) + body)
+        self._refuse(b"400 Bad Request", plain_fault(400, f"{msg} Send HTTP/1.1.", "invalid_http"))
+
+    def _refuse(self, status: bytes, fault: Fault) -> None:
+        body = msgspec.json.encode(fault.body)
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(head % (status, len(body)) + body)
         self.transport.close()
+
+    def _await_head(self) -> None:
+        if self._head is None:
+            self._head = self.loop.call_later(HEAD_SECONDS, self._cut_off)
+
+    def _has_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _cut_off(self) -> None:
+        """A connection on which nothing has been said is closed without a word; one whose answer is under way has time until that ends."""
+        self._head = None
+        if not self._has_begun:
+            self.transport.close()
+        elif not getattr(self.cycle, "response_complete", True):
+            self._await_head()
+        else:
+            message = f"the head of the request was not whole after {HEAD_SECONDS:g} s: send it at once."
+            self._refuse(b"408 Request Timeout", plain_fault(408, message, "head_too_slow"))
 
     def _reading(self) -> None:
         if self._stalled is not None:
@@ -99,16 +184,80 @@ class _OneServer(uvicorn.Server):
         await super().startup(sockets=sockets)
         self._on_start()
 
-    def drop_all(self) -> None:
-        """Stops listening and closes every connection without waiting for its request."""
+    async def last_words(self) -> None:
+        """Waits for the requests under way, `LAST_WORDS_SECONDS` at most."""
+        if self.server_state.tasks:
+            await asyncio.wait(set(self.server_state.tasks), timeout=LAST_WORDS_SECONDS)
+
+    def cancel_all(self) -> None:
+        """Cancels the requests under way, and listens no more."""
         for listening in getattr(self, "servers", ()):
             listening.close()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+
+    def drop_all(self) -> None:
+        """Closes every connection without waiting for its request."""
+        self.cancel_all()
         for connection in list(self.server_state.connections):
             transport = getattr(connection, "transport", None)
             if isinstance(transport, asyncio.BaseTransport):
                 transport.close()
-        for task in list(self.server_state.tasks):
-            task.cancel()
+
+
+ANY_HOST = "*"
+
+
+class OnlyHosts:
+    """An application for requests that call it by an address of loopback or one of `names`.
+
+    A web page whose own name was made to lead here (DNS rebinding) has its visitors' browsers ask by that name. `ANY_HOST` lets it.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app, self._names = app, frozenset(name.lower() for name in names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = headers_of(scope).get(b"host", b"").decode("latin-1").lower()
+        if not host or (name := _name_of(host)) in self._names or is_loopback(name):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = (
+                f"this server does not answer for the host {name[:80]!r}: ask 127.0.0.1 or localhost, or add the name to gateway.hosts."
+            )
+            await send_fault(send, plain_fault(421, message, "unknown_host"))
+
+
+def guarded(app: ASGIApp, *, host: str, names: Collection[str]) -> ASGIApp:
+    """The application as it may listen on `host`: on loopback it answers to the names of loopback and to `names`, elsewhere to any, as
+    it does with `ANY_HOST` among them."""
+    return app if ANY_HOST in names or not is_loopback(host) else OnlyHosts(app, names)
+
+
+def _name_of(host: str) -> str:
+    """Without the port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; a name counts as others do, `localhost` excepted."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def exposure(host: str, *, anonymous: bool) -> str | None:
+    """What listening there exposes, as a warning; None on loopback. `anonymous`: requests without a session are answered."""
+    if is_loopback(host):
+        return None
+    generation = "generation for everybody, without a token" if anonymous else "generation for whoever holds a session's address"
+    return (
+        f"warning: {host} can be reached from other machines, and there is no TLS. Exposed are {generation}; /health and, unless gateway.private_metrics, /metrics for everybody; "
+        "the control plane and /midflight/v1 for whoever holds the control token. Listen on 127.0.0.1 behind a proxy, or keep the network private."
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

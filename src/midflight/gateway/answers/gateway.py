@@ -74,6 +74,7 @@ class Gateway:
         self._count_all_choices = count_all_choices
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
+        self._stopping = False
 
     # --- Sessions, for their owner -----------------------------------------------------------------------------------
 
@@ -140,7 +141,9 @@ class Gateway:
         return Session("anonymous", self.tokenizer, key=None, sampling=None, tracked=False)
 
     def prepare(self, session: Session, call: CompletionCall) -> Job:
-        """Checks a call and plans its tokens. Raises `RequestRejected` and kin; nothing has been generated then."""
+        """Checks a call and plans its tokens. Raises `RequestRejected` and kin, and `Stopping`; nothing has been generated then."""
+        if self._stopping:
+            raise _stopping()
         return self._planner.plan(session, call)
 
     async def check_lengths(self, call: CompletionCall, *, num_bytes: int) -> None:
@@ -160,7 +163,7 @@ class Gateway:
         session, when no client has read them for too long, or by the cancellation of the caller. Its failure is kept in `ongoing`.
         """
         session, answers = ongoing.job.session, ongoing.job.answers
-        error: Exception | None = Stopping("the gateway is stopping: try again when it is back.")
+        error: Exception | None = _stopping()
         try:
             if session.closed:
                 raise SessionClosed(f"session {session.session_id} has ended: open a new one.")
@@ -177,10 +180,19 @@ class Gateway:
             error = None
         except Exception as failure:
             error = failure
-            if isinstance(failure, TimeoutError) and session.closed:
+            if isinstance(failure, TimeoutError) and self._stopping:
+                error = _stopping()
+            elif isinstance(failure, TimeoutError) and session.closed:
                 error = SessionClosed(f"session {session.session_id} ended while the request ran: open a new one.")
         finally:
             self.requests.end(ongoing, error, now=asyncio.get_running_loop().time())
+
+    def stop(self) -> None:
+        """Ends every request under way with `Stopping`, which its readers are told, and refuses further ones with it."""
+        self._stopping = True
+        now = asyncio.get_running_loop().time()
+        for scope in [scope for scopes in self._scopes.values() for scope in scopes if not scope.expired()]:
+            scope.reschedule(now)
 
     async def answers(self, job: Job) -> Sequence[Answer]:
         """Runs a job and waits for all its answers."""
@@ -250,6 +262,10 @@ class Gateway:
             scopes.discard(scope)
             if not scopes:
                 del self._scopes[session.session_id]
+
+
+def _stopping() -> Stopping:
+    return Stopping("the gateway is stopping: try again when it is back.")
 
 
 def _told_whole() -> None:

@@ -171,10 +171,12 @@ def build_app(
     control_token: str | None = None,
     ready: Callable[[], bool] = lambda: True,
     metrics: CollectorRegistry | None = None,
+    metrics_token: str | None = None,
     now: Callable[[], float] = time.time,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
-    """The ASGI application. `ready`: whether an engine is routable. `control_token` guards pause, continue and abort.
+    """The ASGI application. `ready`: whether an engine is routable. `control_token` guards pause, continue and abort, `metrics_token`
+    the metrics.
 
     `now` gives Unix seconds for the `created` field, and nothing else.
     """
@@ -185,7 +187,7 @@ def build_app(
     routes += [*Lookups(gateway, now=now).routes(), *ControlRoutes(control, token=control_token).routes()]
     routes += [_health_route(ready), *extra_routes]
     if metrics is not None:
-        routes.append(metrics_route(metrics))
+        routes.append(metrics_route(metrics, token=metrics_token))
     return Direct(endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception}))
 
 

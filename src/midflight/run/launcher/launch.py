@@ -36,10 +36,9 @@ from midflight.run.parts import (
     Restarted,
     WarmStart,
     control_token,
-    exposure,
-    is_loopback,
     serve_while,
 )
+from midflight.wire.server import exposure, is_loopback
 
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""

@@ -26,7 +26,7 @@ from midflight.run.parts import serve_while
 from midflight.run.rollout.serving import Serving
 from midflight.text.tokenizer import Tokenizer
 from midflight.wire.edge import RequireToken
-from midflight.wire.server import listen, serve_app
+from midflight.wire.server import guarded, listen, serve_app
 
 NAME = "engine"
 E = TypeVar("E", bound=ServedEngine)
@@ -97,8 +97,14 @@ class OneEngineSite:
             metrics=metrics.registry,
             extra_routes=[*routes.wire(), *routes.operator()],
         )
+        app = guarded(app, host=self._listener.getsockname()[0], names=self._config.gateway.hosts)
         await serve_while(
-            serve_app(app if self._token is None else RequireToken(app, self._token), self._listener, ready=lambda: self._ready(self._url)),
+            serve_app(
+                app if self._token is None else RequireToken(app, self._token),
+                self._listener,
+                ready=lambda: self._ready(self._url),
+                stopping=serving.gateway.stop,
+            ),
             serving.health.run(),
             serving.rejoin.run(),
         )

@@ -39,7 +39,7 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import SamplingParams, facts
 from midflight.wire.memory import MemoryTransport
-from midflight.wire.server import serve_app
+from midflight.wire.server import guarded, serve_app
 
 ATTACH_SECONDS = 120.0
 """For an engine to load its model and answer; a large one takes minutes of disk."""
@@ -181,18 +181,25 @@ class RolloutProcess:
             yield Hosting(here, board=board)
 
     async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
-        owned = OwnedSessions(serving.gateway, session_seconds=self._config.gateway.session_seconds)
+        gateway = self._config.gateway
+        owned = OwnedSessions(serving.gateway, session_seconds=gateway.session_seconds)
         app = build_app(
             serving.gateway,
             serving.control,
             control_token=self._spec.control_token,
             ready=serving.routable,
             metrics=self._metrics.registry,
+            metrics_token=self._spec.control_token if gateway.private_metrics else None,
             extra_routes=[*routes, *self._common_routes(serving, owned, board)],
         )
         address = None if self._spec.purpose is Purpose.EVALUATE else serving.gateway.address
         await serve_while(
-            serve_app(app, self._listener, ready=lambda: self._launcher.tell(Ready(address))),
+            serve_app(
+                guarded(app, host=gateway.host, names=gateway.hosts),
+                self._listener,
+                ready=lambda: self._launcher.tell(Ready(address)),
+                stopping=serving.gateway.stop,
+            ),
             serving.health.run(),
             serving.rejoin.run(),
             SessionExpiry(owned).run(),
@@ -201,7 +208,15 @@ class RolloutProcess:
     def _common_routes(self, serving: Serving, owned: OwnedSessions, board: Board | None) -> Sequence[BaseRoute]:
         """What every purpose offers: who is here, and sessions for agents that others run."""
         served, token = serving.fleet.served_version, self._spec.control_token
-        sessions = SessionRoutes(serving.gateway, owned, token=token, sampling=self._sampling(serving), served=served, board=board)
+        sessions = SessionRoutes(
+            serving.gateway,
+            owned,
+            token=token,
+            sampling=self._sampling(serving),
+            served=served,
+            public_url=self._config.gateway.public_url,
+            board=board,
+        )
         info = info_route(
             self._config,
             purpose=self._spec.purpose,
