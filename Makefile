@@ -10,7 +10,7 @@ PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 .PHONY: demo test test-clients test-engines benchmarks-smoke nightly engines dist test-package lint format clean
 
 demo: $(VENV)/.demo
-	$(BIN)/midflight train configs/demo.toml
+	$(BIN)/midflight train configs/demo.toml --overwrite
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) tests

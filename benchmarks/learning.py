@@ -134,7 +134,7 @@ def _train(config: Path, folder: Path, settings: Sequence[str], *, late: float =
         "MIDFLIGHT_DELAY_SIGMA": "0",
     }
     with (folder / "output.txt").open("w") as output:
-        command = [sys.executable, "-m", "midflight", "train", str(config), "--folder", str(folder), *options]
+        command = [sys.executable, "-m", "midflight", "train", str(config), "--folder", str(folder), "--overwrite", *options]
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=surroundings)
 
 

@@ -104,7 +104,7 @@ def _model(options: argparse.Namespace) -> Path:
     if not (folder / "start" / "config.json").exists():
         print(f"making the model to start from in {folder}", flush=True)
         settings = [word for setting in ("run.steps=1", *options.set) for word in ("--set", setting)]
-        command = [sys.executable, "-m", "midflight", "train", options.config, "--folder", folder, *settings]
+        command = [sys.executable, "-m", "midflight", "train", options.config, "--folder", folder, "--overwrite", *settings]
         subprocess.run([str(part) for part in command], check=True)
     return folder / "start"
 

@@ -191,9 +191,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def fresh(config: Config) -> None:
-    from midflight.run.launcher.launch import prepare
+    from midflight.run.launcher.folder import prepare
 
-    prepare(Path(config.run.folder), resume=False)
+    prepare(Path(config.run.folder), config, resume=False)
 
 
 # --- The trainer's process alone -------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def _model(folder: Path, race: Race) -> Path:
         )  # fmt: skip
         save_model(made, folder / "random")
         warm = [*(f"warm_start.{option}" for option in race.warm_start), f"model.path={folder / 'random'}", "run.steps=1", *race.more]
-        command = [sys.executable, "-m", "midflight", "train", race.config, "--folder", folder / "first"]
+        command = [sys.executable, "-m", "midflight", "train", race.config, "--folder", folder / "first", "--overwrite"]
         subprocess.run([str(part) for part in [*command, *(word for option in warm for word in ("--set", option))]], check=True)
     return start
 

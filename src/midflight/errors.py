@@ -7,9 +7,10 @@ Messages name the deed and the value, and end with the remedy. `wire.edge.fault_
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, cast
 
 
 class Cost(StrEnum):
@@ -272,11 +273,43 @@ class Stopping(MidflightError):
     code = "stopping"
 
 
+class DiskFull(MidflightError):
+    """There was no room where something had to be written."""
+
+    code = "disk_full"
+
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_ROOM_TEXTS = tuple(f"(os error {number})" for number in sorted(_NO_ROOM))
+"""Libraries that write by themselves say it so."""
+
+
+def disk_full(error: BaseException) -> DiskFull | None:
+    """What it means where it says that a disk is full, itself or by its causes; none where it does not."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if (isinstance(seen, OSError) and seen.errno in _NO_ROOM) or any(text in str(seen) for text in _NO_ROOM_TEXTS):
+            where = f" {seen.filename}" if isinstance(seen, OSError) and seen.filename else ""
+            why = seen.strerror if isinstance(seen, OSError) and seen.strerror else str(seen)
+            return DiskFull(f"Writing{where}: {why}; free some space and go on with --resume.")
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
 def first_error(error: BaseException) -> BaseException:
     """The first leaf of a tree of exception groups: the error that ended a task group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def every_error(error: BaseException) -> Iterator[BaseException]:
+    """All leaves of such a tree."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in cast("tuple[BaseException, ...]", error.exceptions):
+            yield from every_error(inner)
+    else:
+        yield error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from midflight.cli import main
-from midflight.config import Config
+from midflight.config import Config, load_config
+from midflight.config.dump import as_toml
 from midflight.errors import ModelNotFound, RunFailed
+from midflight.run.launcher.preflight import Findings
+from midflight.text.byte_tokenizer import write_byte_tokenizer
 
-DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "configs" / "demo.toml")
 
 
 class Launch:
@@ -41,7 +46,7 @@ class Launch:
 def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     made = Launch()
     module = ModuleType("midflight.run.launcher.launch")
-    for name in ("train", "rollouts", "serve", "engine", "evaluate", "new_model"):
+    for name in ("train", "rollouts", "serve", "engine", "evaluate", "rollback", "new_model"):
         setattr(module, name, lambda *a, _name=name, **k: made._call(_name, *a, **k))
     import midflight.run.launcher
 
@@ -50,18 +55,33 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     return made
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in the folders of runs here is of no concern."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+
+
+@pytest.fixture
+def sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes seconds finds nothing wrong."""
+    monkeypatch.setattr("midflight.cli.checked.preflight", lambda config: Findings())
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     sizes = {"vocab_size": 262, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128}
-    (tmp_path / "model").mkdir()
+    write_byte_tokenizer(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
     return tmp_path / "model"
 
 
-def test_train_hands_over_the_configuration_with_overrides_and_folder(launch: Launch) -> None:
+def test_train_hands_over_the_configuration_with_overrides_and_folder(launch: Launch, sound: None) -> None:
+    Path("elsewhere/checkpoints/version-00000000").mkdir(parents=True)
     assert main(["train", DEMO, "--set", "run.steps=3", "--set", "rollout.max_staleness=2", "--folder", "elsewhere", "--resume"]) == 0
     name, _, kwargs = launch.calls[0]
-    assert (name, kwargs) == ("train", {"resume": True, "own_loss": None})
+    assert (name, kwargs) == ("train", {"resume": True, "overwrite": False, "own_loss": None})
     assert (launch.config.run.steps, launch.config.rollout.max_staleness, launch.config.run.folder) == (3, 2, Path("elsewhere"))
 
 
@@ -79,6 +99,9 @@ def test_a_dry_run_starts_nothing_and_prints_what_follows(launch: Launch, capsys
         "memory, estimated",
         "total",
         "binds",
+        "first prompt",
+        "<|user|>reverse ",
+        "257 <|user|>",
     ):
         assert words in printed, words
 
@@ -127,22 +150,22 @@ def test_servers_of_other_people_are_chosen_or_attached_by_options(launch: Launc
 
 
 def test_a_server_without_its_interpreter_is_said_before_anything_starts(
-    launch: Launch, model: Path, capsys: pytest.CaptureFixture[str]
+    launch: Launch, model: Path, capsys: pytest.CaptureFixture[str], sound: None
 ) -> None:
     chosen = ["--set", "engine.kind=sglang", "--set", "engine.python=/absent/python"]
     for words in (
         ["serve", "--model", str(model)],
         ["engine", "--model", str(model)],
         ["train", DEMO],
+        ["train", DEMO, "--dry-run"],
         ["evaluate", str(model), "--config", DEMO],
     ):
         assert main([*words, *chosen]) == 2
         assert "/absent/python; run `make engines`" in capsys.readouterr().err
     assert not launch.calls
-    assert main(["train", DEMO, "--dry-run", *chosen]) == 0
 
 
-def test_a_control_token_reaches_whoever_guards_with_it(launch: Launch, model: Path) -> None:
+def test_a_control_token_reaches_whoever_guards_with_it(launch: Launch, model: Path, sound: None) -> None:
     for words in (["serve", "--model", str(model)], ["engine", "--model", str(model)], ["rollouts", DEMO]):
         assert main([*words, "--control-token", "chosen-by-the-user"]) == 0
         assert launch.calls[-1][0] == words[0] and launch.calls[-1][2]["token"] == "chosen-by-the-user"
@@ -151,6 +174,59 @@ def test_a_control_token_reaches_whoever_guards_with_it(launch: Launch, model: P
 def test_evaluate_gets_the_configuration_and_the_model(launch: Launch, model: Path) -> None:
     assert main(["evaluate", str(model), "--config", DEMO]) == 0
     assert launch.calls[0][1][1] == model
+    assert launch.config.run.folder == Path("runs/demo/evaluation"), "the run's own logs stay its own"
+    assert main(["evaluate", str(model), "--config", DEMO, "--folder", "mine"]) == 0
+    assert launch.config.run.folder == Path("mine")
+
+
+def test_each_server_has_a_folder_of_its_own_unless_one_is_given(launch: Launch, model: Path) -> None:
+    for words, folder in ((["--port", "9000"], "runs/serve-9000"), (["--set", "run.folder=mine"], "mine")):
+        assert main(["serve", "--model", str(model), *words]) == 0
+        assert launch.config.run.folder == Path(folder)
+
+
+def test_a_run_is_kept_whatever_is_typed_unless_its_end_is_said(launch: Launch, sound: None, capsys: pytest.CaptureFixture[str]) -> None:
+    version = Path("runs/demo/checkpoints/version-00000007")
+    version.mkdir(parents=True)
+    for command in (["train", DEMO], ["rollouts", DEMO]):
+        assert main(command) == 2
+        assert "--overwrite" in capsys.readouterr().err
+    assert main(["train", DEMO, "--resume", "--overwrite"]) == 2
+    assert launch.calls == [] and version.is_dir()
+    assert main(["train", DEMO, "--overwrite"]) == main(["rollouts", DEMO, "--overwrite"]) == main(["train", DEMO, "--resume"]) == 0
+
+
+def test_a_typing_error_is_said_before_anything_in_the_folder_is_touched(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    version = Path("runs/demo/checkpoints/version-00000007")
+    version.mkdir(parents=True)
+    wrong = ["--set", "environment.sources.0.dataset=spel_backward", "--set", "environment.entry=no_such_module:solve"]
+    assert main(["train", DEMO, "--overwrite", *wrong]) == 2
+    said = capsys.readouterr().err
+    assert "Did you mean 'spell_backward'?" in said and "no_such_module" in said
+    assert launch.calls == [] and [path.name for path in Path("runs/demo").iterdir()] == ["checkpoints"] and version.is_dir()
+
+
+def test_a_module_that_ends_the_process_or_hangs_is_named(
+    launch: Launch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("ending.py").write_text("import os, sys; print('half way', file=sys.stderr, flush=True); os._exit(3)")
+    assert main(["train", DEMO, "--set", "environment.entry=ending:solve"]) == 2
+    said = capsys.readouterr().err
+    assert "'ending:solve'" in said and "status 3" in said and "half way" in said
+    monkeypatch.setattr("midflight.cli.checked.PREFLIGHT_SECONDS", 3.0)
+    Path("hanging.py").write_text("import time; time.sleep(60)")
+    assert main(["train", DEMO, "--set", "environment.entry=hanging:solve"]) == 2
+    assert "'hanging:solve'" in (said := capsys.readouterr().err) and "did not end within 3 s" in said
+    assert launch.calls == []
+
+
+def test_rollback_gets_the_configuration_that_is_kept_in_the_folder(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollback", "moved", "--to", "3"]) == 2
+    assert "moved has no config.toml" in capsys.readouterr().err
+    Path("moved").mkdir()
+    Path("moved/config.toml").write_text(as_toml(load_config(DEMO, ["run.name=mine"])))
+    assert main(["rollback", "moved", "--to", "3"]) == 0
+    assert (launch.config.run.name, launch.config.run.folder, launch.calls[0][2]) == ("mine", Path("moved"), {"to": 3})
 
 
 def test_new_model_refuses_a_folder_that_holds_something(launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,26 +258,26 @@ def test_a_missing_model_folder_is_said_before_anything_starts(launch: Launch, c
     ],
 )
 def test_an_error_of_a_run_is_one_line_and_its_status(
-    launch: Launch, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, words: str
+    launch: Launch, sound: None, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, words: str
 ) -> None:
     launch.error = error
     assert main(["train", DEMO]) == status
     assert capsys.readouterr().err == words
 
 
-def test_debug_shows_the_traceback(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(launch: Launch, sound: None, capsys: pytest.CaptureFixture[str]) -> None:
     launch.error = RunFailed("the trainer died")
     assert main(["train", DEMO, "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_error_nobody_meant_keeps_its_traceback(launch: Launch) -> None:
+def test_an_error_nobody_meant_keeps_its_traceback(launch: Launch, sound: None) -> None:
     launch.error = ZeroDivisionError("ours")
     with pytest.raises(ZeroDivisionError):
         main(["train", DEMO])
 
 
-def test_the_status_of_a_command_is_the_exit_status(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_a_command_is_the_exit_status(launch: Launch, sound: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["midflight.run.launcher.launch"], "train", lambda config, **_: 7)
     assert main(["train", DEMO]) == 7
 

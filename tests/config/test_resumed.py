@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -69,6 +70,15 @@ def test_a_run_goes_on_with_the_adapters_that_its_model_folder_brought(folder: P
     given = tmp_path / "given"
     shutil.copytree(folder / "start", given)
     check_same_model(load_config(None, [f"run.folder={folder}", f"model.path={given}"]))
+
+
+def test_another_architecture_of_the_same_sizes_is_refused(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    shutil.copytree(folder / "start", given)
+    config = json.loads((given / "config.json").read_text())
+    (given / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    with pytest.raises(ConfigError, match="architecture was qwen3 and is now llama"):
+        check_same_model(load_config(None, [f"run.folder={folder}", f"model.path={given}"]))
 
 
 def test_another_folder_of_the_same_sizes_is_the_same_model_as_far_as_can_be_told(folder: Path) -> None:

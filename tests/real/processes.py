@@ -47,12 +47,23 @@ group_size = 4
 class Command:
     """`midflight ...` as a user starts it."""
 
-    def __init__(self, *arguments: object, folder: Path) -> None:
+    def __init__(self, *arguments: object, folder: Path, largest_file: int | None = None) -> None:
+        """`largest_file`: bytes beyond which a write fails, as on a full disk."""
         folder.mkdir(parents=True, exist_ok=True)
         self.output, self.errors = folder / "stdout.txt", folder / "stderr.txt"
         with self.output.open("wb") as out, self.errors.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "midflight", *map(str, arguments)], cwd=folder, env=ENVIRON, stdout=out, stderr=err
+                [
+                    *(() if largest_file is None else ("prlimit", f"--fsize={largest_file}")),
+                    sys.executable,
+                    "-m",
+                    "midflight",
+                    *map(str, arguments),
+                ],
+                cwd=folder,
+                env=ENVIRON,
+                stdout=out,
+                stderr=err,
             )
         self.began = time.monotonic()
 

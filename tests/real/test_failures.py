@@ -35,9 +35,13 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         (tmp_path / name).write_text(text)
     started: list[Command] = []
 
-    def start(*sets: str, folder: str = "run") -> Command:
+    def start(*sets: str, folder: str = "run", largest_file: int | None = None) -> Command:
         overrides = [x for one in sets for x in (["--set", one] if "=" in one else [one])]
-        started.append(Command("train", "small.toml", "--folder", folder, "--set", "run.steps=3", *overrides, folder=tmp_path))
+        started.append(
+            Command(
+                "train", "small.toml", "--folder", folder, "--set", "run.steps=3", *overrides, folder=tmp_path, largest_file=largest_file
+            )
+        )
         return started[-1]
 
     yield start
@@ -116,7 +120,7 @@ def test_a_port_that_is_taken_and_a_folder_that_cannot_be_written_are_named(trai
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        check_one_message(train(f"gateway.port={port}"), 1, f"127.0.0.1:{port}", "gateway.port")
+        check_one_message(train(f"gateway.port={port}"), 2, f"127.0.0.1:{port}", "gateway.port")
     (tmp_path / "file").write_text("")
     check_one_message(train(folder="file/run"), 2, "file/run", "run.folder")
 
@@ -131,21 +135,41 @@ def test_a_model_that_is_missing_or_damaged_is_named(train: Callable[..., Comman
     check_one_message(train("model.path=damaged"), 2, "damaged")
 
 
-def test_a_damaged_checkpoint_is_named_and_a_crash_shows_its_traceback_within_a_second(
+def test_a_crash_shows_its_traceback_within_a_second_and_a_damaged_checkpoint_is_said_and_gone_back_from(
     train: Callable[..., Command], tmp_path: Path
 ) -> None:
-    command = train("run.steps=100000", "trainer.checkpoint_every=1", "run.restarts=0")
+    endless = ("run.steps=100000", "trainer.checkpoint_every=1", "run.restarts=0")
+    command = train(*endless)
     latest = tmp_path / "run" / "checkpoints" / "latest"
-    command.until(latest.exists, "checkpoint")
-    command.until(lambda: "rollout" in command.parts() and "training  step" in command.said, "training")
+    command.until(lambda: latest.exists() and len(list(latest.parent.glob("version-*"))) > 1, "two checkpoints")
     parts = [pid for found in command.parts().values() for pid in found]
+    check_refused_beside(command, train(*endless, "--overwrite"), train(*endless, "--resume"))
     killed = time.monotonic()
     command.kill("rollout")
     assert command.wait(10) == 1
     assert time.monotonic() - killed < 5
     assert "rollout ended with signal SIGKILL" in command.errors.read_text()
     assert not [pid for pid in parts if alive(pid)]
+    assert (tmp_path / "run" / "config.toml").exists() and not (tmp_path / "run" / "lock").exists()
 
     weights = latest.parent / latest.read_text().strip() / "rank-00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    check_one_message(train("--resume"), 2, "rank-00000.safetensors", "does not match the hash", "older checkpoint")
+    check_one_message(train(*endless), 2, "a run that can go on", "--resume", "--overwrite")
+    resumed = train(*endless, "--resume")
+    resumed.until(lambda: "training  step" in resumed.said, "training")
+    assert "does not match the hash" in resumed.said and "goes on from version-" in resumed.said
+    assert (latest.parent / f"abandoned-{weights.parent.name}").is_dir()
+
+
+def check_refused_beside(running: Command, *others: Command) -> None:
+    """Another run in the folder of one that lives."""
+    for other in others:
+        check_one_message(other, 2, f"in use by process {running.process.pid}")
+    assert running.process.poll() is None
+
+
+def test_a_full_disk_ends_the_run_with_its_message_and_without_restarts(train: Callable[..., Command], tmp_path: Path) -> None:
+    """A file may have as many bytes as the model and not those of its checkpoint."""
+    command = train("trainer.checkpoint_every=1", "weights.transport=file", largest_file=150_000)
+    check_one_message(command, 1, "ile too large", "free some space and go on with --resume")
+    assert "restarts are left" not in command.said

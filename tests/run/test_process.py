@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from midflight.run.launcher.child import Child
-from midflight.run.parts import ProcessKind
+from midflight.errors import ConfigError, RunFailed, StoreFailed
+from midflight.run.launcher.child import Child, failure_of
+from midflight.run.parts import Failed, Message, PartLost, ProcessKind, Verdict
 
 
 def test_a_signal_does_not_take_the_exit_status_from_whoever_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +30,48 @@ def test_a_signal_does_not_take_the_exit_status_from_whoever_waits_for_it(tmp_pa
         return status
 
     assert asyncio.run(main()) == -signal.SIGKILL
+
+
+def test_a_part_whose_log_is_on_a_full_disk_still_says_why_it_ended() -> None:
+    async def main() -> list[Message]:
+        child = Child(ProcessKind.ROLLOUT, "rollout", log=Path("/dev/full"), environ={}, arguments=["no_such_module:solve"])
+        await child.start()
+        said = [message async for message in child.messages()]
+        await child.ended()
+        return said
+
+    (said,) = asyncio.run(main())
+    assert isinstance(said, Failed) and said.verdict is Verdict.CONFIG and "no module 'no_such_module'" in said.error
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "/run/checkpoints/x")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NO_SPACE, "Writing /run/checkpoints/x: No space left on device; free some space and go on with --resume."),
+        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "os error 27"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "free some space"),
+        (ExceptionGroup("two", [PartLost("the rollout process is gone"), NO_SPACE]), "No space left"),
+        (StoreFailed("Writing store.sqlite: database or disk is full"), "Writing store.sqlite"),
+        (RunFailed("a budget is spent"), "a budget"),
+    ],
+)
+def test_a_full_disk_and_a_spent_budget_end_a_run_whatever_came_with_them(error: Exception, words: str) -> None:
+    failed = failure_of(error)
+    assert failed.verdict is Verdict.FINAL and words in failed.error
+
+
+def test_a_wrong_configuration_ends_a_run_and_a_crash_is_one() -> None:
+    group = ExceptionGroup("three", [KeyError("x"), ConfigError("model.path is wrong"), PartLost("gone")])
+    assert (failure_of(group).verdict, failure_of(group).error) == (Verdict.CONFIG, "model.path is wrong")
+    assert failure_of(KeyError("x")).verdict is Verdict.CRASH
+    assert failure_of(OSError(errno.EIO, "I/O error")).verdict is Verdict.CRASH
+
+
+def test_an_error_that_explains_itself_keeps_its_words_though_a_full_disk_caused_it() -> None:
+    try:
+        raise ConfigError("/dev/shm has no room for a version") from NO_SPACE
+    except ConfigError as error:
+        assert failure_of(error).error == "/dev/shm has no room for a version"

@@ -18,7 +18,7 @@ import torch
 
 from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import load_checkpoint, stage
-from midflight.trainer.folders import latest_checkpoint
+from midflight.trainer.folders import checkpoints, latest_checkpoint, newest_whole
 from midflight.trainer.step import Schedule
 from midflight.trainer.trainer import Fork, Trainer
 
@@ -58,6 +58,60 @@ def test_i8_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -
         ours.step(batch(version=v))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "version-00000002", "version-00000003"]
     assert latest_checkpoint(tmp_path) == tmp_path / "version-00000003"
+
+
+def saved_versions(folder: Path, versions: int) -> None:
+    ours = fresh()
+    for v in range(versions):
+        save_checkpoint(folder, ours, cursor="", keep=versions)
+        ours.step(batch(version=v))
+
+
+def spoil(folder: Path) -> None:
+    weights = folder / "rank-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+
+
+def test_i8_the_newest_whole_checkpoint_takes_the_place_of_a_corrupt_one_which_is_said(tmp_path: Path) -> None:
+    saved_versions(tmp_path, 3)
+    said: list[str] = []
+    assert newest_whole(tmp_path, said.append) == tmp_path / "version-00000002" and not said
+    spoil(tmp_path / "version-00000002")
+    (tmp_path / "version-00000001" / "state.json").unlink()
+    assert newest_whole(tmp_path, said.append) == latest_checkpoint(tmp_path) == tmp_path / "version-00000000"
+    (words,) = said
+    assert "version-00000002/rank-00000.safetensors does not match the hash" in words and "version-00000001/state.json is missing" in words
+    assert "goes on from version-00000000" in words
+    left = ["abandoned-version-00000001", "abandoned-version-00000002", "latest", "version-00000000"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    said.clear()
+    assert newest_whole(tmp_path, said.append) == tmp_path / "version-00000000" and not said
+
+
+@pytest.mark.parametrize("written", ["", "version-00000009\n", "..", None])
+def test_i8_a_latest_that_names_nothing_is_no_reason_to_remove_anything(tmp_path: Path, written: str | None) -> None:
+    saved_versions(tmp_path, 2)
+    (tmp_path / "latest").unlink() if written is None else (tmp_path / "latest").write_text(written)
+    said: list[str] = []
+    assert newest_whole(tmp_path, said.append) == latest_checkpoint(tmp_path) == tmp_path / "version-00000001"
+    assert "latest names no checkpoint" in said[0] and "emove" not in said[0]
+
+
+def test_i8_a_checkpoint_newer_than_the_one_that_is_gone_on_from_is_of_another_line(tmp_path: Path) -> None:
+    saved_versions(tmp_path, 3)
+    (tmp_path / "latest").write_text("version-00000001")
+    assert newest_whole(tmp_path, pytest.fail) == tmp_path / "version-00000001"
+    assert checkpoints(tmp_path) == [tmp_path / "version-00000001", tmp_path / "version-00000000"]
+
+
+def test_i8_where_no_checkpoint_is_whole_all_are_named(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path, pytest.fail) is None
+    saved_versions(tmp_path, 2)
+    spoil(tmp_path / "version-00000000")
+    spoil(tmp_path / "version-00000001")
+    with pytest.raises(CheckpointCorrupt, match=r"version-00000001.*version-00000000.*put back a copy.*--overwrite"):
+        newest_whole(tmp_path, pytest.fail)
+    assert len(checkpoints(tmp_path)) == 2
 
 
 def test_i8_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +175,7 @@ def test_a_damaged_file_is_named_with_the_remedy_and_nothing_is_loaded(tmp_path:
         path.write_bytes(content if damage == "flip" else content[: len(content) // 2])
     ours = fresh(seed=5)
     before = weights(ours.model)
-    with pytest.raises(CheckpointCorrupt, match=r"(?s)version-00000001/.*Remove .*version-00000001"):
+    with pytest.raises(CheckpointCorrupt, match=r"version-00000001/"):
         load_checkpoint(path.parent, ours)
     assert torch.equal(weights(ours.model), before)
 

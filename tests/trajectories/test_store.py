@@ -95,6 +95,25 @@ def test_i8_steps_up_to_the_checkpoint_are_final_and_later_ones_wait_again_exact
     assert store.go_back(1) == [key(1), key(2), key(3)]
 
 
+def test_i8_going_back_beyond_a_checkpoint_that_had_made_steps_final_takes_them_back(path: Path) -> None:
+    store = Keeper(path)
+    groups = [store.finish(index) for index in range(4)]
+    for version in range(4):
+        store.lease(Batch(version + 1, version, (groups[version],)))
+        store.done(version + 1)
+    store.apply(Checkpointed(2))
+    store.apply(Checkpointed(3))
+    before = store.fates
+    assert store.go_back(1) == [key(1), key(2), key(3)]
+    assert store.fates == {(Fate.TRAINED, None): 4, (Fate.WAITING, None): 12} and sum(before.values()) == 16
+    *_, carried = store.facts()
+    assert isinstance(carried, CarriedOver) and carried.trained == 1
+    assert store.go_back(1) == [key(1), key(2), key(3)], "it may be said again"
+    store.lease(Batch(5, 4, (groups[3], groups[1])))
+    store.apply(Checkpointed(5))
+    assert store.go_back(5) == [key(2)]
+
+
 def test_i8_a_step_in_the_checkpoint_is_final_though_its_done_was_lost(path: Path) -> None:
     store = Keeper(path)
     store.lease(Batch(1, 6, (store.finish(0),)))

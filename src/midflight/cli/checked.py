@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from midflight.config import Config, load_config
 from midflight.config.derived import model_sizes
-from midflight.config.folders import check_teacher
-from midflight.config.formulas import OBJECTIVES
+from midflight.config.folders import check_same_model, check_teacher, check_tokenizer
 from midflight.errors import ConfigError
 from midflight.models.sizes import sizes_of
+from midflight.run.launcher.folder import CONFIG, check_kept
+from midflight.run.launcher.preflight import Findings
+from midflight.run.parts import TOKEN_VARIABLE
 
 MAX_SERVED_CONTEXT = 4096
 """Unless asked for more: every engine slot reserves keys and values for the longest context."""
+
+
+PREFLIGHT_SECONDS = 120.0
+"""Longer than that no module should take to be imported."""
 
 
 def config_of_run(path: Path, overrides: Sequence[str], folder: Path | None) -> Config:
@@ -31,8 +40,24 @@ def config_of_file(path: Path | None, overrides: Sequence[str], folder: Path | N
     return load_config(path, [*overrides, *([] if folder is None else [f"run.folder={folder}"])])
 
 
+def config_of_folder(folder: Path) -> Config:
+    """That of the run which is in the folder, wherever the folder has been moved to."""
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} has no {CONFIG}, so there is no run in it; give the folder of a run.")
+    return config_of_file(folder / CONFIG, [], folder)
+
+
+def config_of_evaluation(path: Path, overrides: Sequence[str], folder: Path | None, model: Path) -> Config:
+    """It writes into a folder of its own in that of the run, which may be under way, unless told otherwise."""
+    check_tokenizer(model)
+    config = config_of_file(path, overrides, folder)
+    own = config.run.folder / "evaluation" if folder is None else folder
+    return config.model_copy(update={"run": config.run.model_copy(update={"folder": own})})
+
+
 def config_of_model(model: Path, given: Mapping[str, object], overrides: Sequence[str]) -> Config:
     """The defaults, the model's own context up to a bound, then the options given; `--set` has the last word."""
+    check_tokenizer(model)
     context = min(sizes_of(model).max_context, MAX_SERVED_CONTEXT)
     options: dict[str, object] = {"model.path": model, **({"model.max_context": context} if context else {})}
     options |= {key: value for key, value in given.items() if value is not None}
@@ -53,20 +78,40 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"making a model in {str(folder)!r}: it exists and is not empty; choose another folder")
 
 
-def own_loss(config: Config) -> str | None:
-    """What a loss of the user's own says of itself; none if it is one of ours. `ConfigError` where it cannot be trained with.
+def preflight(config: Config) -> Findings:
+    """What the machine and the user's code say to it; `ConfigError` with all that is wrong.
 
-    It is tried in a process of its own, because this one does without torch. Waits for that: some seconds.
+    They are asked in a process of their own, because this one does without torch and without the user's modules. Waits for that: some
+    seconds, at most `PREFLIGHT_SECONDS`.
     """
-    if config.objective.kind in OBJECTIVES:
-        return None
-    command = [sys.executable, "-m", "midflight.trainer.own_loss"]
-    tried = subprocess.run(command, input=config.model_dump_json(), capture_output=True, text=True, check=False)
-    if tried.returncode == 2:
-        raise ConfigError(tried.stdout)
-    if tried.returncode != 0:
-        end = "\n".join(tried.stderr.splitlines()[-5:])
-        raise ConfigError(
-            f"objective.kind is {config.objective.kind!r}, and the process that tried it ended with status {tried.returncode}:\n{end}"
+    command = [sys.executable, "-m", "midflight.run.launcher.preflight"]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ.pop(TOKEN_VARIABLE, None)
+    trying = f"trying the configuration (environment.entry is {config.environment.entry!r}, objective.kind is {config.objective.kind!r})"
+    try:
+        done = subprocess.run(
+            command, input=config.model_dump_json().encode(), capture_output=True, check=False, env=environ, timeout=PREFLIGHT_SECONDS
         )
-    return tried.stdout
+    except subprocess.TimeoutExpired as late:
+        said = (late.stderr or b"").decode(errors="replace")
+        raise ConfigError(
+            f"{trying} did not end within {PREFLIGHT_SECONDS:.0f} s; look at what these modules do when imported.{_end(said)}"
+        ) from late
+    if done.returncode != 0:
+        raise ConfigError(f"the process {trying} ended with status {done.returncode}.{_end(done.stderr.decode(errors='replace'))}")
+    found = msgspec.json.decode(done.stdout, type=Findings)
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))
+    return found
+
+
+def _end(said: str) -> str:
+    lines = said.splitlines()[-5:]
+    return "".join(f"\n{line}" for line in ["The last it said:", *lines]) if lines else ""
+
+
+def check_folder(config: Config, *, resume: bool = False, overwrite: bool, resumable: bool = True) -> None:
+    """Whether the command may use the folder as it is; reads only."""
+    check_kept(config, resume=resume, overwrite=overwrite, resumable=resumable)
+    if resume:
+        check_same_model(config)

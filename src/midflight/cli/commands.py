@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import sysconfig
 import traceback
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from midflight.errors import Blame, ConfigError, MidflightError
+from midflight.errors import Blame, ConfigError, MidflightError, disk_full
 from midflight.version import __version__
 
 FAILED, WRONG_CONFIG, INTERRUPTED = 1, 2, 130
@@ -37,6 +38,7 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option, such as rollout.max_staleness=2.")
 ]
 Folder = Annotated[Path | None, typer.Option(help="Where the run writes; overrides run.folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run that the folder holds, and start anew.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Model = Annotated[Path, typer.Option(help="Hugging Face model folder to serve.", metavar="DIR")]
 Host = Annotated[str, typer.Option(help="Address to listen on; anything but loopback exposes the endpoint.")]
@@ -80,6 +82,7 @@ def train(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and end.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run's folder.")] = False,
+    overwrite: Overwrite = False,
     folder: Folder = None,
     debug: Debug = False,
 ) -> int:
@@ -87,22 +90,27 @@ def train(
     from midflight.cli import checked
 
     checked_config = checked.config_of_run(config, overrides or [], folder)
-    own_loss = checked.own_loss(checked_config)
+    checked.check_engine(checked_config)
+    if not dry_run:
+        checked.check_folder(checked_config, resume=resume, overwrite=overwrite)
+    findings = checked.preflight(checked_config)
     if dry_run:
         from midflight.cli.dry_run import print_report
 
-        print_report(checked_config, own_loss=own_loss)
+        print_report(checked_config, findings)
         return 0
-    checked.check_engine(checked_config)
+    for note in findings.notes:
+        typer.echo(f"note: {note}")
     from midflight.run.launcher import launch
 
-    return launch.train(checked_config, resume=resume, own_loss=own_loss)
+    return launch.train(checked_config, resume=resume, overwrite=overwrite, own_loss=findings.own_loss)
 
 
 @app.command()
 def rollouts(
     config: ConfigFile,
     overrides: Overrides = None,
+    overwrite: Overwrite = False,
     folder: Folder = None,
     control_token: Token = None,
     debug: Debug = False,
@@ -112,9 +120,11 @@ def rollouts(
 
     checked_config = checked.config_of_run(config, overrides or [], folder)
     checked.check_engine(checked_config)
+    checked.check_folder(checked_config, overwrite=overwrite, resumable=False)
+    checked.preflight(checked_config)
     from midflight.run.launcher import launch
 
-    return launch.rollouts(checked_config, token=control_token)
+    return launch.rollouts(checked_config, overwrite=overwrite, token=control_token)
 
 
 @app.command()
@@ -137,7 +147,8 @@ def serve(
     from midflight.cli import checked
 
     given = _given(max_running, max_context, device, name, engine, engine_urls or [])
-    given = {"engine.count": engines, "gateway.port": port, "gateway.host": host, **given}
+    folder = f"runs/serve-{port or os.getpid()}"
+    given = {"run.folder": folder, "engine.count": engines, "gateway.port": port, "gateway.host": host, **given}
     config = checked.config_of_model(model, given, overrides or [])
     checked.check_engine(config)
     from midflight.run.launcher import launch
@@ -195,14 +206,27 @@ def evaluate(
 ) -> int:
     """Scores a model folder on the held-out tasks of a configuration."""
     from midflight.cli import checked
-    from midflight.models.sizes import sizes_of
 
-    checked_config = checked.config_of_file(config, overrides or [], folder)
-    sizes_of(model)
+    checked_config = checked.config_of_evaluation(config, overrides or [], folder, model)
     checked.check_engine(checked_config)
     from midflight.run.launcher import launch
 
     return launch.evaluate(checked_config, model)
+
+
+@app.command()
+def rollback(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="FOLDER")],
+    to: Annotated[int, typer.Option("--to", help="Version of the checkpoint to go back to.", metavar="VERSION", min=0)],
+    debug: Debug = False,
+) -> int:
+    """Goes back to an older checkpoint: what was trained since then waits to be trained again."""
+    from midflight.cli import checked
+
+    config = checked.config_of_folder(folder)
+    from midflight.run.launcher import launch
+
+    return launch.rollback(config, to=to)
 
 
 @app.command("new-model")
@@ -249,6 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:
+        if (full := disk_full(error)) is not None:
+            return _report(full, debug="--debug" in given)
         return _usage(error)
 
 

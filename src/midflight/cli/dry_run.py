@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -13,24 +14,30 @@ from rich.text import Text
 from midflight.config import Config, derived
 from midflight.config.checks import effective_loss, notes
 from midflight.observe.status import size
+from midflight.run.launcher.folder import kept
+from midflight.run.launcher.preflight import Findings, Prompt
+
+SHOWN_TOKENS = 100
 
 
-def print_report(config: Config, console: Console | None = None, *, own_loss: str | None = None) -> None:
-    """`own_loss`: what a loss of the user's own says of itself."""
-    (console or Console()).print(report(config, cores=os.cpu_count() or 1, own_loss=own_loss), highlight=False)
+def print_report(config: Config, findings: Findings, console: Console | None = None) -> None:
+    (console or Console()).print(report(config, findings, cores=os.cpu_count() or 1), highlight=False)
 
 
-def report(config: Config, *, cores: int, own_loss: str | None = None) -> RenderableType:
-    """Six tables or lists: run, knobs, batch and staleness, loss, placement, memory; then notes."""
+def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
+    """Seven tables or lists: run, first prompt, knobs, batch and staleness, loss, placement, memory; then notes."""
     parts: list[RenderableType] = [
         _run(config),
+        *([] if findings.prompt is None else [_prompt(findings.prompt)]),
         _knobs(config),
         _derived(config),
-        _loss(config, own_loss),
+        _loss(config, findings.own_loss),
         _placement(config),
         _memory(config),
     ]
-    remarks = [*notes(config), *filter(None, [derived.core_note(config, cores)])]
+    remarks = [*notes(config), *filter(None, [derived.core_note(config, cores)]), *findings.notes]
+    if (found := kept(Path(config.run.folder))) is not None:
+        remarks.append(f"{config.run.folder} holds {found}: a run into it needs --resume or --overwrite.")
     if remarks:
         parts.append(Text("\n".join(f"note: {remark}" for remark in remarks), style="yellow"))
     return Group(*parts)
@@ -56,6 +63,16 @@ def _run(config: Config) -> Table:
     table.add_row("warm start", "none" if target is None else f"until accuracy {target}, at most {config.warm_start.max_steps} steps")
     for source in config.environment.sources:
         table.add_row("tasks", f"{escape(source.dataset)}: {source.size} for training, {source.heldout} held out, weight {source.weight:g}")
+    return table
+
+
+def _prompt(prompt: Prompt) -> Table:
+    table = _table("first prompt")
+    table.add_row("task", Text(f"{prompt.task} of {prompt.source}"))
+    table.add_row("text", Text(prompt.text))
+    left = len(prompt.tokens) - SHOWN_TOKENS
+    shown = "  ".join(f"{number} {token}" for number, token in prompt.tokens[:SHOWN_TOKENS])
+    table.add_row(f"{len(prompt.tokens)} tokens", Text(shown + (f"  and {left} more" if left > 0 else "")))
     return table
 
 

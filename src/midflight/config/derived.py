@@ -199,6 +199,7 @@ def core_note(config: Config, cores: int) -> str | None:
     )
 
 
+MADE_ARCHITECTURE = "qwen3"
 MADE_VOCABULARY = 262
 """Tokens of the tokenizer of made models: 256 bytes and 6 special ones."""
 TORCH_PROCESS_BYTES = 320 * 2**20
@@ -249,10 +250,9 @@ def model_sizes(model: ModelSection) -> ModelSizes:
 def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]:
     """Worst case of each part: every slot full to `max_context`, every waiting rollout as long as can be."""
     m, e, t, r = config.model, config.engine, config.trainer, config.rollout
-    element, served_element = element_bytes(m.dtype), element_bytes(served_dtype(config))
-    weights, served = sizes.num_parameters * element, sizes.num_parameters * served_element
-    trained = sizes.num_parameters if config.lora.rank is None else sizes.num_adapter_parameters(config.lora.rank)
-    handed = trained * served_element
+    element = element_bytes(m.dtype)
+    weights, served = sizes.num_parameters * element, sizes.weight_bytes(served_dtype(config))
+    trained, handed = _trained_parameters(config, sizes), _handed_bytes(config, sizes)
     added = 0 if config.lora.rank is None else trained * element  # adapters beside the weights; a warm start trains the weights first
     optimised = trained * element if config.warm_start.target_accuracy is None else weights
     slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
@@ -261,8 +261,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     logits = LOGIT_COPIES * min(sizes.vocab_size * t.micro_batch_tokens, LOGITS_AT_ONCE)
     activations = t.ranks * element * (per_token * t.micro_batch_tokens + logits)
     rollouts = buffer_groups(r) * r.group_size + in_flight(r)
-    delta = config.weights.delta
-    held = 0 if config.weights.transport == "file" else 4 if delta else 3  # live, under way, waiting; with differences see `DeltaPublisher`
+    delta, held = config.weights.delta, held_versions(config)
     has_critic = config.objective.advantage == "gae"
     converted = served_dtype(config) != m.dtype
     return (
@@ -278,6 +277,38 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
         MemoryItem("processes", "interpreters and libraries", _processes_memory(config)),
     )
+
+
+def held_versions(config: Config) -> int:
+    """Versions in shared memory: live, under way, waiting; with differences see `DeltaPublisher`."""
+    return 0 if config.weights.transport == "file" else 4 if config.weights.delta else 3
+
+
+def shared_bytes(config: Config, sizes: ModelSizes) -> int:
+    """Room that versions take in shared memory: what the trainer publishes, and two folders beside each server."""
+    servers = 0 if config.engine.kind == "embedded" else num_engines(config.engine)
+    held = held_versions(config) if config.weights.transport == "shared_memory" else 0
+    return held * _handed_bytes(config, sizes) + 2 * servers * sizes.weight_bytes(served_dtype(config))
+
+
+def disk_bytes(config: Config, sizes: ModelSizes) -> int:
+    """Room that a run takes in its folder for sure: models, and checkpoints with two moments of what is trained, one more while it is
+    written. The store comes on top."""
+    weights = sizes.weight_bytes(config.model.dtype)
+    trained = _trained_parameters(config, sizes) * element_bytes(config.model.dtype)
+    models = (3 if config.model.path is None else 2) + (config.objective.kl_coefficient > 0)
+    critic = 3 * trained * (config.objective.advantage == "gae")
+    versions = 3 * _handed_bytes(config, sizes) * (config.weights.transport == "file")
+    return models * weights + (config.trainer.keep_checkpoints + 1) * (3 * trained + critic) + versions
+
+
+def _trained_parameters(config: Config, sizes: ModelSizes) -> int:
+    return sizes.num_parameters if config.lora.rank is None else sizes.num_adapter_parameters(config.lora.rank)
+
+
+def _handed_bytes(config: Config, sizes: ModelSizes) -> int:
+    """Of one version on its way."""
+    return _trained_parameters(config, sizes) * element_bytes(served_dtype(config))
 
 
 def total_bytes(items: tuple[MemoryItem, ...]) -> int:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from midflight.config.derived import lora_alpha, model_sizes
+from midflight.config.derived import MADE_ARCHITECTURE, lora_alpha, model_sizes
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
-from midflight.models.sizes import adapter_of, sizes_of
+from midflight.models.sizes import adapter_of, read_config, sizes_of
 from midflight.text.byte_tokenizer import byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 
@@ -35,6 +35,17 @@ def check_teacher(config: Config) -> None:
         )
 
 
+def check_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder. `ConfigError` when it has more ids than the model has rows: such an id would have no embedding."""
+    tokenizer, rows = Tokenizer.load(folder), sizes_of(folder).vocab_size
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"the tokenizer in {str(folder)!r} has ids up to {tokenizer.vocab_size - 1}, and the model has {rows} rows of embeddings; "
+            "give the model its own tokenizer, or resize its embeddings."
+        )
+    return tokenizer
+
+
 def _ids(folder: Path | None) -> dict[str, int]:
     """Id by token, of a model folder or of made models."""
     backend = byte_tokenizer() if folder is None else Tokenizer.load(folder).backend
@@ -47,6 +58,7 @@ def check_same_model(config: Config) -> None:
     if not (start / "config.json").is_file():
         return  # it had not begun: there is no checkpoint to go on from, either
     began, asked = asdict(sizes_of(start)), asdict(model_sizes(config.model))
+    began["architecture"], asked["architecture"] = _architecture(start), _architecture(config.model.path)
     adapter = adapter_of(start)
     began |= {"lora.rank": None, "lora.alpha": None} if adapter is None else {"lora.rank": adapter.rank, "lora.alpha": adapter.alpha}
     asked["lora.rank"], asked["lora.alpha"] = _adapters_asked(config)
@@ -58,6 +70,11 @@ def check_same_model(config: Config) -> None:
             f"resuming {config.run.folder}: it began with another model: {', '.join(differing)}. "
             "Configure the model it began with, or start in another folder."
         )
+
+
+def _architecture(folder: Path | None) -> str:
+    """The one that `transformers` would load; none is of a made model."""
+    return MADE_ARCHITECTURE if folder is None else str(read_config(folder).get("model_type"))
 
 
 def _adapters_asked(config: Config) -> tuple[int | None, float | None]:

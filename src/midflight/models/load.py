@@ -91,7 +91,7 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
     `ModelNotFound` names the folder, what is wrong with it, and the remedy.
     """
     folder = Path(folder)
-    _check_folder(folder)
+    check_folder(folder)
     try:
         # The stubs know only the plain return type; with output_loading_info it is a pair.
         model, info = cast(
@@ -155,7 +155,7 @@ def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     read_config(folder)
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -19,7 +19,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,11 +72,56 @@ def shard_name(rank: int) -> str:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The newest whole checkpoint under `root`, `None` if there is none yet."""
+    """The checkpoint that `latest` names; `None` if it names none that is there."""
     try:
-        return root / (root / "latest").read_text().strip()
-    except FileNotFoundError:
+        name = (root / "latest").read_text().strip()
+    except (OSError, UnicodeDecodeError):
         return None
+    return next((folder for folder in checkpoints(root) if folder.name == name), None)
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Those of the run as it is, newest first."""
+    return sorted(root.glob("version-*"), reverse=True)
+
+
+def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from, verified: the one that `latest` names, else the newest that is whole, which is said. `None` before
+    the first. `CheckpointCorrupt` when none is whole.
+
+    It is the newest afterwards: see `set_newest`.
+    """
+    found, named = checkpoints(root), latest_checkpoint(root)
+    wrong = [] if named is not None or not found else [f"{root / 'latest'} names no checkpoint."]
+    for folder in found if named is None else [one for one in found if one <= named]:
+        try:
+            verified(folder)
+        except CheckpointCorrupt as error:
+            wrong.append(str(error))
+            continue
+        if wrong:
+            say(f"{' '.join(wrong)} The run goes on from {folder.name}: what was trained since then waits to be trained again.")
+        set_newest(root, folder)
+        return folder
+    if found:
+        raise CheckpointCorrupt(
+            f"{' '.join(wrong)} No checkpoint in {root} is whole: put back a copy of one, or start anew with --overwrite."
+        )
+    return None
+
+
+def set_newest(root: Path, folder: Path) -> None:
+    """Goes back to a checkpoint. Newer ones get other names: what is trained from here on is not based on them."""
+    if latest_checkpoint(root) != folder:
+        _name_latest(root, folder)
+    for newer in (one for one in checkpoints(root) if one > folder):
+        newer.rename(_free_name(root, f"abandoned-{newer.name}"))
+    sync(root)
+
+
+def _name_latest(root: Path, folder: Path) -> None:
+    _write(root / ".latest", folder.name.encode())
+    (root / ".latest").replace(root / "latest")
 
 
 def version_of(folder: Path) -> int:
@@ -106,8 +151,7 @@ def finish(root: Path, state: CheckpointState, *, keep: int) -> None:
     final = _free_name(root, f"version-{state.version:08d}")
     draft.rename(final)
     sync(root)
-    _write(root / ".latest", final.name.encode())
-    (root / ".latest").replace(root / "latest")
+    _name_latest(root, final)
     sync(root)
     _remove_old(root, final, keep=keep)
 
@@ -125,7 +169,7 @@ def verified(folder: Path) -> CheckpointState:
     if found != FORMAT:
         raise ConfigError(
             f"checkpoint {folder} has format {found}, this version of midflight reads {FORMAT}. "
-            "Go on with the version that wrote it, or start anew without --resume."
+            "Go on with the version that wrote it, or start anew with --overwrite."
         )
     state = _decode(folder / "state.json", CheckpointState)
     there = {"state.json", *manifest.files, *(path.name for path in folder.glob("*.safetensors"))}
@@ -135,7 +179,7 @@ def verified(folder: Path) -> CheckpointState:
 
 
 def corrupt(path: Path, what: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"checkpoint file {path} {what}. Remove {path.parent} and name an older checkpoint, or start anew.")
+    return CheckpointCorrupt(f"Checkpoint file {path} {what}.")
 
 
 def sync(path: Path) -> None:

@@ -1,15 +1,9 @@
-"""A loss of the user's own, named as `module:function`: found, and tried on a few made-up tokens before anything is started.
-
-The launcher, which does without torch, has it tried in a process of its own: `python -m midflight.trainer.own_loss` reads a
-configuration from standard input, and prints a sentence about the loss, or ends with status 2 and what is wrong with it.
-"""
+"""A loss of the user's own, named as `module:function`: found, and tried on a few made-up tokens before anything is started."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import cast
 
@@ -140,17 +134,3 @@ def _called(kind: str, objective: Objective, policy: Tensor, known: Known, part:
             f"objective.kind is {kind!r}, which returned {type(found).__name__} {found!r}; return a tensor with one loss per token."
         )
     return found
-
-
-def main() -> int:
-    try:
-        with redirect_stdout(sys.stderr):  # what the user's module prints is no answer
-            answer, status = described(Config.model_validate_json(sys.stdin.read())), 0
-    except ConfigError as error:
-        answer, status = str(error), 2
-    sys.stdout.write(answer)
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ Value: TypeAlias = "int | float | str | bytes | None"
 
 APPLICATION_ID = 0x4D464C54
 """Marks the file as ours ("MFLT")."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 TABLES = """
 CREATE TABLE runs (name TEXT NOT NULL);
@@ -32,6 +32,7 @@ CREATE TABLE groups (
     reason TEXT,                    -- of a dropped one
     finished INTEGER,               -- order of finishing, kept while the group may wait again
     lease INTEGER,                  -- while a step on it is not final
+    version INTEGER,                -- of a trained one: what the step on it made
     PRIMARY KEY (epoch, position, attempt)
 ) WITHOUT ROWID;
 CREATE INDEX groups_by_state ON groups (state, finished);

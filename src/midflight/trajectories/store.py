@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 _GROUP = "epoch = ? AND position = ? AND attempt = ?"
 _ROLLOUT = _GROUP + " AND sample = ?"
-_OF_LEASE = "(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE lease = ?)"
+_OF = "(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE {})"
+_OF_LEASE = _OF.format("lease = ?")
+_LEARNT_LATER = f"state = '{State.TRAINED}' AND version > ?"
 _ENDED = (
     f"(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE state IN ('{State.TRAINED}', '{State.DROPPED}'))"
 )
@@ -180,31 +182,40 @@ class Store:
         self._db.execute(f"UPDATE fates SET fate = ? WHERE fate = ? AND {_OF_LEASE}", Fate.TRAINED, Fate.WAITING, lease)
 
     def _take_back(self, lease: int) -> None:
-        """Tokens that the stale policy had taken out wait again too."""
         self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
+        self._wait_again("lease = ?", lease)
+
+    def _wait_again(self, groups: str, value: int) -> None:
+        """Tokens that the stale policy had taken out wait again too."""
+        of = _OF.format(groups)
         self._db.execute(
-            f"DELETE FROM fates WHERE (fate IN (?, ?) OR reason = ?) AND {_OF_LEASE}", Fate.WAITING, Fate.TRAINED, Reason.STALE, lease
+            f"DELETE FROM fates WHERE (fate IN (?, ?) OR reason = ?) AND {of}", Fate.WAITING, Fate.TRAINED, Reason.STALE, value
         )
         self._db.execute(
             f"INSERT INTO fates SELECT epoch, position, attempt, sample, ?, '', num_trainable FROM rollouts "
-            f"WHERE reward IS NOT NULL AND num_trainable > 0 AND {_OF_LEASE}",
+            f"WHERE reward IS NOT NULL AND num_trainable > 0 AND {of}",
             Fate.WAITING,
-            lease,
+            value,
         )
-        self._db.execute("UPDATE groups SET state = ?, lease = NULL WHERE lease = ?", State.WAITING, lease)
+        self._db.execute(f"UPDATE groups SET state = ?, lease = NULL, version = NULL WHERE {groups}", State.WAITING, value)
 
     def _go_back(self, back: facts.WentBack) -> None:
+        """The checkpoint may be older than others that there were: what only those had was not learnt either."""
         self._settle(back.checkpoint)
         for lease in self._leases("1"):
             self._take_back(lease)
+        self._wait_again(_LEARNT_LATER, back.checkpoint)
         self._db.raise_number("version", back.version)
         self._db.set_number("next", back.version)
 
     def _settle(self, version: Version) -> None:
         """Steps up to `version` are final, also one whose report was lost with this process: the checkpoint has it."""
         for lease in self._leases("train_version < ?", version):
+            (train_version,) = self._open(lease)
             self._step(lease)
-            self._db.execute("UPDATE groups SET state = ?, lease = NULL WHERE lease = ?", State.TRAINED, lease)
+            self._db.execute(
+                "UPDATE groups SET state = ?, version = ?, lease = NULL WHERE lease = ?", State.TRAINED, train_version + 1, lease
+            )
             self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
 
     def _add_fate(self, key: RolloutKey, fate: Fate, reason: Reason | None, num_tokens: int) -> None:
@@ -245,7 +256,7 @@ class Store:
     def groups_after(self, checkpoint: Version) -> tuple[Group, ...]:
         """Those of steps that were made, which a checkpoint of that version does not have."""
         leases = self._leases("done = 1 AND train_version >= ?", checkpoint)
-        return tuple(group for lease in leases for group in self._groups("lease = ?", lease))
+        return (*self._groups(_LEARNT_LATER, checkpoint), *(group for lease in leases for group in self._groups("lease = ?", lease)))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """In the order of their keys."""

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from midflight.errors import RunFailed, Stopping
+from midflight.errors import ConfigError, Stopping
 from midflight.wire.edge import Fault, fault_of, headers_of, plain_fault, send_fault
 
 HEAD_SECONDS = 30.0
@@ -270,7 +270,7 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise RunFailed(
+        raise ConfigError(
             f"listening on {host}:{port}: {error.strerror}; choose another port (gateway.port, --port), or 0 for a free one"
         ) from error
     made.listen(1024)

@@ -11,7 +11,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -19,11 +18,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 
-from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, first_error
+from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, disk_full, every_error, first_error
 from midflight.run import parts
 from midflight.run.parts import TOKEN_VARIABLE
 
@@ -32,6 +31,12 @@ STOP_SECONDS = 2.5
 
 GC_THRESHOLD = 50_000
 """Allocations between two collections: one request of an agent makes thousands of objects, nearly all freed by counting."""
+
+
+class HasDescriptor(Protocol):
+    """A socket, or an open file."""
+
+    def fileno(self) -> int: ...
 
 
 class PartFailed(RunFailed):
@@ -56,11 +61,12 @@ class Child:
         *,
         log: Path,
         environ: Mapping[str, str],
-        sockets: Sequence[socket.socket] = (),
+        inherited: Sequence[HasDescriptor] = (),
         arguments: Sequence[str] = (),
     ) -> None:
+        """`inherited`: sockets and files that it gets under their numbers."""
         self.part, self.name, self.log, self._arguments = part, name, log, tuple(arguments)
-        self._environ, self._sockets = environ, tuple(sockets)
+        self._environ, self._inherited = environ, tuple(inherited)
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -72,7 +78,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env={**{name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}, **self._environ},
-                pass_fds=[s.fileno() for s in self._sockets],
+                pass_fds=[file.fileno() for file in self._inherited],
                 start_new_session=True,
                 limit=2**24,
             )
@@ -209,26 +215,40 @@ async def run_until_asked(run: Callable[[parts.Spec, parts.Launcher], Awaitable[
     try:
         await run(spec, launcher)
     except Exception as error:
-        launcher.tell(failure_of(error))
+        report(error, launcher)
         raise
 
 
+def report(error: BaseException, launcher: parts.Launcher) -> None:
+    """The launcher is told first: the log may be on a full disk."""
+    launcher.tell(failure_of(error))
+    with suppress(OSError):
+        traceback.print_exception(error)
+        sys.stderr.flush()
+
+
 def failure_of(error: BaseException) -> parts.Failed:
-    """What the launcher must know of it; the traceback goes to the log as well."""
-    traceback.print_exception(error)
-    first = first_error(error)
-    trace = "".join(traceback.format_exception(error))
-    match first:
+    """What the launcher must know of it. Of errors that came together, one that a restart cannot mend says most."""
+    said = [_verdict(one) for one in every_error(error)]
+    verdict, message = next((one for one in said if one[0] in (parts.Verdict.CONFIG, parts.Verdict.FINAL)), said[0])
+    trace = "" if isinstance(first_error(error), parts.ServerLost) else "".join(traceback.format_exception(error))
+    return parts.Failed(message, trace, verdict)
+
+
+def _verdict(error: BaseException) -> tuple[parts.Verdict, str]:
+    if not isinstance(error, MidflightError) and (full := disk_full(error)) is not None:
+        return parts.Verdict.FINAL, str(full)
+    match error:
         case ConfigError():
-            return parts.Failed(str(first), trace, parts.Verdict.CONFIG)
+            return parts.Verdict.CONFIG, str(error)
         case RunFailed() | StoreFailed():
-            return parts.Failed(str(first), trace, parts.Verdict.FINAL)
+            return parts.Verdict.FINAL, str(error)
         case parts.PartLost():
-            return parts.Failed(str(first), trace, parts.Verdict.LOST)
+            return parts.Verdict.LOST, str(error)
         case parts.ServerLost():
-            return parts.Failed(str(first), "", parts.Verdict.CRASH)
+            return parts.Verdict.CRASH, str(error)
         case _:
-            return parts.Failed(f"{type(first).__name__}: {first}", trace, parts.Verdict.CRASH)
+            return parts.Verdict.CRASH, f"{type(error).__name__}: {error}"
 
 
 def stop(task: asyncio.Task[None]) -> None:
@@ -247,7 +267,7 @@ def main() -> int:
     try:
         run = part_main(part, sys.argv[2:])
     except Exception as error:
-        launcher.tell(failure_of(error))
+        report(error, launcher)
         return 1
     try:
         line = sys.stdin.buffer.readline()
@@ -275,6 +295,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)  # threads that still compute must not keep a stopped part alive

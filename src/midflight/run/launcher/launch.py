@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,15 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from midflight.config.folders import check_same_model
 from midflight.config.sections import Config
-from midflight.errors import ConfigError, first_error
+from midflight.errors import ConfigError, disk_full, every_error, first_error
 from midflight.observe.memory import PeakMemory
 from midflight.observe.plot import draw_plot
 from midflight.observe.status import Phase, Status, WarmStartStatus, heldout
 from midflight.observe.summary import Said, Summary, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
 from midflight.run.launcher import opening
+from midflight.run.launcher.child import HasDescriptor
+from midflight.run.launcher.folder import CONFIG, can_go_on, check_kept, clear, held, prepare
 from midflight.run.launcher.ring import PartFailed, Ring
 from midflight.run.parts import (
     Alarm,
@@ -38,29 +38,19 @@ from midflight.run.parts import (
     control_token,
     serve_while,
 )
+from midflight.types import Version
 from midflight.wire.server import exposure, is_loopback
 
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""
-PRODUCTS = (
-    "endpoint.json",
-    "metrics.jsonl",
-    "summary.json",
-    "plot.png",
-    "store.sqlite",
-    "store.sqlite-wal",
-    "store.sqlite-shm",
-    "published",
-)
-FOLDERS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights", "logs")
 
 
 class Run:
     """A training run, from the launcher: what it shows, measures and leaves behind."""
 
-    def __init__(self, config: Config, terminal: Terminal, token: ControlToken, *, loss: Sequence[str] = ()) -> None:
+    def __init__(self, config: Config, terminal: Terminal, token: ControlToken, lock: HasDescriptor, *, loss: Sequence[str] = ()) -> None:
         """`loss`: the lines that say which is taken, where it is ours."""
-        self._config, self._terminal, self._token, self._loss = config, terminal, token, loss
+        self._config, self._terminal, self._token, self._lock, self._loss = config, terminal, token, lock, loss
         self._folder = Path(config.run.folder)
         self._began = time.monotonic()
         self._memory = PeakMemory(os.getpid())
@@ -77,20 +67,23 @@ class Run:
 
     async def roll_out(self, model: ModelReady, hear: Callable[[Message], None]) -> None:
         """Rollouts for a trainer that is not ours. Ended by its `finish`, or by the death of a part: the weights are the trainer's."""
-        ring = Ring(self._config, on_message=hear, control_token=self._token.value, model=model)
-        await serve_while(ring.run(Purpose.ROLLOUTS), self._watch_memory())
+        await serve_while(self._ring(hear, model).run(Purpose.ROLLOUTS), self._watch_memory())
+
+    def _ring(self, hear: Callable[[Message], None], model: ModelReady | None = None) -> Ring:
+        return Ring(self._config, on_message=hear, control_token=self._token.value, lock=self._lock, model=model)
 
     async def _attempts(self, *, resume: bool) -> None:
         restarts = self._config.run.restarts
         while True:
             try:
-                return await Ring(self._config, on_message=self.hear, control_token=self._token.value).run(Purpose.TRAIN, resume=resume)
+                return await self._ring(self.hear).run(Purpose.TRAIN, resume=resume)
             except BaseExceptionGroup as failures:
-                failure = first_error(failures)
+                # Of parts that ended together, one that a restart cannot mend says most.
+                failure = next((one for one in every_error(failures) if not isinstance(one, PartFailed)), first_error(failures))
                 if not isinstance(failure, PartFailed) or restarts == 0:
                     raise failure from failures
             restarts -= 1
-            resume = (self._folder / "checkpoints" / "latest").exists()
+            resume = can_go_on(self._folder)
             where = "its last checkpoint" if resume else "the beginning"
             self._terminal.say(f"{failure}\nThe run goes on from {where}; {restarts} restarts are left.")
             if not resume:
@@ -132,27 +125,26 @@ class Run:
         primary = self._config.environment.sources[0].dataset
         said = Said(tuple(self._loss), opening.remarks(self._config))
         summary = summarise(self.status, primary=primary, seconds=self.seconds, peak_memory_mb=self._memory.peak_mb, said=said)
-        write_summary(summary, self._folder / "summary.json")
-        if self.status.step:
-            try:
+        try:
+            write_summary(summary, self._folder / "summary.json")
+            if self.status.step:
                 draw_plot(self._folder / "metrics.jsonl", self._folder / "plot.png", title=self._config.run.name)
-            except (ConfigError, OSError) as error:
-                self._terminal.say(str(error))
+        except (ConfigError, OSError) as error:  # must not hide why the run ended
+            self._terminal.say(f"summary or plot could not be written: {disk_full(error) or error}")
         return summary
 
 
-def train(config: Config, *, resume: bool, own_loss: str | None = None) -> int:
+def train(config: Config, *, resume: bool, overwrite: bool = False, own_loss: str | None = None) -> int:
     """Ctrl-C ends it within five seconds, with everything written and nothing left running; `--resume` goes on from there.
 
     `own_loss`: what a loss of the user's own says of itself.
     """
-    folder = Path(config.run.folder)
-    prepare(folder, resume=resume)
-    if resume:
-        check_same_model(config)
-    with Terminal() as terminal:
+    folder, token = Path(config.run.folder), control_token(None)
+    with Terminal() as terminal, held(folder, terminal.say) as lock:
+        check_kept(config, resume=resume, overwrite=overwrite)  # again: while it was not held, somebody else may have used it
+        prepare(folder, config, resume=resume)
         terminal.say(opening.training(config, own_loss=own_loss))
-        run = Run(config, terminal, control_token(None), loss=opening.loss_lines(config, own_loss))
+        run = Run(config, terminal, token, lock, loss=opening.loss_lines(config, own_loss))
         warn(terminal, config, anonymous=False)
         try:
             status = main_task(run.train(resume=resume))
@@ -164,15 +156,16 @@ def train(config: Config, *, resume: bool, own_loss: str | None = None) -> int:
     return status
 
 
-def rollouts(config: Config, *, token: str | None) -> int:
+def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> int:
     """Engines, gateway and rollouts for a trainer that somebody else brings, until it has finished, or until Ctrl-C."""
     model = _model(config.model.path, "set model.path to a Hugging Face model folder; `midflight new-model DIR` makes one to try with")
     chosen = control_token(token)
     folder = Path(config.run.folder)
-    prepare(folder, resume=False)
-    with Terminal() as terminal:
+    with Terminal() as terminal, held(folder, terminal.say) as lock:
+        check_kept(config, resume=False, overwrite=overwrite, resumable=False)
+        prepare(folder, config, resume=False)
         terminal.say(opening.rolling_out(config))
-        run = Run(config, terminal, chosen)
+        run = Run(config, terminal, chosen, lock)
         warn(terminal, config, anonymous=False)
 
         def hear(message: Message) -> None:
@@ -205,32 +198,10 @@ def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
         terminal.say(warning)
 
 
-def prepare(folder: Path, *, resume: bool) -> None:
-    """A new run starts in a clean folder; only what an earlier run made is removed. A resumed one needs a checkpoint."""
-    if resume and not (folder / "checkpoints" / "latest").exists():
-        raise ConfigError(f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            clear(folder)
-        (folder / "metrics.jsonl").touch()
-    except OSError as error:
-        raise ConfigError(
-            f"writing to {folder}: {error.strerror} ({error.filename}); choose another run.folder, or make it writable."
-        ) from error
-
-
-def clear(folder: Path) -> None:
-    for name in PRODUCTS:
-        (folder / name).unlink(missing_ok=True)
-    for name in FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
 def serve(config: Config, *, token: str | None) -> int:
     """Engines and gateway, until Ctrl-C."""
     model, chosen = _model(config.model.path), control_token(token)
-    with Terminal() as terminal:
+    with Terminal() as terminal, held(Path(config.run.folder), terminal.say) as lock:
         terminal.say(opening.serving(config))
         warn(terminal, config, anonymous=True)
 
@@ -242,12 +213,12 @@ def serve(config: Config, *, token: str | None) -> int:
             elif isinstance(message, Alarm):
                 terminal.say(f"alarm: {message.text}")
 
-        return main_task(Ring(config, on_message=hear, control_token=chosen.value, model=model).run(Purpose.SERVE))
+        return main_task(Ring(config, on_message=hear, control_token=chosen.value, lock=lock, model=model).run(Purpose.SERVE))
 
 
 def evaluate(config: Config, model: Path) -> int:
     """The held-out score of a model folder, by the same environment, seeds and engine as in training."""
-    with Terminal() as terminal:
+    with Terminal() as terminal, held(Path(config.run.folder), terminal.say) as lock:
         terminal.say(opening.evaluating(config.model_copy(update={"model": config.model.model_copy(update={"path": model})})))
         last = Status()
 
@@ -259,7 +230,7 @@ def evaluate(config: Config, model: Path) -> int:
             elif isinstance(message, Alarm):
                 terminal.say(f"alarm: {message.text}")
 
-        ring = Ring(config, on_message=hear, control_token=control_token(None).value, model=_model(model))
+        ring = Ring(config, on_message=hear, control_token=control_token(None).value, lock=lock, model=_model(model))
         status = main_task(ring.run(Purpose.EVALUATE))
         for source in last.sources:
             terminal.say(f"{source.name}: {heldout(source, digits=4)}")
@@ -293,6 +264,18 @@ def engine(config: Config, *, host: str, port: int, token: str | None) -> int:
             terminal.say(f"alarm: {text}")
 
         return main_task(serve_engine(config, config.model.path, host=host, port=port, token=given, ready=ready, alarmed=alarmed))
+
+
+def rollback(config: Config, *, to: Version) -> int:
+    """Goes back to an older checkpoint of the run in the configuration's folder; `train --resume` goes on from there."""
+    from midflight.run.trainer.rollback import roll_back
+
+    folder = Path(config.run.folder)
+    with Terminal() as terminal, held(folder, terminal.say):
+        groups = roll_back(folder, to, run=config.run.name)
+        terminal.say(f"{folder} is back at version {to}: {groups} groups of tasks that were trained since then wait again. Go on by:")
+        terminal.say(f"midflight train {folder / CONFIG} --resume")
+    return 0
 
 
 def new_model(config: Config, folder: Path) -> int:

@@ -28,7 +28,7 @@ import msgspec
 from midflight.config.derived import num_engines, num_workers
 from midflight.config.sections import Config
 from midflight.errors import first_error
-from midflight.run.launcher.child import Child, PartFailed, error_of, stop_all
+from midflight.run.launcher.child import Child, HasDescriptor, PartFailed, error_of, stop_all
 from midflight.run.launcher.scratch import remove_left, scratch_folder, segment_name
 from midflight.run.parts import (
     TEACHER,
@@ -83,10 +83,18 @@ class Ring:
     """One attempt at a run. `on_message` hears everything the parts say; it must not raise or wait."""
 
     def __init__(
-        self, config: Config, *, on_message: Callable[[Message], None], control_token: str, model: ModelReady | None = None
+        self,
+        config: Config,
+        *,
+        on_message: Callable[[Message], None],
+        control_token: str,
+        model: ModelReady | None = None,
+        lock: HasDescriptor | None = None,
     ) -> None:
+        """`lock` holds the run's folder for as long as a part that writes there has it open."""
         self._config, self._on_message = config, on_message
         self._given_model = model
+        self._writing = () if lock is None else (lock,)
         self._control_token = control_token
         self._engine_token = secrets.token_urlsafe(24)
         self._engine_restarts = config.run.restarts
@@ -149,7 +157,7 @@ class Ring:
         await serve_while(first, *others)
 
     async def _rank(self, spec: TrainerSpec) -> None:
-        trainer = await self._start(ProcessKind.TRAINER, f"trainer{spec.rank or ''}")
+        trainer = await self._start(ProcessKind.TRAINER, f"trainer{spec.rank or ''}", inherited=self._writing)
         await trainer.tell(spec)
         try:
             await self._follow(trainer)
@@ -160,7 +168,7 @@ class Ring:
     async def _rollout(self, purpose: Purpose) -> None:
         has_agents = purpose is not Purpose.SERVE and not self._num_workers(purpose)
         entry = [self._config.environment.entry] * has_agents
-        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", sockets=[self._socket], arguments=entry)
+        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", inherited=[self._socket, *self._writing], arguments=entry)
         addresses = {part.name: part.address for part in self._engines}
         teacher = addresses.pop(TEACHER, None)
 
@@ -226,7 +234,7 @@ class Ring:
             )
 
         while True:
-            engine = await self._start(ProcessKind.ENGINE, name, sockets=[made], arguments=[part.kind])
+            engine = await self._start(ProcessKind.ENGINE, name, inherited=[made], arguments=[part.kind])
             try:
                 await self._brief_and_follow(engine, spec)
                 failure = PartFailed(f"{name} ended, though nobody asked it to")
@@ -239,13 +247,15 @@ class Ring:
             engine.signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
             await engine.ended()
 
-    async def _start(self, part: ProcessKind, name: str, *, sockets: Sequence[socket.socket] = (), arguments: Sequence[str] = ()) -> Child:
+    async def _start(
+        self, part: ProcessKind, name: str, *, inherited: Sequence[HasDescriptor] = (), arguments: Sequence[str] = ()
+    ) -> Child:
         threads = {ProcessKind.ENGINE: self._config.engine.threads, ProcessKind.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if part is ProcessKind.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
-        child = Child(part, name, log=log, environ=environ, sockets=sockets, arguments=arguments)
+        child = Child(part, name, log=log, environ=environ, inherited=inherited, arguments=arguments)
         self.children.append(child)
         await child.start()
         return child

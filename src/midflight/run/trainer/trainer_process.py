@@ -24,12 +24,12 @@ from midflight.errors import ConfigError, StepSkipped
 from midflight.models.load import add_adapters, export_model, is_adapted, load_model, lora_config, make_model, save_adapters
 from midflight.models.names import assign, in_dtype, named_tensors, torch_dtype
 from midflight.run.api.service import RolloutClient
-from midflight.run.parts import Launcher, ModelReady, TrainerSpec, WarmStart
+from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec, WarmStart
 from midflight.run.trainer.team import Team, follow
 from midflight.run.trainer.training import TrainingLoop
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.folders import latest_checkpoint, version_of
+from midflight.trainer.folders import newest_whole, version_of
 from midflight.trainer.model.policy import Ranks, join
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.step import Schedule
@@ -108,7 +108,9 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
         return
     await asyncio.to_thread(objective_of, config)  # a loss of the user's own that cannot be trained with is told before anything is made
     run = Path(config.run.folder)
-    checkpoint = latest_checkpoint(run / "checkpoints") if spec.resume else None
+    checkpoint = None
+    if spec.resume:
+        checkpoint = await asyncio.to_thread(newest_whole, run / "checkpoints", lambda said: launcher.tell(Alarm(said)))
     model = await _first(config, launcher) if checkpoint is None else await asyncio.to_thread(_started, config)
     published = PublishedVersions(run / "published")
     team = await asyncio.to_thread(_team, config, model, spec, launcher)

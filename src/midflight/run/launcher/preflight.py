@@ -1,0 +1,246 @@
+"""What only the machine and the user's own code can say before a run: `python -m midflight.run.launcher.preflight`, a process of its own.
+
+It imports the environment, draws the tasks, loads the tokenizer, renders a prompt, and looks at devices, disk, shared memory and ports. It
+reads a configuration from standard input and writes `Findings` to standard output. It changes nothing. Importing this needs no torch; a
+run of it may.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from midflight.config import derived
+from midflight.config.folders import check_tokenizer
+from midflight.config.formulas import OBJECTIVES
+from midflight.config.sections import Config, EnvironmentSection, SourceSection
+from midflight.errors import ConfigError, MidflightError
+from midflight.observe.status import size
+from midflight.run.launcher.folder import num_bytes_of_run
+from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.text.tokenizer import Tokenizer
+from midflight.weights.transports.files import SHARED
+from midflight.wire.server import listen
+
+if TYPE_CHECKING:
+    from midflight.environments.tasks import Source
+
+T = TypeVar("T")
+
+DRAWING_SECONDS = 20.0
+"""Tasks are drawn whole within this time; beyond it, it is estimated how long they take."""
+MAX_DRAWING_SECONDS = 600.0
+"""Trainer and rollout process draw them too, at every start."""
+FEW = 200
+"""Tasks that such an estimate is made from."""
+ANSWERS_CHATS = EnvironmentSection().entry
+"""The environment whose only message is the question of its task."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What the model reads of a task."""
+
+    source: str
+    task: str
+    text: str
+    tokens: tuple[tuple[int, str], ...]
+
+
+class Findings(msgspec.Struct, frozen=True):
+    problems: tuple[str, ...] = ()
+    """Each refuses the run."""
+    notes: tuple[str, ...] = ()
+    prompt: Prompt | None = None
+    own_loss: str | None = None
+    """What a loss of the user's own says of itself."""
+
+
+class OutOfTime(BaseException):
+    """Not an `Exception`: what is interrupted may catch those."""
+
+
+class Inspection:
+    """Looks at one configuration. Every problem is found, not only the first."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._problems: list[str] = []
+        self._notes: list[str] = []
+
+    def findings(self) -> Findings:
+        config = self._config
+        self._tried(self._environment)
+        sources = self._tried(self._sources)
+        tokenizer = self._tried(self._tokenizer)
+        prompt = None if not sources or tokenizer is None else self._tried(lambda: self._prompt(sources[0], tokenizer))
+        if config.model.path is not None:
+            self._tried(self._architecture)
+        own_loss = None if config.objective.kind in OBJECTIVES else self._tried(self._own_loss)
+        for look in (self._devices, self._disk, self._shared_memory, self._port):
+            self._tried(look)
+        return Findings(tuple(self._problems), tuple(self._notes), prompt, own_loss)
+
+    def _tried(self, look: Callable[[], T]) -> T | None:
+        try:
+            return look()
+        except MidflightError as error:
+            self._problems.append(str(error))
+            return None
+
+    # --- What the run is made of -------------------------------------------------------------------------------------
+
+    def _environment(self) -> None:
+        from midflight.environments.registry import load_environment
+
+        load_environment(self._config.environment.entry)
+
+    def _sources(self) -> Sequence[Source] | None:
+        """Whole, or none where that would take too long here."""
+        from midflight.environments.tasks import load_sources
+
+        sections, seed = self._config.environment.sources, self._config.run.seed
+        try:
+            with _within(DRAWING_SECONDS):
+                return load_sources(sections, seed=seed)
+        except OutOfTime:
+            pass
+        few = [
+            section.model_copy(update={"size": min(section.size, FEW), "heldout": min(section.heldout, FEW // 8)}) for section in sections
+        ]
+        began = time.perf_counter()
+        sources = load_sources(few, seed=seed)
+        seconds = (time.perf_counter() - began) * max(_num_draws(one) / _num_draws(other) for one, other in zip(sections, few, strict=True))
+        wanted = ", ".join(f"{s.dataset}: size = {s.size}, heldout = {s.heldout}" for s in sections)
+        if seconds > MAX_DRAWING_SECONDS:
+            raise ConfigError(
+                f"environment.sources ({wanted}): drawing so many tasks takes about {seconds / 60:,.0f} minutes, at every start; "
+                f"lower size and heldout: {MAX_DRAWING_SECONDS / 60:.0f} minutes are the most."
+            )
+        self._notes.append(
+            f"drawing the tasks ({wanted}) takes about {seconds:.0f} s at every start; whether there are so many is not checked."
+        )
+        return sources
+
+    def _tokenizer(self) -> Tokenizer:
+        path = self._config.model.path
+        if path is not None:
+            return check_tokenizer(path)
+        with tempfile.TemporaryDirectory(prefix="midflight-") as folder:
+            write_byte_tokenizer(Path(folder))
+            return Tokenizer.load(Path(folder))
+
+    def _prompt(self, source: Source, tokenizer: Tokenizer) -> Prompt | None:
+        """The first task's question as the only message, which is what the plainest environment and a warm start send."""
+        config, task = self._config, source.training[0]
+        try:
+            text = tokenizer.render([{"role": "user", "content": str(task.data.get("question"))}], add_generation_prompt=True)
+        except MidflightError as error:
+            if config.environment.entry != ANSWERS_CHATS and config.warm_start.target_accuracy is None:
+                self._notes.append(f"chats cannot be sent to this model: {error}")
+                return None
+            raise
+        ids = tokenizer.encode(text)
+        if len(ids) >= config.model.max_context:
+            raise ConfigError(
+                f"the prompt of task {task.id} of {source.name} has {len(ids)} tokens and model.max_context is {config.model.max_context}, "
+                "which leaves none for an answer; raise it, or choose shorter tasks."
+            )
+        return Prompt(source.name, task.id, text, tuple((i, tokenizer.backend.id_to_token(i) or "?") for i in ids))
+
+    def _architecture(self) -> None:
+        from midflight.models.load import check_folder
+
+        assert self._config.model.path is not None
+        check_folder(self._config.model.path)
+
+    def _own_loss(self) -> str:
+        from midflight.trainer.own_loss import described
+
+        return described(self._config)
+
+    # --- What the machine has ----------------------------------------------------------------------------------------
+
+    def _devices(self) -> None:
+        config = self._config
+        wanted = {"trainer.device": config.trainer.device} | ({} if config.engine.urls else {"engine.device": config.engine.device})
+        if not any(device.startswith("cuda") for device in wanted.values()):
+            return
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        there = f"cpu, or cuda:0 to cuda:{count - 1}" if count else "cpu: torch sees no GPU"
+        for key, device in wanted.items():
+            if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
+                self._problems.append(f"{key} is {device!r}, which this machine has not got; set it to {there}.")
+        if config.trainer.device == "cuda" and config.trainer.ranks > count > 0:
+            self._problems.append(f"trainer.ranks is {config.trainer.ranks}, each on a GPU of its own, and there are {count}; lower it.")
+
+    def _disk(self) -> None:
+        folder = Path(self._config.run.folder).absolute()
+        there = next(place for place in (folder, *folder.parents) if place.is_dir())
+        if not os.access(there, os.W_OK):
+            raise ConfigError(f"run.folder is {folder}, and {there} cannot be written to; choose another run.folder, or make it writable.")
+        needed = derived.disk_bytes(self._config, derived.model_sizes(self._config.model))
+        free = shutil.disk_usage(there).free + num_bytes_of_run(folder)
+        if free < needed:
+            raise ConfigError(
+                f"run.folder is {folder}, where {size(free)} are free, and checkpoints and models take {size(needed)}; free some space, "
+                "choose another run.folder, or lower trainer.keep_checkpoints."
+            )
+
+    def _shared_memory(self) -> None:
+        needed = derived.shared_bytes(self._config, derived.model_sizes(self._config.model))
+        if not needed or not SHARED.is_dir():
+            return
+        free = shutil.disk_usage(SHARED).free
+        if free < needed:
+            raise ConfigError(
+                f"{SHARED} has {size(free)} free, and versions on their way take {size(needed)} there; enlarge it (in containers --shm-size), "
+                'or set weights.transport = "file".'
+            )
+
+    def _port(self) -> None:
+        listen(self._config.gateway.host, self._config.gateway.port).close()
+
+
+def _num_draws(source: SourceSection) -> int:
+    """Every eighth content is held out."""
+    return max(source.size, 8 * source.heldout, 1)
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raises `OutOfTime` in this, the main thread."""
+
+    def ring(number: int, frame: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> None:
+    with redirect_stdout(sys.stderr):  # what the user's modules print is no answer
+        found = Inspection(Config.model_validate_json(sys.stdin.read())).findings()
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # threads of the user's modules are not waited for

@@ -1,0 +1,36 @@
+"""Falling back to an older checkpoint: `latest`, newer checkpoints and the store go back together. Imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from midflight.errors import ConfigError
+from midflight.run.trainer.trainer_process import PublishedVersions
+from midflight.trainer.folders import checkpoints, set_newest, verified, version_of
+from midflight.trajectories.store import Store
+from midflight.types import Version
+from midflight.types.facts import Interrupted, WentBack
+
+
+def roll_back(folder: Path, to: Version, *, run: str) -> int:
+    """Number of groups that wait again. `ConfigError` when there is no such checkpoint, or not a whole one.
+
+    The checkpoint is named first. A crash after that does no harm: a run that goes on rolls its store back to where its checkpoint is.
+    """
+    root = folder / "checkpoints"
+    there = {version_of(found): found for found in reversed(checkpoints(root))}
+    if to not in there:
+        known = ", ".join(map(str, there)) or "none"
+        raise ConfigError(f"rolling {folder} back to version {to}: there is no checkpoint of it. Those that there are: {known}.")
+    verified(there[to])
+    set_newest(root, there[to])
+    if not (folder / "store.sqlite").exists():
+        return 0
+    store = Store(folder / "store.sqlite", run=run)
+    try:
+        groups = store.groups_after(to)
+        for fact in (Interrupted(), WentBack(to, PublishedVersions(folder / "published").resumed_as(to), groups)):
+            store.apply(fact)
+        return len(groups)
+    finally:
+        store.close()
