@@ -1,7 +1,7 @@
 """A trainer that knows nothing of Midflight but its HTTP API: torch and transformers, REINFORCE with a group baseline.
 
-midflight rollouts configs/demo.toml --set model.path=MODEL_DIR
-python examples/foreign_trainer.py runs/demo/endpoint.json --steps 20
+midflight rollouts configs/demo.toml --folder runs/foreign --set model.path=MODEL_DIR
+python examples/foreign_trainer.py runs/foreign/endpoint.json --steps 20
 """
 
 from __future__ import annotations
