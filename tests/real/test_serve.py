@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         command.until(lambda: "ready: " in command.said, "announcement of the address")
         command.until(lambda: "control token: " in command.said, "announcement of the token")
         said = re.fullmatch(
-            rf"serving .* with 2 embedded engines on cpu; logs: runs/run/logs\nready: http://127.0.0.1:{port}/v1\ncontrol token: (\S+)",
+            rf"serving .* with 2 embedded engines on cpu; logs: runs/serve-{port}/logs\nready: http://127.0.0.1:{port}/v1\ncontrol token: (\S+)",
             command.said.strip(),
         )
         assert said is not None, command.said
@@ -306,4 +306,4 @@ def test_i9_ctrl_c_ends_everything_within_five_seconds_with_requests_in_flight(s
     assert "Traceback" not in served.command.said
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(served.url.rpartition(":")[2]))) != 0
-    assert not segments(served.folder / "runs" / "run")
+    assert not segments(served.folder / "runs" / f"serve-{served.url.rpartition(chr(58))[2]}")

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -219,7 +219,7 @@ def _num_draws(source: SourceSection) -> int:
 
 
 @contextmanager
-def _within(seconds: float) -> Iterator[None]:
+def _within(seconds: float) -> Generator[None]:
     """Raises `OutOfTime` in this, the main thread."""
 
     def ring(number: int, frame: object) -> None:
