@@ -145,6 +145,10 @@ class SamplingParams:
     """How many of the likeliest tokens to report at each position. The sampled one is among them only where it is that likely; fewer are
     reported where fewer are possible (truncation, a grammar). At temperature 0 they are those of temperature 1."""
 
+    def changed(self, **values: object) -> SamplingParams:
+        """As `dataclasses.replace`, which takes four times as long: every request changes some."""
+        return SamplingParams(**{**dict(zip(PARAMETERS, _values(self), strict=True)), **values})  # type: ignore[arg-type]
+
     @property
     def samples_the_policy(self) -> bool:
         """Whether the distribution sampled is the policy's own, up to its temperature."""
@@ -188,6 +192,7 @@ FEATURED: Final = tuple(p for p in PARAMETERS.values() if p.feature is not None)
 
 ranged_values = attrgetter(*(p.name for p, _ in RANGED))
 """Their values, in the same order."""
+_values = attrgetter(*PARAMETERS)
 _reshaping = attrgetter(*(p.name for p in PARAMETERS.values() if p.reshapes))
 _RESHAPES_NOT: Final = tuple(p.default for p in PARAMETERS.values() if p.reshapes)
 _featured = attrgetter(*(p.name for p in FEATURED))
