@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -54,7 +54,7 @@ class ServerClient:
         await self._http.__aexit__(*exc)
 
     @contextmanager
-    def cold(self) -> Iterator[None]:
+    def cold(self) -> Generator[None]:
         """The server may have just come up: questions in the block wait longer."""
         self._is_cold = True
         try:
