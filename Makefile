@@ -86,7 +86,7 @@ define install_engine
 	$(PYTHON) -m venv $(@D)
 	grep '^torch==' $< > $(@D)/torch.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps uv -r $(@D)/torch.txt
-	$(@D)/bin/python -m uv pip install --quiet --compile-bytecode --python $(@D)/bin/python --no-deps -r $< \
+	$(@D)/bin/python -m uv pip install --quiet --python $(@D)/bin/python --no-deps -r $< \
 	    || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@$(@D)/bin/python -c 'import torch' || { echo 'pip found no CPU build of torch: see "What you need" in README.md'; exit 1; }
 endef
