@@ -225,6 +225,10 @@ class RolloutTimeout(EnvironmentFailed):
     """A rollout outlived its deadline and was ended."""
 
 
+class RolloutAbandoned(RolloutTimeout):
+    """The agent of a rollout that was ended lives on: it did not end when it was cancelled."""
+
+
 # --- Blamed on the configuration or the data: ends the run before it starts ------------------------------------------
 
 

@@ -57,13 +57,31 @@ def test_take_is_woken_by_the_put_that_completes_its_batch() -> None:
             await asyncio.sleep(1)
             bench.put(group(first, (0,)))
             await asyncio.sleep(1)
-            assert not take.done() and bench.queue.waits["trainer"].for_whom == "generation"
+            assert not take.done() and bench.queue.waits["trainer"].wait.for_whom == "generation"
             bench.put(group(second, (0, 0)))
         assert [g.key for g in take.result().groups] == [first, second]
         assert not bench.queue.waits
         assert bench.facts.of(Waited) == [Waited("trainer", "generation", 2.0)]
         (leased,) = bench.facts.of(Leased)
         assert (leased.batch, leased.staleness) == (take.result(), {0: 3})
+
+    check(story)
+
+
+def test_a_wait_is_counted_while_it_lasts_and_no_second_of_it_twice() -> None:
+    async def story() -> None:
+        bench = Bench(limits(1, 0))
+        first = await bench.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(bench.queue.take(0))
+            await asyncio.sleep(2)
+            bench.queue.count_waits()
+            assert bench.facts.of(Waited) == [Waited("trainer", "generation", 2.0)]
+            assert bench.queue.waits["trainer"].began == 0
+            bench.queue.count_waits()
+            await asyncio.sleep(3)
+            bench.put(group(first, (0,)))
+        assert [wait.seconds for wait in bench.facts.of(Waited)] == [2.0, 3.0]
 
     check(story)
 
@@ -79,7 +97,7 @@ def test_whom_the_trainer_waits_for_is_observed_piece_by_piece() -> None:
             await asyncio.sleep(1)
             bench.put(group(first, (1,)))
             await asyncio.sleep(2)
-            assert bench.queue.waits["trainer"].for_whom == "stragglers"
+            assert bench.queue.waits["trainer"].wait.for_whom == "stragglers"
             bench.lose(straggler, (1, 1, 1, 1, 1))
         assert take.result().groups[0].key == first
         assert [(w.for_whom, w.seconds) for w in bench.facts.of(Waited)] == [("generation", 1.0), ("stragglers", 2.0)]

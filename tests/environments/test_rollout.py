@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 
 import pytest
 
+from midflight.environments import rollout
+from midflight.environments.rollout import GRACE_SECONDS
 from midflight.environments.single_turn import answer
-from midflight.errors import BadReward, ConfigError
+from midflight.errors import BadReward, ConfigError, RunFailed
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Reason, RolloutKey
 
@@ -151,6 +154,101 @@ def test_an_environment_that_answers_after_its_deadline_gets_no_reward():
 
     trajectory = run(Rig(stubborn))
     assert trajectory.reward is None and "RolloutTimeout" in (trajectory.error or "")
+
+
+def stubborn(way: str, released: asyncio.Event):
+    """Agents that no deadline of their own ends."""
+
+    async def hangs_in_finally(task, client):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await released.wait()
+            await released.wait()
+
+    async def tries_again(task, client):
+        while not released.is_set():
+            with contextlib.suppress(BaseException):  # as a retry loop with a bare except does
+                await asyncio.wait_for(released.wait(), 3)
+
+    return {"finally": hangs_in_finally, "bare except": tries_again}[way]
+
+
+@pytest.mark.parametrize("way", ["finally", "bare except"])
+def test_an_agent_that_refuses_to_end_is_cancelled_twice_and_then_abandoned(way: str):
+    async def main():
+        released = asyncio.Event()
+        rig = Rig(stubborn(way, released))
+        trajectory = await rig.runner(rollout_seconds=60.0).run(KEY, task())
+        assert rig.sessions.closed == {"s0": 1} and [seen.error for seen in rig.observer.rollouts] == [trajectory.error]
+        released.set()
+        await asyncio.sleep(10)
+        return trajectory
+
+    trajectory = run_virtual(main)
+    assert trajectory.reward is None and trajectory.seconds == 60 + 2 * GRACE_SECONDS
+    assert (trajectory.error or "").startswith("RolloutAbandoned: task 17 of spell: the agent did not end within 10 s")
+    assert f"{__file__}:" in (trajectory.error or ""), "it says where the agent is"
+
+
+def test_an_agent_that_needs_the_second_cancellation_is_not_abandoned():
+    async def slow(task, client):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(1000)
+
+    trajectory = run(Rig(slow))
+    assert trajectory.seconds == 60 + GRACE_SECONDS and (trajectory.error or "").startswith("RolloutTimeout")
+
+
+def test_cancelled_from_outside_a_rollout_waits_no_longer_for_its_agent_than_two_graces():
+    async def main():
+        released = asyncio.Event()
+        running = asyncio.create_task(Rig(stubborn("finally", released)).runner().run(KEY, task()))
+        await asyncio.sleep(1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        ended = asyncio.get_running_loop().time()
+        released.set()
+        await asyncio.sleep(1)
+        return ended
+
+    assert run_virtual(main) == 1 + 2 * GRACE_SECONDS
+
+
+def test_too_many_agents_that_refuse_to_end_end_the_run(monkeypatch):
+    monkeypatch.setattr(rollout, "MAX_ABANDONED", 2)
+
+    async def main():
+        released = asyncio.Event()
+        runner = Rig(stubborn("finally", released)).runner()
+        with pytest.RaisesGroup(pytest.RaisesExc(RunFailed, match="2 agents refuse to end; the last is that of task 17")):
+            async with asyncio.TaskGroup() as group:
+                for sample in range(3):
+                    group.create_task(runner.run(RolloutKey(GroupKey(0, 0), sample), task()))
+        released.set()
+        await asyncio.sleep(1)
+
+    run_virtual(main)
+
+
+def test_an_agent_that_cancels_its_own_task_costs_its_rollout_only():
+    async def suicidal(task, client):
+        current = asyncio.current_task()
+        assert current is not None
+        current.cancel()
+        await asyncio.sleep(1)
+
+    trajectory = run(Rig(suicidal))
+    assert trajectory.reward is None and "CancelledError" in (trajectory.error or "")
+
+
+def test_a_rollout_that_takes_too_long_says_what_else_may_be_to_blame():
+    trajectory = run(Rig(hung), trouble=lambda: "Meanwhile engine0 is in quarantine (out of memory).")
+    assert (trajectory.error or "").endswith("of its own. Meanwhile engine0 is in quarantine (out of memory).")
 
 
 def test_a_timeout_of_the_environments_own_is_told_apart_from_the_deadline():

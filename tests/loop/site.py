@@ -7,7 +7,7 @@ import random
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from midflight.run.rollout.serving import Serving
 from midflight.testing.ring import SimulatedTrainer, SlowSteps, SmallRing, open_ring
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
+from midflight.testing.virtual_time import VirtualTimeLoop
 from midflight.types import Batch, GenerateRequest, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
 from midflight.types.facts import Fact, Record, RequestFailed, RolloutEnded, unheard
 
@@ -62,12 +63,17 @@ def fast_engines(number: int, *, by_version: bool = False, **options: object) ->
 class Agents:
     """An environment of one to three turns, with a long tail of thinking between them. Its reward is never 0."""
 
-    def __init__(self, seed: int, *, failing: float = 0.0, hanging: float = 0.0, longest: float = 15.0) -> None:
+    def __init__(
+        self, seed: int, *, failing: float = 0.0, hanging: float = 0.0, clinging: float = 0.0, blocking: float = 0.0, longest: float = 15.0
+    ) -> None:
+        """Shares of the turns after which an agent raises, hangs, hangs and refuses to be cancelled, or blocks the loop for a while."""
         self._random = random.Random(seed)
         self._failing, self._hanging, self._longest = failing, hanging, longest
+        self._clinging, self._blocking = clinging, blocking
         self.rewards = Counter[float]()
-        self.num_failed = 0
-        self.num_hung = 0
+        self.num_failed = self.num_hung = self.num_clung = self.num_blocked = 0
+        self.released = asyncio.Event()
+        """Ends those that refuse to be cancelled, after the run."""
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | None:
         messages: list[dict[str, str]] = [{"role": "user", "content": str(task.data["question"])}]
@@ -88,6 +94,28 @@ class Agents:
         if self._random.random() < self._hanging:
             self.num_hung += 1
             await asyncio.get_running_loop().create_future()
+        if self._clinging and self._random.random() < self._clinging:
+            self.num_clung += 1
+            await self._cling()
+        if self._blocking and self._random.random() < self._blocking:
+            self.num_blocked += 1
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop)
+            loop.block(self._random.uniform(1, 5))
+
+    async def _cling(self) -> None:
+        """By a `finally` that waits, or by swallowing every cancellation."""
+        if self._random.random() < 0.5:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                with suppress(asyncio.CancelledError):
+                    await self.released.wait()
+                await self.released.wait()
+        while not self.released.is_set():
+            with suppress(BaseException):
+                await self.released.wait()
+        raise RuntimeError("it was over long ago")
 
 
 class Site:
@@ -125,6 +153,9 @@ class Site:
         """A whole run."""
         async with self.opened() as ring:
             await ring.train(self.trainer, self.trainer, *beside, service=SlowSteps(ring.system, seconds=lambda: step_seconds))
+            if isinstance(self.agents, Agents):
+                self.agents.released.set()
+                await asyncio.sleep(0.1)
 
     @asynccontextmanager
     async def opened(self, *, version: Version = 0, checkpoint: Version | None = None) -> AsyncGenerator[SmallRing]:

@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from midflight.config.sections import WeightsSection
+from midflight.environments.rollout import GRACE_SECONDS
 from midflight.errors import EngineError, EngineUnavailable, RunFailed, first_error
 from midflight.observe.alarms import Alarms
+from midflight.run.heart import Beat
+from midflight.run.launcher.watchdog import LOOK_SECONDS, Vitals, Watchdog
+from midflight.run.rollout.standing import RolloutStanding
 from midflight.testing.ring import SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PackedBatch, PauseMode, Task
@@ -62,6 +66,67 @@ def test_i9_an_environment_that_hangs_is_ended_by_its_deadline_and_the_run_goes_
     assert seconds < 6 * (20 + 20 + 5), "a step waits for a hung rollout and its retry, no longer"
 
 
+def test_i9_agents_that_refuse_to_be_cancelled_are_left_alone_and_their_groups_go_on(tmp_path: Path) -> None:
+    async def main() -> tuple[Site, float]:
+        site = Site(config(staleness=1, size=3), tmp_path, agents=Agents(2, clinging=0.1, longest=5))
+        await site.run()
+        return site, asyncio.get_running_loop().time()
+
+    site, seconds = run_virtual(main, seed=0, max_seconds=3600)
+    site.check()
+    assert isinstance(site.agents, Agents) and site.agents.num_clung > 2
+    abandoned = [ended for ended in site.seen.of(RolloutEnded) if (ended.error or "").startswith("RolloutAbandoned")]
+    assert 2 < len(abandoned) <= site.agents.num_clung
+    assert seconds < 6 * 2 * (20 + 2 * GRACE_SECONDS + 5), "a step waits for the deadline and two graces, and for those of the retry"
+
+
+def test_i9_an_engine_out_of_memory_is_started_again_when_it_stays_in_quarantine(tmp_path: Path) -> None:
+    """The launcher's part is played by the watchdog itself, over the absences that the rollout process tells."""
+
+    async def main() -> Site:
+        site = Site(config(staleness=1), tmp_path, engines=fast_engines(1, by_version=True), agents=Agents(3, longest=5))
+        site.engines[0].exhaust()
+        loop, restarts = asyncio.get_running_loop(), 0
+
+        async def launcher() -> None:
+            nonlocal restarts
+            dog = Watchdog(stall_seconds=10, vitals=lambda pid: Vitals("S", 0), clock=loop.time)
+            standing = RolloutStanding(site.ring.serving, clock=loop.time)
+            dog.begin("rollout", 0)
+            dog.begin("e0", 1)
+            dog.ready("e0")
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                dog.hear("rollout", Beat(loop.time(), absences=standing.now().absences))
+                dog.hear("e0", Beat(loop.time()))
+                for hung in dog.look():
+                    assert hung.name == "e0" and "out of memory" in hung.why
+                    restarts += 1
+                    site.engines[0].die()
+                    site.engines[0].revive()
+                    dog.begin("e0", 1)
+                    dog.ready("e0")
+
+        await site.run(launcher())
+        assert restarts == 1
+        return site
+
+    site = run_virtual(main, seed=0, max_seconds=3600)
+    site.check()
+    assert not [ended for ended in site.seen.of(RolloutEnded) if ended.error]
+
+
+def test_i9_a_trainer_that_stands_for_minutes_and_agents_that_block_the_loop_cost_time_only(tmp_path: Path) -> None:
+    async def main() -> Site:
+        site = Site(config(staleness=1), tmp_path, engines=fast_engines(2), agents=Agents(1, blocking=0.3, longest=2))
+        await site.run(step_seconds=300)
+        return site
+
+    site = run_virtual(main, seed=0, max_seconds=3600)
+    site.check()
+    assert isinstance(site.agents, Agents) and site.agents.num_blocked > 5
+
+
 class Storm:
     """Aborts, deaths, stalls, failed handovers and operator's pauses at random instants, on all engines but never for good."""
 
@@ -73,7 +138,7 @@ class Storm:
         while True:
             await asyncio.sleep(self._random.uniform(0.05, 1.0))
             engine = self._random.choice(self._site.engines)
-            match self._random.choice(["abort", "abort_all", "die", "stall", "commit", "stage", "corrupt", "pause"]):
+            match self._random.choice(["abort", "abort_all", "die", "stall", "freeze", "exhaust", "commit", "stage", "corrupt", "pause"]):
                 case "abort":
                     engine.interrupt(self._random.randrange(MAX_TOKENS))
                 case "abort_all":
@@ -87,6 +152,15 @@ class Storm:
                     engine.stall()
                     await asyncio.sleep(self._random.uniform(0.0, 2.0))
                     engine.unstall()
+                case "freeze":
+                    engine.freeze()
+                    await asyncio.sleep(self._random.uniform(0.0, 40.0))
+                    engine.thaw()
+                case "exhaust":
+                    engine.exhaust()
+                    await asyncio.sleep(self._random.uniform(0.0, 10.0))
+                    engine.die()
+                    engine.revive()
                 case "commit":
                     engine.fail_next("commit", EngineError("committing: no."))
                 case "stage":
@@ -117,7 +191,8 @@ def test_i1_to_i6_hold_whatever_engines_and_operators_do(tmp_path: Path, stalene
         )
         folder = tmp_path / str(seed)
         folder.mkdir()
-        site = Site(made, folder, engines=engines, agents=Agents(seed, failing=0.03, hanging=0.01), sdk=seed % 10 == 0)
+        agents = Agents(seed, failing=0.03, hanging=0.01, clinging=0.01, blocking=0.02)
+        site = Site(made, folder, engines=engines, agents=agents, sdk=seed % 10 == 0)
         await site.run(Storm(site, seed).run(), step_seconds=draw.choice((0.05, 0.5, 2.0)))
         return site
 

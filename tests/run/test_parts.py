@@ -13,7 +13,7 @@ from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, S
 from midflight.run.launcher.child import failure_of
 from midflight.run.launcher.launch import clear, main_task, prepare
 from midflight.run.launcher.ring import PartFailed, error_of
-from midflight.run.parts import Failed, PartLost, Restarted, Verdict, decode_message, encode, serve_while
+from midflight.run.parts import Failed, PartLost, Restarted, Stalled, Verdict, decode_message, encode, serve_while
 from midflight.run.trainer.trainer_process import PublishedVersions
 from midflight.wire.server import listen
 
@@ -80,7 +80,7 @@ def test_i9_a_failure_says_whether_a_restart_helps_and_shows_its_traceback_only_
 
 
 def test_messages_of_the_launcher_itself_survive_the_wire() -> None:
-    for message in (Restarted("engine0", "died", 1), Failed("x", "", Verdict.FINAL)):
+    for message in (Restarted("engine0", "died", 1), Stalled("trainer hangs"), Failed("x", "", Verdict.FINAL)):
         assert decode_message(encode(message)) == message
 
 
@@ -114,21 +114,36 @@ def test_a_new_run_removes_only_what_a_run_makes_and_a_resumed_one_needs_a_check
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
 
-def test_an_interruption_is_the_exit_status_and_a_second_one_does_not_cut_the_ending_short() -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_is_the_exit_status_and_a_second_one_ends_what_is_waited_for_at_once(number: signal.Signals, status: int) -> None:
     ended: list[str] = []
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
-        loop.call_soon(os.kill, os.getpid(), signal.SIGINT)
+        loop.call_soon(os.kill, os.getpid(), number)
         try:
             await _for_ever()
         finally:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(0.05)
-            ended.append("whole")
+            os.kill(os.getpid(), number)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append("at once")
 
-    assert main_task(work()) == 130
-    assert ended == ["whole"]
+    assert main_task(work()) == status
+    assert ended == ["at once"]
+
+
+def test_a_signal_that_is_ignored_stays_ignored_as_nohup_wants() -> None:
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main_task(work()) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_errors_in_groups_reach_the_command_line_as_themselves() -> None:

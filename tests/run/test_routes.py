@@ -318,6 +318,7 @@ def test_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(tmp_
             assert (await at.post("/done", {"lease": 3, "version": 1, "metrics": {"loss": 0.5}})).json() == {"version": 1}
             (step,) = at.service.said
             assert isinstance(step, Stepped) and (step.num_tokens, step.metrics) == (2, {"loss": 0.5})
+            assert (await at.post("/done", {"lease": 3, "version": 1, "metrics": {"loss": 0.5}})).json() == {"version": 1}
             assert (await at.post("/done", {"lease": 3, "version": 1})).status_code == 409
             manifest = {"version": 1, "fingerprint": "f", "transport": "file", "location": str(tmp_path / "config.json"), "tensors": []}
             assert (await at.post("/weights", manifest)).json() == {"version": 1, "served_version": 1}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from midflight.buffer.books import Books, Wait
@@ -18,6 +19,17 @@ from midflight.types import Batch, GroupKey, Task, Version
 from midflight.types.facts import Admitted, Record, Waited
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class OpenWait:
+    """One that goes on, in the loop's time."""
+
+    wait: Wait
+    began: float
+    """Since when it is for the same whom."""
+    counted: float
+    """Until when it was recorded."""
 
 
 class GroupQueue:
@@ -35,12 +47,18 @@ class GroupQueue:
         self._taking = asyncio.Lock()
         self._changed = asyncio.Event()
         self._stopping = False
-        self._waits: dict[str, Wait] = {}
+        self._waits: dict[str, OpenWait] = {}
 
     @property
-    def waits(self) -> Mapping[str, Wait]:
-        """Who waits here now (`admission`, `trainer`), and for whom (I9)."""
+    def waits(self) -> Mapping[str, OpenWait]:
+        """Who waits here now (`admission`, `trainer`), for whom, and since when (I9)."""
         return self._waits
+
+    def count_waits(self) -> None:
+        """Records what was waited until now: a wait counts while it lasts, not only when it ends."""
+        now = asyncio.get_running_loop().time()
+        for who, open_wait in self._waits.items():
+            self._count(who, open_wait, now)
 
     def wake(self) -> None:
         """Something changed that may end a wait."""
@@ -98,27 +116,31 @@ class GroupQueue:
 
     async def _until(self, attempt: Callable[[], T | Wait], *, who: str) -> T:
         """Tries again after every change. The caller holds its lock, so only one of a kind is here."""
-        clock = asyncio.get_running_loop()
-        since = clock.time()
         try:
             while isinstance(result := self._try(attempt), Wait):
-                since = self._note(who, result, since=since, now=clock.time())
+                self._note(who, result)
                 await self._changed.wait()
             return result
         finally:
-            if (waited := self._waits.pop(who, None)) is not None:
-                self._record(Waited(who, waited.for_whom, seconds=clock.time() - since))
+            if (ended := self._waits.pop(who, None)) is not None:
+                self._count(who, ended, asyncio.get_running_loop().time())
 
     def _try(self, attempt: Callable[[], T | Wait]) -> T | Wait:
         if self._stopping:
             raise Stopping("The run is ending: no group is started or handed out any more.")
         return attempt()
 
-    def _note(self, who: str, wait: Wait, *, since: float, now: float) -> float:
-        """Keeps whom `who` waits for; returns since when. A change of whom is recorded as one wait ended, another begun."""
-        before = self._waits.get(who)
-        self._waits[who] = wait
-        if before is None or before.for_whom == wait.for_whom:
-            return since
-        self._record(Waited(who, before.for_whom, seconds=now - since))
-        return now
+    def _note(self, who: str, wait: Wait) -> None:
+        """Keeps whom `who` waits for. A change of whom is one wait ended, another begun."""
+        now, before = asyncio.get_running_loop().time(), self._waits.get(who)
+        if before is not None and before.wait.for_whom == wait.for_whom:
+            before.wait = wait
+            return
+        if before is not None:
+            self._count(who, before, now)
+        self._waits[who] = OpenWait(wait, now, now)
+
+    def _count(self, who: str, open_wait: OpenWait, now: float) -> None:
+        if now > open_wait.counted:
+            self._record(Waited(who, open_wait.wait.for_whom, seconds=now - open_wait.counted))
+            open_wait.counted = now

@@ -31,8 +31,7 @@ ObjectiveKind = Annotated[str, AfterValidator(_objective_kind), WithJsonSchema({
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are refused by the loader, which knows the nearest one. The sentence under an option is its documentation:
-    `reference` reads it from the source."""
+    """Frozen; unknown keys are refused by the loader, which knows the nearest one. `reference` reads the sentences under options."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -49,7 +48,9 @@ class RunSection(Section):
     stop_at_reward: Fraction | None = None
     """Ends before `steps` once the mean reward over the last 20 steps reaches this; larger trains longer."""
     restarts: Count = 2
-    """How often a part that died is started again before the run fails; larger tolerates more crashes."""
+    """How often each part that died may be started again within ten minutes before the run fails; larger tolerates more crashes."""
+    stall_seconds: Above0 = 120.0
+    """A part that hangs is shown and started again after this, unless what it does has a longer limit; larger bears longer standstills."""
     stop_seconds: Seconds = 5.0
     """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""
 
@@ -372,8 +373,7 @@ class WeightsSection(Section):
     commit_seconds: Seconds = 30.0
     """Deadline of the commit, the pause included."""
     commit: Literal["rolling", "barrier"] = "rolling"
-    """rolling: one engine after the other, so that the others keep generating; barrier: all pause, commit and resume together, so that
-    no two versions are ever served at once, and nothing is generated until the slowest is ready."""
+    """rolling: one engine after the other, so that the others generate; barrier: all at once, so that no two versions are ever served together."""
     delta: bool = False
     """Send what has changed since the version before: fewer bytes where steps are small and the served precision is coarse."""
     full_every: Annotated[int, Field(ge=2, le=65)] = 16

@@ -14,7 +14,7 @@ import numpy as np
 
 from midflight.allowance import Allowance, Expired
 from midflight.environments.agents import AgentHost, without_secrets
-from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, RolloutTimeout
+from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, RolloutAbandoned, RolloutTimeout, RunFailed
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 from midflight.types.facts import Record, RolloutEnded
@@ -41,8 +41,16 @@ class Outcome:
     trace: str | None = None
 
 
+GRACE_SECONDS = 5.0
+"""For an agent to end after it was cancelled, and after it was cancelled again: it may have things to close."""
+OWN = __file__.rpartition("/")[0]
+"""Where no agent of a user's is."""
+MAX_ABANDONED = 100
+"""Agents that live on though they were cancelled twice: each may hold memory, or spin. More of them end the run."""
+
+
 class RolloutRunner:
-    """Runs rollouts, any number at once; holds no state of them."""
+    """Runs rollouts, any number at once. It knows which run, and the agents that refused to end."""
 
     def __init__(
         self,
@@ -55,8 +63,10 @@ class RolloutRunner:
         fates: FateSink,
         tracked: bool = True,
         paused_seconds: Callable[[], float] = lambda: 0.0,
+        trouble: Callable[[], str] = str,
     ) -> None:
-        """`paused_seconds` is the time generation has stood paused since some fixed instant, a pause going on now included.
+        """`paused_seconds` is the time generation has stood paused since some fixed instant, a pause going on now included. `trouble`
+        says what else may be to blame for a rollout that takes too long, such as engines that take no requests; empty if nothing is.
 
         `tracked=False` is evaluation: `fates` hears nothing of it.
         """
@@ -67,10 +77,13 @@ class RolloutRunner:
         self._record = record
         self._fates = fates
         self._tracked = tracked
-        self._paused_seconds = paused_seconds
+        self._paused_seconds, self._trouble = paused_seconds, trouble
+        self._abandoned = set[asyncio.Task[Outcome]]()
+        self.running: dict[str, tuple[RolloutKey, float]] = {}
+        """Key and begin of each rollout under way, by its session, in the loop's time; the earliest first."""
 
     async def run(self, key: RolloutKey, task: Task, *, version: Version | None = None) -> Trajectory:
-        """One attempt at a task. Waits for the environment; ended by its deadline, or by cancellation, which propagates.
+        """One attempt at a task. Waits for the environment; ended by its deadline and two graces, or by cancellation, which propagates.
 
         The session is closed whatever happens. An exception of the environment or the gateway, a bad reward or a missed deadline
         gives a trajectory without reward and with `error` (I10); only what is priced at the whole run, such as a `ConfigError`, is raised.
@@ -81,11 +94,14 @@ class RolloutRunner:
             session = self._sessions.open(key, sampling=self._sampling, tracked=self._tracked)
         except MidflightError as error:
             return self._finish(key, task, _failure(error), record=None, started=started)
+        self.running[session.session_id] = (key, started)
         try:
             outcome = await self._outcome(task, session)
         except BaseException:
             self._close(key, session, discard=True)
             raise
+        finally:
+            del self.running[session.session_id]
         record = self._close(key, session, discard=False)
         if version is not None and record.versions - {version}:
             mixed = ", ".join(map(str, sorted(record.versions)))
@@ -93,28 +109,47 @@ class RolloutRunner:
         return self._finish(key, task, outcome, record=record, started=started)
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
+        """The agent has a task of its own, in no group: what it does to its task it does to itself, and none waits for ever for its end."""
         allowance = Allowance(self._rollout_seconds, excused=lambda: self._paused_seconds() + self._agents.excused(session.session_id))
+        attempt = asyncio.get_running_loop().create_task(self._attempt(task, session), name=f"agent of task {task.id}")
+        late: RolloutTimeout | None = None
         try:
             async with allowance:
-                reward = await self._agents.run(task, session)
-            if allowance.expired:  # the environment caught the cancellation and answered after all
-                return _failure(self._timeout_error(task))
-            return Outcome(checked_reward(reward, task=task))
+                await asyncio.wait([attempt])
         except Expired:
-            return _failure(self._timeout_error(task))
-        except TimeoutError as error:
-            return _failure(self._timeout_error(task) if allowance.expired else error)
-        except asyncio.CancelledError:
-            if _cancelled_from_outside():
-                raise
+            late = self._timeout_error(task, attempt)
+        finally:
+            if not attempt.done() and not await _ended(attempt):
+                late = self._abandon(task, attempt)
+        if late is not None:
+            return _failure(late)
+        if attempt.cancelled():
             return Outcome(None, "the environment let a CancelledError of its own escape; catch it where the inner task is awaited")
-        except (Exception, SystemExit) as error:
+        return attempt.result()
+
+    async def _attempt(self, task: Task, session: SessionHandle) -> Outcome:
+        try:
+            return Outcome(checked_reward(await self._agents.run(task, session), task=task))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # SystemExit too: it is the agent that exits
             return _failure(error)
 
-    def _timeout_error(self, task: Task) -> RolloutTimeout:
+    def _abandon(self, task: Task, attempt: asyncio.Task[Outcome]) -> RolloutTimeout:
+        self._abandoned.add(attempt)
+        attempt.add_done_callback(self._abandoned.discard)
+        error = RolloutAbandoned(
+            f"task {task.id} of {task.source}: the agent did not end within {2 * GRACE_SECONDS:g} s though it was cancelled twice, and was "
+            f"left alone{_place(attempt)}; let it end when it is cancelled, without waiting in `finally` or catching CancelledError."
+        )
+        if len(self._abandoned) > MAX_ABANDONED:
+            raise RunFailed(f"{MAX_ABANDONED} agents refuse to end; the last is that of {error}")
+        return error
+
+    def _timeout_error(self, task: Task, attempt: asyncio.Task[Outcome]) -> RolloutTimeout:
         return RolloutTimeout(
             f"task {task.id} of {task.source}: the rollout outlived its deadline of {self._rollout_seconds:g} s (pauses excluded) "
-            "and was ended; raise environment.rollout_seconds, or give the agent a limit of its own."
+            f"and was ended{_place(attempt)}; raise environment.rollout_seconds, or give the agent a limit of its own. {self._trouble()}".strip()
         )
 
     def _close(self, key: RolloutKey, session: SessionHandle, *, discard: bool) -> SessionRecord:
@@ -162,9 +197,24 @@ def num_versions(rows: tuple[Row, ...]) -> int:
     return len(np.unique(np.concatenate([row.versions[row.generated] for row in rows]))) if rows else 0
 
 
-def _cancelled_from_outside() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+async def _ended(attempt: asyncio.Task[Outcome]) -> bool:
+    """Cancels it, and again after a grace. Waits for its end, for two graces at most."""
+    for _ in range(2):
+        attempt.cancel()
+        await asyncio.wait([attempt], timeout=GRACE_SECONDS)
+        if attempt.done():
+            return True
+    return False
+
+
+def _place(attempt: asyncio.Task[Outcome]) -> str:
+    """Where the environment's own function waits, if it runs in this process."""
+    awaited = attempt.get_coro()
+    while (awaited := getattr(awaited, "cr_await", None)) is not None:
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is not None and not frame.f_code.co_filename.startswith(OWN):
+            return f" at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+    return ""
 
 
 def _failure(error: BaseException) -> Outcome:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +46,21 @@ def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
         write_whole(picture, drawn.getvalue())
     finally:
         pyplot.close(figure)
+
+
+def drawn_by_itself(folder: Path, *, title: str, seconds: float) -> str | None:
+    """Draws a run's `plot.png` in a process of its own, because matplotlib may take long to be imported. Waits for it, for `seconds` at most.
+
+    Returns why there is no plot, with the remedy.
+    """
+    command = [sys.executable, "-m", "midflight.observe.plot", str(folder), title]
+    try:
+        drawing = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no plot was drawn within {seconds:g} s; draw it with: python -m midflight.observe.plot {folder}"
+    except KeyboardInterrupt:
+        return "no plot was drawn: interrupted"
+    return None if drawing.returncode == 0 else f"no plot was drawn: {drawing.stderr.strip().splitlines()[-1:]}"
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -96,3 +113,12 @@ def _style(axes: Axes, label: str) -> None:
 
 def _cycle(count: int) -> list[str]:
     return [COLORS[i % len(COLORS)] for i in range(count)]
+
+
+if __name__ == "__main__":
+    try:
+        draw_plot(
+            Path(sys.argv[1]) / "metrics.jsonl", Path(sys.argv[1]) / "plot.png", title=" ".join(sys.argv[2:]) or Path(sys.argv[1]).name
+        )
+    except (ConfigError, OSError) as error:
+        sys.exit(str(error))

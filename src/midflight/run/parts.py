@@ -21,6 +21,7 @@ import msgspec
 
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe.progress import Status
+from midflight.run.heart import Beat, Heart
 
 T = TypeVar("T")
 
@@ -161,11 +162,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
-    """The launcher's own: a part died and is started again, which may happen `left` more times, without a limit where that is None."""
+    """The launcher's own: a part died and is started again after `seconds`, which may happen `left` more times for now, without a limit where
+    that is None."""
 
     part: str
     error: str
     left: int | None
+    seconds: float = 0.0
 
 
 class Condemned(msgspec.Struct, frozen=True, tag="condemned"):
@@ -175,13 +178,19 @@ class Condemned(msgspec.Struct, frozen=True, tag="condemned"):
     why: str
 
 
+class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+    """The launcher's own: something stands still. The report says who waits for whom."""
+
+    report: str
+
+
 class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
     """Something is wrong that people should look at, though the run goes on. A few lines."""
 
     text: str
 
 
-Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Condemned | Alarm
+Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Condemned | Stalled | Alarm | Beat
 
 encode = msgspec.json.Encoder().encode
 decode_message = msgspec.json.Decoder(Message).decode
@@ -195,6 +204,7 @@ class Launcher:
         self._file = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
         self._lock = threading.Lock()
+        self.heart = Heart(self.tell)
 
     def tell(self, message: Message) -> None:
         """Sends a message; a launcher that is gone is no error here: this process ends with it anyway."""

@@ -77,8 +77,7 @@ class ScriptedEngine:
         fingerprint: str = "initial",
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.name = name
-        self.capabilities = capabilities
+        self.name, self.capabilities = name, capabilities
         self.script: ScriptedPolicy[Any] = script or Script()
         self.step_seconds, self.chunk_tokens = step_seconds, chunk_tokens
         self.stage_seconds, self.commit_seconds = stage_seconds, commit_seconds
@@ -95,7 +94,8 @@ class ScriptedEngine:
         self._served = self._initial
         self._staged: types.WeightManifest | None = None
         self._paused: types.PauseMode | None = None
-        self._stalled = self._dead = False
+        self._stalled = self._dead = self._exhausted = False
+        self._frozen: asyncio.Event | None = None
         self._waiting: list[_ScriptedRequest] = []
         self._running: list[_ScriptedRequest] = []
         self._empty = asyncio.Event()
@@ -146,6 +146,21 @@ class ScriptedEngine:
         self._stalled = False
         self._poke()
 
+    def freeze(self) -> None:
+        """A stopped process: keeps its connections, makes no progress and answers nothing, until `thaw` or `revive`."""
+        self._frozen = self._frozen or asyncio.Event()
+        self.stall()
+
+    def thaw(self) -> None:
+        if self._frozen is not None:
+            self._frozen.set()
+        self._frozen = None
+        self.unstall()
+
+    def exhaust(self) -> None:
+        """Out of memory: it goes on with what it has, and takes no new weights until `revive`."""
+        self._exhausted = True
+
     def die(self) -> None:
         """Requests end with `EngineUnavailable`, and so does every call until `revive`."""
         self._dead = True
@@ -154,7 +169,8 @@ class ScriptedEngine:
 
     def revive(self) -> None:
         """A new process: initial weights, nothing staged, not paused, no requests."""
-        self._dead = self._stalled = False
+        self.thaw()
+        self._dead = self._exhausted = False
         self._served, self._staged, self._paused = self._initial, None, None
         self._num_tokens = 0
 
@@ -256,6 +272,10 @@ class ScriptedEngine:
     async def _enter(self, call: Call) -> None:
         """The faults ordered for a call; a hang waits for ever and is ended by cancelling it."""
         self.calls.append(call)
+        if self._frozen is not None:
+            await self._frozen.wait()
+        if self._exhausted and call in ("stage", "commit"):
+            raise EngineError(f"{call} on {self.name}: out of memory.")
         if self._hangs[call]:
             self._hangs[call] -= 1
             await asyncio.get_running_loop().create_future()

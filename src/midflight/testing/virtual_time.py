@@ -71,6 +71,10 @@ class VirtualTimeLoop(asyncio.base_events.BaseEventLoop):
     def time(self) -> float:
         return self._now
 
+    def block(self, seconds: float) -> None:
+        """Time passes and nothing else happens, as in a callback that calls `time.sleep`."""
+        self._now += seconds
+
     def next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence

@@ -58,6 +58,11 @@ class Control:
         """Whether the operator's pause is in force."""
         return self._paused
 
+    @property
+    def paused_since(self) -> float | None:
+        """When the operator began to hold requests, in the loop's time; none while requests are not held."""
+        return self._held_since
+
     async def pause(self, mode: PauseMode | None = None) -> None:
         """Holds new requests at the gate and pauses every engine; returns when no token is made any more.
 

@@ -29,6 +29,7 @@ from midflight.errors import EngineError, EngineUnavailable, NotSupported, Reque
 from midflight.ports import Scorer
 from midflight.run.api.service import PREFIX, DoneBody, ModelTensors, StepBook, TrainerService
 from midflight.run.api.session_routes import WaitSeconds, batch_as_lists
+from midflight.run.heart import Heart
 from midflight.run.parts import TEACHER
 from midflight.trajectories.packing import teacher_is_finite, to_bytes
 from midflight.types import Delta, Float32, Int32, PackedBatch, TensorSpec, Version, WeightManifest
@@ -160,10 +161,13 @@ class TrainerRoutes:
         return await self._service.take_within(body.train_version, seconds=body.wait_seconds)
 
     async def _done(self, request: Request) -> Response:
-        step = self._book.report(await body_of(request, DoneBody), now=time.monotonic())
-        await self._service.done(step)
-        self._book.done(step)
-        return json_answer({"version": step.version})
+        """The same report again, from a client that lost the answer, changes nothing."""
+        body = await body_of(request, DoneBody)
+        if not self._book.repeats(body):
+            step = self._book.report(body, now=time.monotonic())
+            await self._service.done(step)
+            self._book.done(step, body)
+        return json_answer({"version": body.version})
 
     async def _take_back(self, request: Request) -> Response:
         body = await body_of(request, OfLease)
@@ -232,8 +236,9 @@ AGAIN_SECONDS = 0.5
 class Teacher:
     """Asks a scorer, and again when that was lost: the launcher starts it anew. The temperature is that of the student's sampling."""
 
-    def __init__(self, scorer: Scorer, *, temperature: float, seconds: float) -> None:
+    def __init__(self, scorer: Scorer, *, temperature: float, seconds: float, heart: Heart | None = None) -> None:
         self._scorer, self._temperature, self._seconds = scorer, temperature, seconds
+        self._heart = heart or Heart()
 
     async def scored(self, batch: PackedBatch) -> PackedBatch:
         """The batch with its scores: never without. `EngineError` if those of tokens to train on are not finite; else see `score`."""
@@ -246,8 +251,9 @@ class Teacher:
     async def score(self, token_ids: Int32, row_offsets: Int32) -> Float32:
         """As the port's `Scorer`. Waits for the teacher, through restarts; `RequestTimeout` names it after the deadline."""
         try:
-            async with asyncio.timeout(self._seconds):
-                return await self._answered(token_ids, row_offsets)
+            with self._heart.doing("asks the teacher for scores", whom=TEACHER, limit=self._seconds):
+                async with asyncio.timeout(self._seconds):
+                    return await self._answered(token_ids, row_offsets)
         except TimeoutError:
             raise RequestTimeout(
                 f"the teacher did not score {len(token_ids)} tokens within {self._seconds:g} s. See logs/{TEACHER}.log in the run's folder, "

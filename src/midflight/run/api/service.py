@@ -69,7 +69,8 @@ class TrainerService(RolloutService, Protocol):
 
 
 class RolloutClient:
-    """`RolloutService` of another process. When that is dead, each call is `PartLost` at once, never a wait."""
+    """`RolloutService` of another process. A lost connection is made anew once, because every verb may be said again: after this process
+    has stood still, the connections it had are closed. What fails again is `PartLost`; the launcher ends this process with a dead one."""
 
     def __init__(self, url: str, *, token: str) -> None:
         # A batch may take as long as its slowest rollout, so answers have no deadline; connecting has one.
@@ -98,7 +99,10 @@ class RolloutClient:
         await self._post("finish", {"version": version})
 
     async def _post(self, verb: str, body: object) -> bytes:
-        answer = await self._http.call("POST", f"{PREFIX}/{verb}", msgspec.json.encode(body))
+        try:
+            answer = await self._http.call("POST", f"{PREFIX}/{verb}", msgspec.json.encode(body))
+        except PartLost:
+            answer = await self._http.call("POST", f"{PREFIX}/{verb}", msgspec.json.encode(body))
         if answer.status != 200:
             raise PartLost(f"the rollout process answered {verb} with {answer.status}: {answer.content[:500].decode(errors='replace')}")
         return answer.content
@@ -132,6 +136,7 @@ class StepBook:
         self._made = self._newest_taken = start_version
         self._saved = start_version
         self._open: dict[int, _Taken] = {}
+        self._last_said: DoneBody | None = None
         self._published: tuple[Version, str] | None = None
 
     def check_take(self, train_version: Version) -> None:
@@ -167,8 +172,13 @@ class StepBook:
             skipped=said.skipped,
         )
 
-    def done(self, step: Stepped) -> None:
+    def repeats(self, said: DoneBody) -> bool:
+        """Whether this was the last report: its answer did not arrive, and it is said again."""
+        return said == self._last_said
+
+    def done(self, step: Stepped, said: DoneBody | None = None) -> None:
         self._open.pop(step.lease, None)
+        self._last_said = said
         self._made = max(self._made, step.version)
 
     def check_open(self, lease: int) -> None:

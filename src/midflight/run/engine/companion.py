@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,6 +33,7 @@ from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
 from midflight.models.sizes import sizes_of
 from midflight.run.engine import leash
+from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.select import receiver
@@ -57,10 +58,13 @@ async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
 
         async def serve(engine: ServerEngine) -> None:
             app = build_app(engine, relay, token=spec.token)
+            starting.close()
             await serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
 
         config, staging = Config.model_validate_json(spec.config), Path(spec.staging)
-        await speak_for_server(config, Path(spec.model), serve, name=spec.name, url=spec.url, version=spec.version, staging=staging)
+        with ExitStack() as starting:
+            starting.enter_context(launcher.heart.doing("starts its server", limit=START_SECONDS + config.engine.start_seconds))
+            await speak_for_server(config, Path(spec.model), serve, name=spec.name, url=spec.url, version=spec.version, staging=staging)
 
 
 async def speak_for_server(

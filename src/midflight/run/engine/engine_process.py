@@ -11,6 +11,7 @@ from midflight.config.sections import Config
 from midflight.engines.app import build_app, relay_steps
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.models.load import load_model
+from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, serve_while
 from midflight.text.tokenizer import Tokenizer
 from midflight.types.facts import unheard
@@ -37,7 +38,8 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
 async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
-    engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
+    with launcher.heart.doing("loads its model", limit=START_SECONDS, heavy=True):
+        engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
     app = build_app(engine, relay_steps, token=spec.token, scorer=engine)
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -24,10 +25,17 @@ import uvloop
 
 from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, disk_full, every_error, first_error
 from midflight.run import parts
+from midflight.run.heart import START_SECONDS
 from midflight.run.parts import TOKEN_VARIABLE
 
+STACKS_SECONDS = 1.0
+"""For a process to write its stacks into its log, on a busy machine too."""
+STACKS_SIGNAL = signal.SIGUSR1
 STOP_SECONDS = 2.5
 """A child that was asked to end and hangs is gone after this, so that the launcher keeps its five seconds."""
+
+MAX_STACKS = 20_000
+"""Bytes of stacks that are shown; a hundred threads make more, and are in the log."""
 
 GC_THRESHOLD = 50_000
 """Allocations between two collections: one request of an agent makes thousands of objects, nearly all freed by counting."""
@@ -41,6 +49,10 @@ class HasDescriptor(Protocol):
 
 class PartFailed(RunFailed):
     """A process ended that should not have, and a restart may help."""
+
+    def __init__(self, message: str, *, part: str) -> None:
+        super().__init__(message)
+        self.part = part
 
 
 # --- In the launcher -------------------------------------------------------------------------------------------------
@@ -68,6 +80,7 @@ class Child:
         self.part, self.name, self.log, self._arguments = part, name, log, tuple(arguments)
         self._environ, self._inherited = environ, tuple(inherited)
         self._process: asyncio.subprocess.Process | None = None
+        self._hung: str | None = None
 
     async def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -115,11 +128,27 @@ class Child:
         """Waits for the exit status; ended by the child."""
         return await self.process.wait()
 
-    def died(self, status: int) -> RunFailed:
+    async def stacks(self) -> str:
+        """The Python stacks of its threads as they are now, which go to its log too. Waits for it to write them, a fixed time."""
+        before = self.log.stat().st_size
+        self.signal(STACKS_SIGNAL)
+        await asyncio.sleep(STACKS_SECONDS)
+        with self.log.open("rb") as log:
+            log.seek(before)
+            return log.read(MAX_STACKS).decode(errors="replace")
+
+    def condemn(self, why: str) -> None:
+        """Ends it at once, for a reason that is then said to be that of its end."""
+        self._hung = why
+        self.signal(signal.SIGKILL)
+
+    def died(self, status: int) -> PartFailed:
         """The error for an end that nobody asked for, with the last lines of its log."""
+        if self._hung is not None:
+            return PartFailed(f"{self._hung}. It was ended.", part=self.name)
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         lines = self.log.read_text(errors="replace").splitlines()[-20:] if self.log.exists() else []
-        return RunFailed(f"{self.name} ended with {how}; the end of {self.log}:\n" + "\n".join(lines))
+        return PartFailed(f"{self.name} ended with {how}; the end of {self.log}:\n" + "\n".join(lines), part=self.name)
 
     def signal(self, number: signal.Signals) -> None:
         if self.running:
@@ -160,7 +189,7 @@ def error_of(name: str, said: parts.Failed) -> MidflightError:
         case parts.Verdict.LOST:
             return parts.PartLost(f"{name}: {said.error}")
         case parts.Verdict.CRASH:
-            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip())
+            return PartFailed(f"{name} failed: {said.error}\n{said.traceback}".rstrip(), part=name)
 
 
 # --- In the process --------------------------------------------------------------------------------------------------
@@ -212,11 +241,14 @@ async def run_until_asked(run: Callable[[parts.Spec, parts.Launcher], Awaitable[
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, task)
+    launcher.heart.turn()
     try:
         await run(spec, launcher)
     except Exception as error:
+        end_soon(1)
         report(error, launcher)
         raise
+    end_soon(0)  # what agents left behind may refuse to end
 
 
 def report(error: BaseException, launcher: parts.Launcher) -> None:
@@ -254,7 +286,12 @@ def _verdict(error: BaseException) -> tuple[parts.Verdict, str]:
 def stop(task: asyncio.Task[None]) -> None:
     """Asked to end: what hangs then ends with the process."""
     task.cancel()
-    timer = threading.Timer(STOP_SECONDS, os._exit, args=(1,))
+    end_soon(1)
+
+
+def end_soon(status: int) -> None:
+    """The process ends after `STOP_SECONDS`, whatever hangs."""
+    timer = threading.Timer(STOP_SECONDS, os._exit, args=(status,))
     timer.daemon = True
     timer.start()
 
@@ -263,9 +300,12 @@ def main() -> int:
     die_with_parent()
     part = parts.ProcessKind(sys.argv[1])
     launcher = parts.Launcher()
+    faulthandler.register(STACKS_SIGNAL, file=sys.stderr)
+    launcher.heart.start()
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth
     try:
-        run = part_main(part, sys.argv[2:])
+        with launcher.heart.doing("imports", limit=START_SECONDS, heavy=True):
+            run = part_main(part, sys.argv[2:])
     except Exception as error:
         report(error, launcher)
         return 1

@@ -17,14 +17,15 @@ from typing import Any
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, disk_full, every_error, first_error
 from midflight.observe.memory import PeakMemory
-from midflight.observe.plot import draw_plot
+from midflight.observe.plot import drawn_by_itself
 from midflight.observe.status import Phase, Status, WarmStartStatus, heldout
 from midflight.observe.summary import Said, Summary, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
 from midflight.run.launcher import opening
+from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.child import HasDescriptor
 from midflight.run.launcher.folder import CONFIG, can_go_on, check_kept, clear, held, prepare
-from midflight.run.launcher.ring import PartFailed, Ring
+from midflight.run.launcher.ring import WRITING_SECONDS, PartFailed, Ring
 from midflight.run.parts import (
     Alarm,
     ControlToken,
@@ -34,6 +35,7 @@ from midflight.run.parts import (
     Purpose,
     Ready,
     Restarted,
+    Stalled,
     WarmStart,
     control_token,
     serve_while,
@@ -41,6 +43,8 @@ from midflight.run.parts import (
 from midflight.types import Version
 from midflight.wire.server import exposure, is_loopback
 
+PLOT_SECONDS = 60.0
+"""For the plot of a run that has finished: on a busy machine matplotlib takes a quarter of a minute to be imported."""
 MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""
 
@@ -69,23 +73,24 @@ class Run:
         """Rollouts for a trainer that is not ours. Ended by its `finish`, or by the death of a part: the weights are the trainer's."""
         await serve_while(self._ring(hear, model).run(Purpose.ROLLOUTS), self._watch_memory())
 
-    def _ring(self, hear: Callable[[Message], None], model: ModelReady | None = None) -> Ring:
-        return Ring(self._config, on_message=hear, control_token=self._token.value, lock=self._lock, model=model)
+    def _ring(self, hear: Callable[[Message], None], model: ModelReady | None = None, *, budgets: Budgets | None = None) -> Ring:
+        return Ring(self._config, on_message=hear, control_token=self._token.value, lock=self._lock, model=model, budgets=budgets)
 
     async def _attempts(self, *, resume: bool) -> None:
-        restarts = self._config.run.restarts
+        budgets = Budgets(self._config.run.restarts)
         while True:
             try:
-                return await self._ring(self.hear).run(Purpose.TRAIN, resume=resume)
+                return await self._ring(self.hear, budgets=budgets).run(Purpose.TRAIN, resume=resume)
             except BaseExceptionGroup as failures:
                 # Of parts that ended together, one that a restart cannot mend says most.
                 failure = next((one for one in every_error(failures) if not isinstance(one, PartFailed)), first_error(failures))
-                if not isinstance(failure, PartFailed) or restarts == 0:
+                if not isinstance(failure, PartFailed) or (wait := budgets.of(failure.part).spend(time.monotonic())) is None:
                     raise failure from failures
-            restarts -= 1
             resume = can_go_on(self._folder)
             where = "its last checkpoint" if resume else "the beginning"
-            self._terminal.say(f"{failure}\nThe run goes on from {where}; {restarts} restarts are left.")
+            left = budgets.of(failure.part).left(time.monotonic())
+            self._terminal.say(f"{failure}\nThe run goes on from {where}{after(wait)}; {left} restarts are left.")
+            await asyncio.sleep(wait)
             if not resume:
                 clear(self._folder)
 
@@ -103,13 +108,9 @@ class Run:
             case Ready(url) if url is not None:
                 self._terminal.say(f"gateway: {url}, with its token in {self._folder / 'endpoint.json'}")
                 return
-            case Restarted():
-                self._terminal.say(told(message))
-                return
-            case Alarm(text):
-                self._terminal.say(f"alarm: {text}")
-                return
             case _:
+                if (said := sentence(message)) is not None:
+                    self._terminal.say(said)
                 return
         self.status = replace(self.status, seconds=self.seconds)
         self._terminal.show(self.status)
@@ -120,18 +121,38 @@ class Run:
             self._memory.sample()
             await asyncio.sleep(MEMORY_SECONDS)
 
-    def conclude(self) -> Summary:
-        """Writes summary and plot of what there is, also after an interruption or a failure."""
+    def conclude(self, *, finished: bool) -> Summary:
+        """Writes summary and plot of what there is, also after an interruption or a failure, which wait less for the plot."""
         primary = self._config.environment.sources[0].dataset
         said = Said(tuple(self._loss), opening.remarks(self._config))
         summary = summarise(self.status, primary=primary, seconds=self.seconds, peak_memory_mb=self._memory.peak_mb, said=said)
         try:
             write_summary(summary, self._folder / "summary.json")
-            if self.status.step:
-                draw_plot(self._folder / "metrics.jsonl", self._folder / "plot.png", title=self._config.run.name)
-        except (ConfigError, OSError) as error:  # must not hide why the run ended
-            self._terminal.say(f"summary or plot could not be written: {disk_full(error) or error}")
+        except OSError as error:  # must not hide why the run ended
+            self._terminal.say(f"the summary could not be written: {disk_full(error) or error}")
+        if self.status.step:
+            missing = drawn_by_itself(self._folder, title=self._config.run.name, seconds=PLOT_SECONDS if finished else WRITING_SECONDS)
+            if missing is not None:
+                self._terminal.say(missing)
         return summary
+
+
+def sentence(message: Message) -> str | None:
+    """What a message says to whoever looks at the terminal, and none where it says nothing or is drawn."""
+    match message:
+        case Restarted(part, error, left, seconds):
+            remaining = "" if left is None else f"; {left} restarts are left"
+            return f"{error}\n{part} is started again{after(seconds)}{remaining}."
+        case Stalled(report):
+            return f"stall: {report}"
+        case Alarm(text):
+            return f"alarm: {text}"
+        case _:
+            return None
+
+
+def after(seconds: float) -> str:
+    return f" in {seconds:.0f} s" if seconds else ""
 
 
 def train(config: Config, *, resume: bool, overwrite: bool = False, own_loss: str | None = None) -> int:
@@ -146,10 +167,11 @@ def train(config: Config, *, resume: bool, overwrite: bool = False, own_loss: st
         terminal.say(opening.training(config, own_loss=own_loss))
         run = Run(config, terminal, token, lock, loss=opening.loss_lines(config, own_loss))
         warn(terminal, config, anonymous=False)
+        status = 1
         try:
             status = main_task(run.train(resume=resume))
         finally:
-            summary = run.conclude()
+            summary = run.conclude(finished=status == 0)
         terminal.say(summary_table(summary, run.status))
         made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/", "adapter/") if (folder / name).exists()]
         terminal.say(f"{folder}: {', '.join(made)}")
@@ -173,10 +195,11 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
                 announce(terminal, message.url, chosen)
             run.hear(message)
 
+        status = 1
         try:
             status = main_task(run.roll_out(model, hear))
         finally:
-            summary = run.conclude()
+            summary = run.conclude(finished=status == 0)
         terminal.say(summary_table(summary, run.status))
     return status
 
@@ -186,11 +209,6 @@ def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
     terminal.say(f"ready: {address}")
     if token.is_new:
         terminal.say(f"control token: {token.value}")
-
-
-def told(restarted: Restarted) -> str:
-    left = "" if restarted.left is None else f"; {restarted.left} restarts are left"
-    return f"{restarted.error}\n{restarted.part} is started again{left}."
 
 
 def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
@@ -208,10 +226,8 @@ def serve(config: Config, *, token: str | None) -> int:
         def hear(message: Message) -> None:
             if isinstance(message, Ready) and message.url is not None:
                 announce(terminal, f"{message.url}/v1", chosen)
-            elif isinstance(message, Restarted):
-                terminal.say(told(message))
-            elif isinstance(message, Alarm):
-                terminal.say(f"alarm: {message.text}")
+            elif (said := sentence(message)) is not None:
+                terminal.say(said)
 
         return main_task(Ring(config, on_message=hear, control_token=chosen.value, lock=lock, model=model).run(Purpose.SERVE))
 
@@ -227,8 +243,8 @@ def evaluate(config: Config, model: Path) -> int:
             if isinstance(message, Progress):
                 last = message.status
                 terminal.show(last)
-            elif isinstance(message, Alarm):
-                terminal.say(f"alarm: {message.text}")
+            elif (said := sentence(message)) is not None:
+                terminal.say(said)
 
         ring = Ring(config, on_message=hear, control_token=control_token(None).value, lock=lock, model=_model(model))
         status = main_task(ring.run(Purpose.EVALUATE))
@@ -285,8 +301,13 @@ def new_model(config: Config, folder: Path) -> int:
     return 0
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a command in order; once more of any ends it at once."""
+
+
 def main_task(main: Coroutine[Any, Any, object]) -> int:
-    """Runs to the end, or until SIGINT or SIGTERM, which cancel it: 130, or 143."""
+    """Runs to the end, or until a signal of `STOPS`, which cancels it: 130, 143 or 129. Each further one cuts short what it waits for then,
+    so that parts are killed and not waited for. `nohup` stays in force."""
 
     async def run() -> int:
         task = asyncio.current_task()
@@ -294,13 +315,13 @@ def main_task(main: Coroutine[Any, Any, object]) -> int:
         asked: list[signal.Signals] = []
 
         def stop(number: signal.Signals) -> None:
-            if not asked:  # once: a second Ctrl-C must not cut short what ends the parts
-                asked.append(number)
-                task.cancel()
+            asked.append(number)
+            task.cancel()
 
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
+        for number in STOPS:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, stop, number)
         try:
             await main
         except asyncio.CancelledError:

@@ -6,6 +6,7 @@
 | `Ring._rollout` | the rollout process's messages | its end, which is an error before the trainer's | cancellation |
 | `Ring._worker` (one each) | the worker's messages | its end; then it starts it again | cancellation, or starts that fail |
 | `Ring._engine` (one each) | the engine's messages | its end; then it starts it again | cancellation, or a spent budget |
+| `Ring._watch` | beats | its interval; the stacks of a process that hangs, which it then ends | time |
 
 Torch-free: this process only watches.
 """
@@ -28,8 +29,11 @@ import msgspec
 from midflight.config.derived import num_engines, num_workers
 from midflight.config.sections import Config
 from midflight.errors import first_error
+from midflight.run.heart import Beat
+from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.child import Child, HasDescriptor, PartFailed, error_of, stop_all
 from midflight.run.launcher.scratch import remove_left, scratch_folder, segment_name
+from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
 from midflight.run.parts import (
     TEACHER,
     Condemned,
@@ -46,7 +50,9 @@ from midflight.run.parts import (
     Restarted,
     RolloutSpec,
     Spec,
+    Stalled,
     TrainerSpec,
+    WarmStart,
     WorkerSpec,
     remove_endpoint,
     serve_while,
@@ -90,21 +96,22 @@ class Ring:
         control_token: str,
         model: ModelReady | None = None,
         lock: HasDescriptor | None = None,
+        budgets: Budgets | None = None,
     ) -> None:
-        """`lock` holds the run's folder for as long as a part that writes there has it open."""
+        """`lock` holds the run's folder for as long as a part that writes there has it open. `budgets` outlive one attempt."""
         self._config, self._on_message = config, on_message
         self._given_model = model
         self._writing = () if lock is None else (lock,)
         self._control_token = control_token
         self._engine_token = secrets.token_urlsafe(24)
-        self._engine_restarts = config.run.restarts
+        self._budgets = budgets or Budgets(config.run.restarts)
+        self._watchdog = Watchdog(stall_seconds=config.run.stall_seconds)
         self._worker_token = secrets.token_urlsafe(24)
-        self._joined: set[str] = set()
-        """Workers that have come up."""
-        self._condemned: dict[str, str] = {}
-        """Why workers were ended that hung."""
         self._segment = segment_name(Path(config.run.folder))
-        self.children: list[Child] = []
+        self.children: dict[str, Child] = {}
+        """The newest process of each part."""
+        self._ready = set[str]()
+        """Parts that have come up and not ended."""
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
         """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its last step, evaluated and exported.
@@ -119,21 +126,46 @@ class Ring:
             self._model.set_result(self._given_model)
         remove_left()
         with scratch_folder(self._segment) as self._scratch:
-            engines = [self._engine(part) for part in self._engines]
+            beside = [*(self._engine(part) for part in self._engines), self._watch()]
             rollout = self._rollout(purpose)
-            workers = [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
+            beside += [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
             try:
                 if purpose is Purpose.TRAIN:
-                    await serve_while(self._trainer(resume=resume), rollout, *engines, *workers)
+                    await serve_while(self._trainer(resume=resume), rollout, *beside)
                 else:
-                    await serve_while(rollout, *engines, *workers)
+                    await serve_while(rollout, *beside)
             finally:
-                for made in (self._socket, *(part.listener for part in self._engines)):
-                    made.close()
-                await stop_all(self.children, seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
-                await self._last_words()
-                remove_left()
-                remove_endpoint(Path(self._config.run.folder), self._control_token)
+                try:
+                    await self._end()
+                finally:  # also when that is cut short
+                    remove_left()
+                    remove_endpoint(Path(self._config.run.folder), self._control_token)
+
+    async def _end(self) -> None:
+        """Waits for the parts' ends, and for what they still said; a cancellation kills them at once."""
+        for made in (self._socket, *(part.listener for part in self._engines)):
+            made.close()
+        await stop_all([*self.children.values()], seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
+        await self._last_words()
+
+    async def _watch(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group. Whoever hangs is shown and ended: its own task starts it again."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            found = self._watchdog.look()
+            if not found and self._watchdog.due():
+                stood = f"nothing has moved for {self._watchdog.stood():.0f} s, and nothing is known to hang"
+                self._on_message(Stalled(f"{stood}:\n{self._watchdog.report()}"))
+            for hung in found:
+                await self._end_hung(hung)
+
+    async def _end_hung(self, hung: Hung) -> None:
+        """Waits for the stacks of a process that can still write them."""
+        child, report = self.children[hung.name], self._watchdog.report()
+        self._watchdog.end(hung.name)
+        stacks = "" if hung.stopped else f"\nthe stacks of {hung.name} (pid {child.pid}):\n{await child.stacks()}"
+        self._on_message(Stalled(f"{hung.why}.\n{report}{stacks}"))
+        child.condemn(hung.why)
 
     def _engine_parts(self, purpose: Purpose) -> list[EnginePart]:
         section, teacher = self._config.engine, self._config.distillation.teacher
@@ -163,7 +195,7 @@ class Ring:
             await self._follow(trainer)
         except PartLost as lost:
             await asyncio.sleep(OWN_REASON_SECONDS)
-            raise PartFailed(str(lost)) from lost
+            raise PartFailed(str(lost), part=trainer.name) from lost
 
     async def _rollout(self, purpose: Purpose) -> None:
         has_agents = purpose is not Purpose.SERVE and not self._num_workers(purpose)
@@ -190,7 +222,7 @@ class Ring:
 
         await self._brief_and_follow(rollout, spec)
         if purpose is Purpose.TRAIN:
-            raise PartFailed("the rollout process ended before the trainer did")
+            raise PartFailed("the rollout process ended before the trainer did", part=rollout.name)
 
     def _num_workers(self, purpose: Purpose) -> int:
         return 0 if purpose is Purpose.SERVE else num_workers(self._config.environment)
@@ -206,16 +238,15 @@ class Ring:
                 error = f"{name} ended, though nobody asked it to"
             except (PartFailed, PartLost) as failure:
                 error = str(failure)
-            failed_starts = 0 if name in self._joined else failed_starts + 1
-            self._joined.discard(name)
+            failed_starts = 0 if name in self._ready else failed_starts + 1
+            self._ready.discard(name)
             worker.end_group()
             await worker.ended()
-            self.children.remove(worker)
-            num_ended, error = num_ended + 1, self._condemned.pop(name, error)
+            num_ended += 1
             if num_ended & (num_ended - 1) == 0:  # the first, second, fourth, eighth: an environment may do so all the time
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
                 self._on_message(Restarted(name, error + again, None))
-        raise PartFailed(f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran an agent: {error}")
+        raise PartFailed(f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran an agent: {error}", part=name)
 
     async def _engine(self, part: EnginePart) -> None:
         """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
@@ -237,15 +268,26 @@ class Ring:
             engine = await self._start(ProcessKind.ENGINE, name, inherited=[made], arguments=[part.kind])
             try:
                 await self._brief_and_follow(engine, spec)
-                failure = PartFailed(f"{name} ended, though nobody asked it to")
+                failure = PartFailed(f"{name} ended, though nobody asked it to", part=name)
             except PartFailed as error:
                 failure = error
-            if self._engine_restarts == 0:
-                raise failure
-            self._engine_restarts -= 1
-            self._on_message(Restarted(name, str(failure), self._engine_restarts))
+            self._ready.discard(name)
             engine.signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
             await engine.ended()
+            await self._may_restart(failure)
+
+    async def _may_restart(self, failure: PartFailed) -> None:
+        """Waits for an engine's back-off. A spent budget is the failure; but while another engine serves, it is a longer wait."""
+        name, loop = failure.part, asyncio.get_running_loop()
+        while (wait := self._budgets.of(name).spend(loop.time())) is None:
+            others = ", ".join(sorted(self._ready & {part.name for part in self._engines} - {TEACHER}))
+            if not others or name == TEACHER:
+                raise failure
+            back = self._budgets.of(name).seconds_to_next(loop.time())
+            self._on_message(Restarted(name, f"{failure}\nIts restarts are spent; {others} goes on.", 0, back))
+            await asyncio.sleep(back)
+        self._on_message(Restarted(name, str(failure), self._budgets.of(name).left(loop.time()), wait))
+        await asyncio.sleep(wait)
 
     async def _start(
         self, part: ProcessKind, name: str, *, inherited: Sequence[HasDescriptor] = (), arguments: Sequence[str] = ()
@@ -256,8 +298,10 @@ class Ring:
             environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
         child = Child(part, name, log=log, environ=environ, inherited=inherited, arguments=arguments)
-        self.children.append(child)
+        self.children[name] = child
         await child.start()
+        if part is not ProcessKind.WORKER:  # the rollout process judges those, by what their agents may do
+            self._watchdog.begin(name, child.pid)
         return child
 
     async def _brief_and_follow(self, child: Child, spec: Callable[[ModelReady], Spec]) -> None:
@@ -271,18 +315,11 @@ class Ring:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
-    def _end_worker(self, condemned: Condemned) -> None:
-        """It hangs, and is started again by whoever waits for its end."""
-        self._condemned[condemned.part] = f"{condemned.why}. It was ended."
-        for child in self.children:
-            if child.name == condemned.part:
-                child.signal(signal.SIGKILL)
-
     async def _last_words(self) -> None:
         """What parts said while they ended: the last status. Waits for nothing but bytes that are there."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_SECONDS):
-                for child in self.children:
+                for child in self.children.values():
                     async for message in child.messages():
                         if isinstance(message, Progress):  # that connections break now alarms nobody
                             self._on_message(message)
@@ -296,17 +333,35 @@ class Ring:
 
     async def _follow(self, child: Child) -> None:
         """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the child."""
-        async for message in child.messages():
-            if isinstance(message, Failed):
-                raise error_of(child.name, message)
-            if isinstance(message, ModelReady) and not self._model.done():
-                self._model.set_result(message)
-            if isinstance(message, Ready) and message.url is not None:
-                self._write_endpoint(message.url)
-            if isinstance(message, Ready) and child.part is ProcessKind.WORKER:
-                self._joined.add(child.name)
-            if isinstance(message, Condemned):
-                self._end_worker(message)
-            self._on_message(message)
+        try:
+            async for message in child.messages():
+                if isinstance(message, Failed):
+                    raise error_of(child.name, message)
+                self._hear(child.name, message)
+        finally:
+            self._watchdog.end(child.name)
         if (status := await child.ended()) != 0:
-            raise PartFailed(str(child.died(status)))
+            raise child.died(status)
+
+    def _hear(self, name: str, message: Message) -> None:
+        match message:
+            case Beat():
+                self._watchdog.hear(name, message)
+                return
+            case ModelReady() if not self._model.done():
+                self._model.set_result(message)
+            case Ready(url):
+                self._watchdog.ready(name)
+                self._ready.add(name)
+                if url is not None:
+                    self._write_endpoint(url)
+            case Condemned(part, why):  # a worker that hangs
+                self.children[part].condemn(why)
+            case Progress(status):
+                totals = status.totals
+                self._watchdog.progress((status.phase, status.step, status.evaluated, totals.generated_tokens, totals.rollouts))
+            case WarmStart():
+                self._watchdog.progress(message)
+            case _:
+                pass
+        self._on_message(message)

@@ -34,6 +34,7 @@ from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
 from midflight.run.rollout.serving import Agents, Serving
+from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
@@ -103,8 +104,9 @@ class RolloutProcess:
         serving = await self._attached(anonymous=False)
         async with self._hosting(serving) as hosting:
             teacher = self._scoring()
+            agents = Agents(self._config, serving, hosting.host, self._record)
             system = RolloutSystem(
-                Agents(self._config, serving, hosting.host, self._record),
+                agents,
                 sources=sources,
                 store=Store(Path(self._config.run.folder) / "store.sqlite", run=self._config.run.name),
                 phases=self,
@@ -112,6 +114,7 @@ class RolloutProcess:
                 checkpoint=self._spec.checkpoint,
                 teacher=teacher,
             )
+            self._standing.watch(agents, system.queue)
             finished = asyncio.Event()  # the trainer's last answer was sent
             trainer = TrainerRoutes(
                 system,
@@ -133,7 +136,9 @@ class RolloutProcess:
         sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
         serving = await self._attached(anonymous=False)
         async with self._hosting(serving) as hosting:
-            evaluator = Agents(self._config, serving, hosting.host, self._record).evaluator(serving.gateway)
+            agents = Agents(self._config, serving, hosting.host, self._record)
+            evaluator = agents.evaluator(serving.gateway)
+            self._standing.watch(agents)
             self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
             evaluating = evaluator.run(held_out(sources), version=self._spec.version)
             await serve_while(evaluating, self._http(serving, hosting.routes, board=hosting.board), *hosting.services)
@@ -150,16 +155,20 @@ class RolloutProcess:
         section = self._config.engine
         starting = 0.0 if section.kind == "embedded" else section.start_seconds
         for remote in self.remotes:
-            await remote.connect(seconds=ATTACH_SECONDS + starting)
+            with self._launcher.heart.doing(f"attaches {remote.name}", whom=remote.name, limit=ATTACH_SECONDS + starting):
+                await remote.connect(seconds=ATTACH_SECONDS + starting)
         tokenizer = Tokenizer.load(Path(self._spec.model))
         serving = Serving(self._config, tokenizer, self.engines, record=self._record, version=self._spec.version, anonymous=anonymous)
         serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
+        self._standing = RolloutStanding(serving)
+        self._launcher.heart.ask = self._standing.now
         return serving
 
     def _scoring(self) -> Teacher | None:
         if self._teacher is None:
             return None
-        return Teacher(self._teacher, temperature=self._config.environment.temperature, seconds=self._config.distillation.score_seconds)
+        temperature, seconds = self._config.environment.temperature, self._config.distillation.score_seconds
+        return Teacher(self._teacher, temperature=temperature, seconds=seconds, heart=self._launcher.heart)
 
     @asynccontextmanager
     async def _hosting(self, serving: Serving) -> AsyncGenerator[Hosting]:

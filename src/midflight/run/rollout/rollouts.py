@@ -145,12 +145,13 @@ class RolloutStream:
         fates: Fates,
         record: Record,
         room: Callable[[], Awaitable[None]],
+        routable: Callable[[], bool],
         group_size: int,
         retries: int,
     ) -> None:
-        """`room` waits while the disk is far behind."""
+        """`room` waits while the disk is far behind; `routable` says whether any engine takes requests."""
         self._queue, self._books, self._stream, self._runner = queue, books, stream, runner
-        self._ages, self._fates, self._record, self._room = ages, fates, record, room
+        self._ages, self._fates, self._record, self._room, self._routable = ages, fates, record, room, routable
         self._group_size, self._retries = group_size, retries
         self._failed_in_a_row = self._silent_in_a_row = 0
 
@@ -182,9 +183,12 @@ class RolloutStream:
         self._budget(trajectories)
 
     def _budget(self, trajectories: list[Trajectory]) -> None:
-        """An environment that always fails, or never asks the model, must not look like a run that is merely slow."""
+        """An environment that always fails, or never asks the model, must not look like a run that is merely slow.
+
+        Without any engine nobody can succeed: the launcher starts engines again, or ends the run and names them.
+        """
         self._silent(trajectories)
-        if any(t.reward is not None for t in trajectories):
+        if any(t.reward is not None for t in trajectories) or not self._routable():
             self._failed_in_a_row = 0
             return
         self._failed_in_a_row += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
@@ -100,6 +100,11 @@ class Serving:
         """Whether some engine takes requests."""
         return any(state.error is None for state in self.fleet.states())
 
+    def trouble(self) -> str:
+        """Which engines take no requests, as a sentence; empty where all do."""
+        away = [f"{state.name} is in quarantine ({state.error})" for state in self.fleet.states() if state.error is not None]
+        return f"Meanwhile {', '.join(away)}." if away else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Agents:
@@ -107,11 +112,13 @@ class Agents:
     serving: Serving
     host: AgentHost
     record: Record
+    runners: list[RolloutRunner] = field(default_factory=list["RolloutRunner"])
+    """All that were made here."""
 
     def runner(self, sessions: Sessions, fates: Fates, *, tracked: bool) -> RolloutRunner:
         """`tracked`: its sessions are trained on."""
         environment = self.config.environment
-        return RolloutRunner(
+        runner = RolloutRunner(
             sessions=sessions,
             agents=self.host,
             sampling=SamplingParams(max_tokens=environment.max_tokens, temperature=environment.temperature),
@@ -120,7 +127,10 @@ class Agents:
             fates=fates,
             tracked=tracked,
             paused_seconds=self.serving.control.paused_seconds,
+            trouble=self.serving.trouble,
         )
+        self.runners.append(runner)
+        return runner
 
     def evaluator(self, sessions: Sessions) -> Evaluator:
         slots = asyncio.Semaphore(self.config.evaluation.max_in_flight)

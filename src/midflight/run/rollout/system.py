@@ -78,7 +78,7 @@ class RolloutSystem:
         recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record)
         if checkpoint is not None:
             self._restore(store, recorded, checkpoint=checkpoint)
-        self._rollouts = self._rolling_out(agents.config.rollout, recorded, fates)
+        self._rollouts = self._rolling_out(agents, recorded, fates)
         self._evaluations = Evaluations(
             agents.evaluator,
             held_out(sources),
@@ -92,7 +92,8 @@ class RolloutSystem:
         self._last_step = asyncio.Event()  # the trainer has said `finish`
         self._finished = asyncio.Event()
 
-    def _rolling_out(self, rollout: RolloutSection, runner: Recorded, fates: Fates) -> RolloutStream:
+    def _rolling_out(self, agents: Agents, runner: Recorded, fates: Fates) -> RolloutStream:
+        rollout = agents.config.rollout
         return RolloutStream(
             self.queue,
             self.books,
@@ -102,6 +103,7 @@ class RolloutSystem:
             fates=fates,
             record=self.record,
             room=self._writer.room,
+            routable=agents.serving.routable,
             group_size=rollout.group_size,
             retries=rollout.retries,
         )

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from midflight.models.names import named_tensors
+from midflight.run.heart import ENDLESS, Heart
 from midflight.run.parts import Alarm, PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.model.policy import PATIENCE, Ranks
@@ -28,6 +29,9 @@ from midflight.trainer.step import StepReport
 from midflight.trainer.trainer import Trainer
 from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import PackedBatch, Version
+
+DEED_SECONDS = 600.0
+"""For a deed other than a step, which may wait for a disk; a step computes."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -146,7 +150,7 @@ class Team:
         self._wire.say(End())
 
 
-async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int) -> None:
+async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int, heart: Heart) -> None:
     """Any rank but the first: makes its trainer and does what is said until the end. Any error ends it, also that of a checkpoint on its way
     to the disk, for which the first rank would wait for ever: our end is what tells it.
     """
@@ -154,14 +158,18 @@ async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int) -
     thread = ThreadPoolExecutor(1, "deeds")
     loop = asyncio.get_running_loop()
     try:
-        trainer = await loop.run_in_executor(thread, make)
-        wire = await loop.run_in_executor(thread, Wire, trainer.ranks)
+        with heart.doing("waits for the first rank, and loads its model", limit=ENDLESS, heavy=True):  # the first may make a warm start
+            trainer = await loop.run_in_executor(thread, make)
+            wire = await loop.run_in_executor(thread, Wire, trainer.ranks)
         async with asyncio.TaskGroup() as tasks:
             while True:
                 deed = await loop.run_in_executor(thread, together()(wire.hear))
                 if isinstance(deed, End):
                     return
-                write = await loop.run_in_executor(thread, _done, deed, trainer, checkpoints, keep, wire)
+                with heart.doing(
+                    f"does what the first rank does: {type(deed).__name__}", computes=isinstance(deed, Step), limit=DEED_SECONDS
+                ):
+                    write = await loop.run_in_executor(thread, _done, deed, trainer, checkpoints, keep, wire)
                 if write is not None:
                     tasks.create_task(asyncio.to_thread(write))  # after the one before: the first rank writes one at a time
     finally:

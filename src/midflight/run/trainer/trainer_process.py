@@ -24,6 +24,7 @@ from midflight.errors import ConfigError, StepSkipped
 from midflight.models.load import add_adapters, export_model, is_adapted, load_model, lora_config, make_model, save_adapters
 from midflight.models.names import assign, in_dtype, named_tensors, torch_dtype
 from midflight.run.api.service import RolloutClient
+from midflight.run.heart import START_SECONDS, Heart
 from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec, WarmStart
 from midflight.run.trainer.team import Team, follow
 from midflight.run.trainer.training import TrainingLoop
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
+COMPILE_SECONDS = 1800.0
+"""For a step while processes beside the trainer compile for it, which they do in the first steps."""
 WARM_START_BATCH = 64
 """Examples of one step of the warm start."""
 EVALUATED_TASKS = 256
@@ -104,25 +107,35 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     """
     config = Config.model_validate_json(spec.config)
     if spec.rank > 0:
-        await follow(partial(_follower, config, spec), Path(config.run.folder) / "checkpoints", keep=config.trainer.keep_checkpoints)
+        checkpoints = Path(config.run.folder) / "checkpoints"
+        await follow(partial(_follower, config, spec), checkpoints, keep=config.trainer.keep_checkpoints, heart=launcher.heart)
         return
+    run = Path(config.run.folder)
+    published = PublishedVersions(run / "published")
+    with launcher.heart.doing("makes or loads its model", limit=START_SECONDS, heavy=True):
+        team, resumed = await _ready(config, spec, launcher, published)
+    launcher.tell(ModelReady(str(run / "start"), team.version, resumed))
+    await _train(config, team, spec, published, heart=launcher.heart)
+    with launcher.heart.doing("exports its model", limit=START_SECONDS, heavy=True):
+        await asyncio.to_thread(_export, config, team, run / "model", merged=True)
+        await asyncio.to_thread(team.end)
+
+
+async def _ready(config: Config, spec: TrainerSpec, launcher: Launcher, published: PublishedVersions) -> tuple[Team, Version | None]:
+    """The trainer as it begins, and the version of the checkpoint that it goes on from, if it does."""
     await asyncio.to_thread(objective_of, config)  # a loss of the user's own that cannot be trained with is told before anything is made
     run = Path(config.run.folder)
     checkpoint = None
     if spec.resume:
         checkpoint = await asyncio.to_thread(newest_whole, run / "checkpoints", lambda said: launcher.tell(Alarm(said)))
     model = await _first(config, launcher) if checkpoint is None else await asyncio.to_thread(_started, config)
-    published = PublishedVersions(run / "published")
     team = await asyncio.to_thread(_team, config, model, spec, launcher)
-    resumed = None
-    if checkpoint is not None:
-        as_version = published.resumed_as(version_of(checkpoint))
-        resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=as_version))
-        await asyncio.to_thread(_export, config, team, run / "start")
-    launcher.tell(ModelReady(str(run / "start"), team.version, resumed))
-    await _train(config, team, spec, published)
-    await asyncio.to_thread(_export, config, team, run / "model", merged=True)
-    await asyncio.to_thread(team.end)
+    if checkpoint is None:
+        return team, None
+    as_version = published.resumed_as(version_of(checkpoint))
+    resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=as_version))
+    await asyncio.to_thread(_export, config, team, run / "start")
+    return team, resumed
 
 
 async def _first(config: Config, launcher: Launcher) -> PreTrainedModel:
@@ -135,7 +148,8 @@ async def _first(config: Config, launcher: Launcher) -> PreTrainedModel:
     model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
     adapters = _adapters(config, model)  # a wrong one is told before a warm start
     sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
-    await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell)
+    with launcher.heart.doing("makes the warm start", computes=True):
+        await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
     for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
@@ -213,7 +227,7 @@ class ModelWeights:
         self._released.append(version)
 
 
-async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions) -> None:
+async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions, *, heart: Heart) -> None:
     section = config.weights
     full_every = section.full_every if section.delta else 1
     engines = num_engines(config.engine)
@@ -230,6 +244,9 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
                 stage=team.stage,
                 save_every=config.trainer.checkpoint_every,
                 stop_at_reward=config.run.stop_at_reward,
+                heart=heart,
+                idle_seconds=COMPILE_SECONDS if config.trainer.compile else 0.0,
+                handover_seconds=2 * (config.evaluation.pin_seconds + section.stage_seconds + engines * section.commit_seconds),
             )
             if team.num_steps == 0:
                 # What a crash in the first steps goes back to: the warm start is not made twice.

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from midflight.run.api.service import RolloutService
+from midflight.run.heart import Heart
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.facts import Stepped
 
@@ -25,6 +26,8 @@ REWARD_WINDOW = 20
 Stage = Callable[[], Callable[[], object]]
 """Copies the trainer's state, and returns what puts the copy on disk. Both block; the trainer may step on before the second is called."""
 
+DISK_SECONDS = 600.0
+"""For copies of a model, in memory and to a disk that others use too."""
 MAX_HANDOVERS = 2
 """One under way and one that waits for it. The outlet holds one version more: the one that is live."""
 
@@ -83,7 +86,13 @@ class TrainingLoop:
         stage: Stage,
         save_every: int,
         stop_at_reward: float | None = None,
+        heart: Heart | None = None,
+        handover_seconds: float = 0.0,
+        idle_seconds: float = 0.0,
     ) -> None:
+        """`heart` hears what is done and waited for, a handover and a step with what they may take: `handover_seconds`, and `idle_seconds`
+        without processor time of this process."""
+        self._doing, self._handover_seconds, self._idle_seconds = (heart or Heart()).doing, handover_seconds, idle_seconds
         self._trainer, self._outlet, self._service = trainer, outlet, service
         self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
         self._stage, self._save_every = stage, save_every
@@ -100,12 +109,14 @@ class TrainingLoop:
             handovers = deque([tasks.create_task(self._hand_over(await self._publish()))])
             written: asyncio.Task[None] | None = None
             while not self._over():
-                batch = await drawn
+                with self._doing(f"waits for the batch of version {self._trainer.version}", whom="rollout"):
+                    batch = await drawn
                 if self._prefetch and self._trainer.num_steps + 1 < self._steps:
                     drawn = tasks.create_task(self._service.take(batch.train_version + 1))
                 done = await self._step(batch)
                 if len(handovers) == MAX_HANDOVERS:
-                    await handovers.popleft()  # whose end frees a slot of the outlet
+                    with self._doing("waits for the handover before the last", whom="rollout"):
+                        await handovers.popleft()  # whose end frees a slot of the outlet
                 handovers.append(tasks.create_task(self._hand_over(await self._publish(), done, after=handovers[-1])))
                 if not self._prefetch and not self._over():
                     drawn = tasks.create_task(self._service.take(self._trainer.version))
@@ -115,11 +126,13 @@ class TrainingLoop:
             drawn.cancel()
         if self._staged != self._trainer.version:
             await self._write(await self._copied(), self._trainer.version)
-        await self._service.finish(self._trainer.version)
+        with self._doing("waits for the last evaluation", whom="rollout"):
+            await self._service.finish(self._trainer.version)
 
     async def _step(self, batch: PackedBatch) -> Stepped:
         started = time.monotonic()
-        report = await asyncio.to_thread(self._trainer.step, batch)
+        with self._doing(f"makes version {batch.train_version + 1}", limit=self._idle_seconds, computes=True):
+            report = await asyncio.to_thread(self._trainer.step, batch)
         ended = time.monotonic()
         if (scored := np.isfinite(batch.rewards)).any():
             self._rewards.append(float(batch.rewards[scored].mean()))
@@ -129,7 +142,8 @@ class TrainingLoop:
 
     async def _publish(self) -> WeightManifest:
         """Copies the weights out before the next step may change them."""
-        return await asyncio.to_thread(self._outlet.publish, self._trainer.version)
+        with self._doing(f"copies the weights of version {self._trainer.version}", limit=DISK_SECONDS):
+            return await asyncio.to_thread(self._outlet.publish, self._trainer.version)
 
     async def _hand_over(self, manifest: WeightManifest, done: Stepped | None = None, *, after: asyncio.Task[None] | None = None) -> None:
         """Reports the step; waits for the handover before it, and until every engine serves this version or is in quarantine."""
@@ -138,7 +152,8 @@ class TrainingLoop:
                 await self._service.done(done)
         if after is not None:
             await after
-        await self._service.publish(manifest)
+        with self._doing(f"hands version {manifest.version} over", whom="rollout", limit=self._handover_seconds):
+            await self._service.publish(manifest)
         if self._live is not None:
             self._outlet.release(self._live)
         self._live = manifest.version
@@ -148,13 +163,15 @@ class TrainingLoop:
         if after is not None:
             await after
         self._staged = self._trainer.version
-        return await asyncio.to_thread(self._stage)
+        with self._doing("copies a checkpoint", limit=DISK_SECONDS):
+            return await asyncio.to_thread(self._stage)
 
     async def _write(self, write: Callable[[], object], version: Version, *, after: asyncio.Task[None] | None = None) -> None:
         """Waits for that handover, then for the disk: a checkpoint ahead of the journal would lose a step's line in a crash (I8)."""
         if after is not None:
             await after
-        await asyncio.to_thread(write)
+        with self._doing(f"writes the checkpoint of version {version}", limit=DISK_SECONDS):
+            await asyncio.to_thread(write)
         await self._service.checkpointed(version)
 
     def _over(self) -> bool:

@@ -1,0 +1,213 @@
+"""What the launcher finds to stand still, how often it starts a part again, and what a part says of itself. No processes, no waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heart, Situation
+from midflight.run.launcher.budgets import REPLENISH_SECONDS, Budget, Budgets
+from midflight.run.launcher.watchdog import Hung, Vitals, Watchdog, vitals_of
+from midflight.run.parts import decode_message, encode
+
+STALL = 10.0
+
+
+class Ring:
+    """Parts that beat every second unless told otherwise, on a clock of its own."""
+
+    def __init__(self, *parts: str) -> None:
+        self.now = 1000.0
+        self.states = dict.fromkeys(parts, "S")
+        self.cpu = dict.fromkeys(parts, 0.0)
+        self.beats = {name: Beat(self.now) for name in parts}
+        self.silent, self.blocked, self.computing = set[str](), set[str](), set[str]()
+        names = list(parts)
+        self.dog = Watchdog(
+            stall_seconds=STALL, vitals=lambda pid: Vitals(self.states[names[pid]], self.cpu[names[pid]]), clock=lambda: self.now
+        )
+        for pid, name in enumerate(names):
+            self.dog.begin(name, pid)
+
+    def does(self, part: str, *doing: Doing, absences: tuple[Absence, ...] = ()) -> None:
+        self.beats[part] = Beat(self.now, doing, absences)
+
+    def pass_time(self, seconds: int) -> list[Hung]:
+        """What is found by then; nothing is ended."""
+        found: list[Hung] = []
+        for _ in range(seconds):
+            self.now += 1
+            for name, beat in self.beats.items():
+                self.cpu[name] += 1.0 if name in self.computing else 0.0
+                if name not in self.silent:
+                    turned = beat.turned if name in self.blocked else self.now
+                    self.dog.hear(name, Beat(turned, beat.doing, beat.absences))
+            found.extend(self.dog.look())
+        return found
+
+
+def doing(what: str = "works", since: float = 1000.0, **more: object) -> Doing:
+    return Doing(what, since, **more)  # type: ignore[arg-type]
+
+
+def test_a_ring_that_beats_hides_nothing() -> None:
+    ring = Ring("trainer", "rollout", "engine0")
+    assert not ring.pass_time(100) and not ring.dog.due()
+
+
+def test_a_stopped_process_is_named_after_the_stall_seconds_whatever_it_was_doing() -> None:
+    ring = Ring("trainer", "engine0")
+    ring.does("trainer", doing(limit=600.0, heavy=True))
+    ring.silent.add("trainer")
+    ring.states["trainer"] = "T"
+    assert not ring.pass_time(int(STALL) - 1)
+    (hung,) = ring.pass_time(1)
+    assert hung.name == "trainer" and hung.stopped and "is stopped (SIGSTOP) since 10 s" in hung.why
+
+
+def test_a_process_under_a_debugger_is_left_alone() -> None:
+    ring = Ring("engine0")
+    ring.silent.add("engine0")
+    ring.states["engine0"] = "t"
+    assert not ring.pass_time(100)
+
+
+def test_a_silent_process_may_be_silent_for_as_long_as_it_may_hold_the_interpreter() -> None:
+    ring = Ring("engine0")
+    ring.pass_time(1)
+    ring.does("engine0", doing("loads its model", limit=30.0, heavy=True))
+    ring.pass_time(1)
+    ring.silent.add("engine0")
+    assert not ring.pass_time(29)
+    assert "was not heard of for 30 s" in ring.pass_time(1)[0].why
+
+
+def test_a_blocked_loop_is_told_from_a_silent_process() -> None:
+    ring = Ring("rollout")
+    ring.does("rollout", doing("runs rollout 0.1", limit=3600.0))
+    ring.blocked.add("rollout")
+    assert not ring.pass_time(9)
+    (hung,) = ring.pass_time(1)
+    assert "rollout's event loop is blocked since 10 s" in hung.why and not hung.stopped
+
+
+def test_a_step_may_last_as_long_as_it_computes_and_no_longer() -> None:
+    ring = Ring("trainer")
+    ring.does("trainer", doing("makes version 3", computes=True))
+    ring.computing.add("trainer")
+    assert not ring.pass_time(1000)
+    ring.computing.clear()
+    assert not ring.pass_time(11)
+    assert "trainer makes version 3 and took no processor time for 12 s" in ring.pass_time(1)[0].why
+
+
+def test_of_ranks_that_wait_for_a_stopped_one_only_that_is_to_blame() -> None:
+    ring = Ring("trainer", "trainer1")
+    for name in ("trainer", "trainer1"):
+        ring.does(name, doing("makes version 3", computes=True))
+    ring.pass_time(1)
+    ring.states["trainer1"] = "T"
+    ring.silent.add("trainer1")
+    assert {hung.name for hung in ring.pass_time(10)} == {"trainer1"}
+
+
+def test_an_engine_that_stays_in_quarantine_is_named_with_the_reason_and_given_time_after_a_restart() -> None:
+    ring = Ring("rollout", "engine0")
+    ring.dog.ready("engine0")
+    ring.does("rollout", absences=(Absence("engine0", ring.now, "staging version 3: out of memory"),))
+    assert not ring.pass_time(9)
+    (hung,) = ring.pass_time(1)
+    assert (hung.name, hung.why) == ("engine0", "engine0 was in quarantine for 10 s: staging version 3: out of memory")
+    ring.dog.end("engine0")
+    ring.dog.begin("engine0", 1)
+    assert not ring.pass_time(20), "it is coming up"
+    ring.dog.ready("engine0")
+    assert not ring.pass_time(9) and ring.pass_time(1)
+
+
+def test_when_nothing_moves_the_report_says_who_waits_and_the_last_of_them_is_to_blame() -> None:
+    ring = Ring("trainer", "rollout", "engine0")
+    ring.does("trainer", doing("waits for the batch of version 3", whom="rollout"))
+    ring.dog.progress("step 3")
+    assert not ring.pass_time(9) and not ring.dog.due()
+    ring.pass_time(1)
+    assert ring.dog.due() and not ring.dog.due(), "said once, then after twice the time"
+    assert "trainer: last heard of 0 s ago\n    waits for the batch of version 3, since 10 s" in ring.dog.report()
+    (hung,) = ring.pass_time(2)
+    assert hung.name == "rollout" and "nothing has moved for 12 s" in hung.why
+
+
+def test_what_has_time_left_excuses_a_standstill_but_not_the_report_of_it() -> None:
+    for excuse in (doing("runs rollout 0.1", limit=3600.0), doing("stands paused by the operator", limit=ENDLESS)):
+        ring = Ring("trainer", "rollout")
+        ring.does("trainer", doing("waits for the batch of version 3", whom="rollout"))
+        ring.does("rollout", excuse)
+        assert not ring.pass_time(3000)
+        assert ring.dog.due()
+
+
+def test_a_trainer_of_somebody_else_may_take_its_time() -> None:
+    ring = Ring("rollout", "engine0")
+    ring.does("rollout", doing("admission waits for trainer", whom="trainer"))
+    assert not ring.pass_time(3000)
+    assert ring.dog.due()
+
+
+def test_a_step_for_which_others_compile_is_given_its_limit() -> None:
+    ring = Ring("trainer")
+    ring.does("trainer", doing("makes version 1", limit=100.0, computes=True))
+    assert not ring.pass_time(99)
+    assert ring.pass_time(1)
+
+
+def test_progress_ends_a_standstill() -> None:
+    ring = Ring("trainer", "rollout")
+    ring.does("trainer", doing("waits for the batch of version 3", whom="rollout"))
+    for step in range(10):
+        ring.dog.progress(step)
+        assert not ring.pass_time(9) and not ring.dog.due()
+
+
+def test_a_launcher_that_stood_itself_blames_nobody_for_it() -> None:
+    ring = Ring("trainer", "engine0")
+    ring.pass_time(5)
+    ring.now += 300
+    assert not ring.pass_time(20)
+
+
+def test_a_restart_that_was_spent_comes_back_and_each_in_a_row_waits_longer() -> None:
+    budget = Budget(3)
+    assert [budget.spend(0.0), budget.spend(1.0), budget.spend(2.0), budget.spend(3.0)] == [0.0, 2.0, 4.0, None]
+    assert budget.seconds_to_next(3.0) == REPLENISH_SECONDS - 3
+    assert budget.left(REPLENISH_SECONDS) == 1 and budget.spend(REPLENISH_SECONDS) == 4.0
+    assert budget.left(10 * REPLENISH_SECONDS) == 3 and budget.spend(10 * REPLENISH_SECONDS) == 0.0
+    assert Budget(0).spend(5.0) is None
+
+
+def test_parts_do_not_spend_each_others_restarts() -> None:
+    budgets = Budgets(1)
+    assert budgets.of("engine0").spend(0.0) == 0.0 and budgets.of("engine0").spend(0.0) is None
+    assert budgets.of("engine1").spend(0.0) == 0.0
+
+
+def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
+    heart = Heart()
+    assert heart.beat() == Beat(None)
+    with heart.doing("makes version 3", computes=True):
+        (said,) = heart.beat().doing
+        assert (said.what, said.computes) == ("makes version 3", True) and time.monotonic() - said.since < 1
+
+    async def main() -> Beat:
+        heart.ask = lambda: Situation((doing("runs rollout 0.1"),), counters="1 rollout runs")
+        heart.turn()
+        return heart.beat()
+
+    beat = asyncio.run(main())
+    assert beat.turned is not None and beat.doing == (doing("runs rollout 0.1"),) and beat.counters == "1 rollout runs"
+    assert decode_message(encode(beat)) == beat
+
+
+def test_vitals_are_those_of_the_process() -> None:
+    vitals = vitals_of(os.getpid())
+    assert vitals.state in "RSD" and vitals.cpu_seconds > 0
