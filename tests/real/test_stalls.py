@@ -80,7 +80,7 @@ def test_a_stopped_engine_trainer_or_rollout_process_is_named_and_started_again_
 
 def test_a_loop_that_an_agent_blocks_ends_the_run_with_the_agents_line(train: Callable[..., Command], tmp_path: Path) -> None:
     (tmp_path / "blocking.py").write_text(BLOCKING)
-    command = train("environment.entry=blocking:solve", f"run.stall_seconds={STALL}", "run.restarts=0", "run.steps=1000")
+    command = train("environment.entry=blocking:solve", "environment.workers=0", f"run.stall_seconds={STALL}", "run.restarts=0", "run.steps=1000")
     assert command.wait(60) == 1
     assert "rollout's event loop is blocked" in command.errors.read_text(), command.said
     assert "blocking.py" in command.said and "in solve" in command.said, "the stacks show where"
