@@ -140,6 +140,7 @@ def test_a_session_is_found_by_path_or_key_and_only_with_its_secret() -> None:
             with pytest.raises(openai.APIStatusError) as caught:
                 await it.sdk(base_url=handle.base_url).chat.completions.create(model="policy", messages=CHAT)
             assert (caught.value.status_code, caught.value.code) == (410, "session_closed")
+            assert 410 not in [f.status for f in it.seen.of(RequestFailed)], "its owner has ended it: nothing has failed"
 
     run_virtual(main())
 

@@ -204,7 +204,9 @@ class Gateway:
         return job.answers
 
     def failed(self, session: Session | None, error: BaseException) -> None:
-        """A request ended in an error at the agent's edge: counted and shown."""
+        """A request ended in an error at the agent's edge: counted and shown, unless the session's owner has ended the session meanwhile."""
+        if isinstance(error, SessionClosed):
+            return
         if session is not None:
             session.failed_requests += 1
         status = error.status if isinstance(error, MidflightError) else 500
