@@ -11,7 +11,7 @@ import pytest
 
 from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, StoreFailed, first_error
 from midflight.run.launcher.child import failure_of
-from midflight.run.launcher.launch import clear, main_task, prepare
+from midflight.run.launcher.launch import main_task
 from midflight.run.launcher.ring import PartFailed, error_of
 from midflight.run.parts import Failed, PartLost, Restarted, Stalled, Verdict, decode_message, encode, serve_while
 from midflight.run.trainer.trainer_process import PublishedVersions
@@ -96,22 +96,8 @@ def test_version_numbers_go_on_above_every_one_that_was_handed_out(tmp_path: Pat
 def test_a_port_that_is_taken_is_named_with_the_remedy() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RunFailed, match=rf"127\.0\.0\.1:{port}.*gateway\.port"):
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*gateway\.port"):
             listen("127.0.0.1", port)
-
-
-def test_a_new_run_removes_only_what_a_run_makes_and_a_resumed_one_needs_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "published").write_text("9")
-    prepare(tmp_path, resume=False)
-    assert (tmp_path / "notes.txt").exists() and not (tmp_path / "checkpoints").exists() and not (tmp_path / "published").exists()
-    with pytest.raises(ConfigError, match="no checkpoint"):
-        prepare(tmp_path, resume=True)
-    with pytest.raises(ConfigError, match=r"run\.folder"):
-        prepare(tmp_path / "notes.txt" / "below", resume=False)
-    clear(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
