@@ -29,7 +29,18 @@ import numpy as np
 import uvloop
 from aiohttp import ClientSession, TCPConnector, WSMsgType, web
 
-from midflight.engines.wire import PREFIX, STREAM_PATH, Abort, Hello, StepFrame, Submit, decode_client_frames, encode
+from midflight.engines.wire import (
+    PREFIX,
+    STREAM_PATH,
+    Abort,
+    Hello,
+    Rejected,
+    StepFrame,
+    Submit,
+    client_frame,
+    decode_client_frames,
+    encode,
+)
 from midflight.types import Capabilities, EngineHealth, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode
 
 ANSWER_TOKENS = 16
@@ -122,17 +133,17 @@ class TrivialEngine:
             stepping = tasks.create_task(self._step_all(socket_))
             async for message in socket_:
                 if message.type is WSMsgType.BINARY:
-                    for frame in decode_client_frames(message.data):
-                        self._take(frame)
+                    for raw in decode_client_frames(message.data):
+                        self._take(client_frame(raw))
             stepping.cancel()
         return socket_
 
-    def _take(self, frame: Submit | Abort) -> None:
-        if isinstance(frame, Abort):
-            self._running.pop(frame.handle, None)
-        else:
+    def _take(self, frame: Submit | Abort | Rejected) -> None:
+        if isinstance(frame, Submit):
             self._running[frame.handle], self._lengths[frame.handle] = frame.request, frame.request.num_output_tokens
             self._work.set()
+        else:
+            self._running.pop(frame.handle, None)
 
     async def _step_all(self, socket_: web.WebSocketResponse) -> None:
         while True:

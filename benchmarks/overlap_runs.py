@@ -151,7 +151,7 @@ class Watch:
             self.url.set_result(message.url)
         if isinstance(message, Progress):
             self._seconds.append(message.status.seconds)
-            cpu = {child.name: cpu_seconds(child.pid) for child in self.ring.children if child.running}
+            cpu = {child.name: cpu_seconds(child.pid) for child in self.ring.children.values() if child.running}
             self._cpu.append({**cpu, "launcher": time.process_time()})
 
     def measured(self, config: Config, *, warmup: int) -> Measured:

@@ -194,7 +194,7 @@ class Watch:
     def _look(self) -> None:
         from overlap_runs import cpu_seconds
 
-        for child in self.ring.children:
+        for child in self.ring.children.values():
             if child.running:
                 self._peaks[child.name] = max(peak_mib(child.pid), self._peaks.get(child.name, 0.0))
                 self._cpu[child.name] = cpu_seconds(child.pid)

@@ -37,7 +37,7 @@ sys.meta_path.insert(0, _Finder())
 from midflight.engines.servers.sglang import SglangServer  # noqa: E402
 from midflight.engines.servers.vllm import VllmServer  # noqa: E402
 from midflight.engines.streams import check_features, check_sampling  # noqa: E402
-from midflight.engines.wire import Submit, decode_client_frames, encode  # noqa: E402
+from midflight.engines.wire import Submit, client_frame, decode_client_frames, encode  # noqa: E402
 from midflight.errors import RequestRejected  # noqa: E402
 from midflight.gateway.answers import plan  # noqa: E402
 from midflight.gateway.answers.plan import params_for, samples_the_policy  # noqa: E402
@@ -103,7 +103,7 @@ sglang: Any = SglangServer(vocab_size=99, max_running=4, max_context=256).body(r
 assert vllm["sampling_params"]["typical_p"] == sglang["sampling_params"]["typical"] == 0.5
 
 # and to our own engines, which check it
-(sent,) = decode_client_frames(encode([Submit(1, request)]))
+(sent,) = map(client_frame, decode_client_frames(encode([Submit(1, request)])))
 assert sent == Submit(1, request)
 check_sampling(request.sampling)
 check_features(request.sampling, frozenset({Feature.PENALTIES}), engine="e")
