@@ -16,7 +16,7 @@ import msgspec
 
 from midflight.errors import ConfigError
 from midflight.observe.failures import Failures
-from midflight.observe.learning import Learning
+from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.progress import RunState
 from midflight.observe.status import Totals, is_incomplete
 from midflight.types import Kind, Version
@@ -145,7 +145,8 @@ class Journal:
         self._file.close()
 
     def apply(self, fact: Fact) -> None:
-        self._learning.apply(fact)
+        if isinstance(fact, LEARNED_FROM):
+            self._learning.apply(fact)
         match fact:
             case RolloutEnded() if fact.key.kind is Kind.TRAINING:
                 self._rollouts += 1

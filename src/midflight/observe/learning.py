@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from midflight.observe.status import LearningStatus
 from midflight.types import Kind, Reason, facts
 
+LEARNED_FROM = facts.RolloutEnded, facts.GroupFinished, facts.GroupClosed, facts.Leased
+"""The facts that say something of this. An engine's steps, hundreds a second, do not."""
+
 
 class Learning:
     """Of the training rollouts with a reward, and of their groups: the last `window` of each, or all."""

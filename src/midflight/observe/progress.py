@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from midflight.observe.failures import Failures
-from midflight.observe.learning import Learning
+from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.status import TRAINER_KEYS, IdleTime, Phase, SourceStatus, Status, Totals, judge
 from midflight.types import Kind, Version, facts
 
@@ -245,7 +245,8 @@ class RunState:
     # --- Facts -------------------------------------------------------------------------------------------------------
 
     def apply(self, fact: facts.Fact) -> None:
-        self._learning.apply(fact)
+        if isinstance(fact, LEARNED_FROM):
+            self._learning.apply(fact)
         match fact:
             case facts.EngineStepped():
                 self.overlap.add(ENGINE, fact.started, fact.ended)
