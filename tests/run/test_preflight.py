@@ -88,6 +88,17 @@ def test_tasks_that_take_hours_to_draw_are_refused_and_minutes_are_said(tmp_path
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_time_is_up_also_where_the_first_error_is_lost() -> None:
+    class Finalised:
+        def __del__(self) -> None:
+            time.sleep(0.1)  # an error here is printed and forgotten
+
+    with pytest.raises(preflight.OutOfTime), preflight._within(0.05):
+        Finalised()
+        time.sleep(3)
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: Path, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 260}))

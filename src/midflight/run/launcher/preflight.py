@@ -220,16 +220,19 @@ def _num_draws(source: SourceSection) -> int:
 
 @contextmanager
 def _within(seconds: float) -> Generator[None]:
-    """Raises `OutOfTime` in this, the main thread."""
+    """Raises `OutOfTime` in this, the main thread: again every second, because where a garbage collection calls, an error is lost."""
+    left = False
 
     def ring(number: int, frame: object) -> None:
-        raise OutOfTime
+        if not left:
+            raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
+        left = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

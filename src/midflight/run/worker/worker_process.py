@@ -164,9 +164,9 @@ class LoopWatch:
         self._loop.call_later(LOOK_SECONDS, self._turn)
 
     def _run(self) -> None:
-        """Waits for the interval to pass, until the process ends."""
+        """Waits for the interval to pass, until the loop is closed."""
         pause = threading.Event()
-        while True:
+        while not self._loop.is_closed():
             seconds = time.monotonic() - self._turned
             if seconds > BLOCKED_SECONDS:
                 self._tell(seconds)
