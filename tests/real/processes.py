@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .template import template
+
 SHARED = Path("/dev/shm")
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -47,24 +49,18 @@ group_size = 4
 class Command:
     """`midflight ...` as a user starts it."""
 
-    def __init__(self, *arguments: object, folder: Path, largest_file: int | None = None) -> None:
-        """`largest_file`: bytes beyond which a write fails, as on a full disk."""
+    def __init__(self, *arguments: object, folder: Path, largest_file: int | None = None, forked: bool = True) -> None:
+        """`largest_file`: bytes beyond which a write fails, as on a full disk. `forked`: without the cost of imports."""
         folder.mkdir(parents=True, exist_ok=True)
         self.output, self.errors = folder / "stdout.txt", folder / "stderr.txt"
-        with self.output.open("wb") as out, self.errors.open("wb") as err:
-            self.process = subprocess.Popen(
-                [
-                    *(() if largest_file is None else ("prlimit", f"--fsize={largest_file}")),
-                    sys.executable,
-                    "-m",
-                    "midflight",
-                    *map(str, arguments),
-                ],
-                cwd=folder,
-                env=ENVIRON,
-                stdout=out,
-                stderr=err,
-            )
+        command = [sys.executable, "-m", "midflight", *map(str, arguments)]
+        if forked and largest_file is None:
+            output, errors = str(self.output), str(self.errors)
+            self.process = template().start(command, cwd=str(folder), environ=ENVIRON, output=output, errors=errors)
+        else:
+            limits = () if largest_file is None else ("prlimit", f"--fsize={largest_file}")
+            with self.output.open("wb") as out, self.errors.open("wb") as err:
+                self.process = subprocess.Popen([*limits, *command], cwd=folder, env=ENVIRON, stdout=out, stderr=err)
         self.began = time.monotonic()
 
     @property
@@ -127,7 +123,7 @@ def status_of(pid: int) -> dict[str, str]:
 
 def arguments_of(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").split()
     except OSError:
         return []
 

@@ -107,7 +107,7 @@ def test_i8_trainer_and_rollout_process_may_be_killed_and_all_at_once_and_no_ste
     for pid in (*everything, command.process.pid):
         os.kill(pid, signal.SIGKILL)
     published.append(int((run / "published").read_text()))
-    assert gone(everything, seconds=5)
+    assert gone([*everything, command.process.pid], seconds=5)
 
     resumed = train("run.steps=24", "trainer.checkpoint_every=3", "--resume")
     assert resumed.wait() == 0, resumed.said

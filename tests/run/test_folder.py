@@ -112,12 +112,16 @@ def test_a_folder_is_held_by_one_process_which_is_named_with_its_start(tmp_path:
     assert (folder / "lock").exists()
 
 
-def test_what_a_killed_process_held_is_taken_over_with_a_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waited_for", [True, False], ids=["waited for", "not yet waited for"])
+def test_what_a_killed_process_held_is_taken_over_with_a_word(tmp_path: Path, waited_for: bool) -> None:
+    said: list[str] = []
     with holding(tmp_path) as other:
         other.kill()
-    said: list[str] = []
-    with held(tmp_path, said.append):
-        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        if waited_for:
+            other.wait()
+        with held(tmp_path, said.append):
+            assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     assert len(said) == 1 and f"taken over from process {other.pid}" in said[0]
     assert not (tmp_path / "lock").exists()
     with held(tmp_path, unheard):

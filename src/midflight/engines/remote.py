@@ -15,7 +15,7 @@ import msgspec
 from midflight import types
 from midflight.engines import wire
 from midflight.engines.streams import ChunkStream, ChunkStreams
-from midflight.errors import EngineError, EngineUnavailable, MidflightError
+from midflight.errors import EngineError, EngineUnavailable, MidflightError, Stopping
 from midflight.types.facts import EngineStepped, Record
 from midflight.wire.client import LOSSES, Answered, HttpClient
 
@@ -219,6 +219,8 @@ def _refusal(name: str, path: str, answer: Answered) -> Exception:
     """The error of an answer in OpenAI's shape."""
     try:
         body = json.loads(answer.content)["error"]
+        if body["code"] == Stopping.code:  # the engine is, and not this process
+            return EngineUnavailable(f"engine {name!r} did not answer {wire.PREFIX + path}: {body['message']}")
         if body["code"] == MidflightError.code:
             return EngineError(f"engine {name!r}: {path}: {body['message']}")
         return wire.error_from(str(body["code"]), str(body["message"]), body.get("param"))

@@ -212,10 +212,14 @@ def _users(path: Path) -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When the process started, in ticks since the system did; empty for none, or where /proc is not there."""
+    """When the process started, in ticks since the system did; empty for none, or where /proc is not there.
+
+    Empty too for one that has ended and waits for its parent to hear of it.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return others[18] if state not in "ZX" else ""
+    except (OSError, ValueError, IndexError):
         return ""
 
 

@@ -147,9 +147,10 @@ async def _first(config: Config, launcher: Launcher) -> PreTrainedModel:
     source = await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
     model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
     adapters = _adapters(config, model)  # a wrong one is told before a warm start
-    sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
-    with launcher.heart.doing("makes the warm start", computes=True):
-        await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell)
+    if (target := config.warm_start.target_accuracy) is not None:
+        sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
+        with launcher.heart.doing("makes the warm start", computes=True):
+            await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell, target=target)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
     for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
@@ -258,15 +259,19 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
 
 
 async def warm_start(
-    model: PreTrainedModel, tokenizer: Tokenizer, sources: Sequence[Source], config: Config, tell: Callable[[WarmStart], None]
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    config: Config,
+    tell: Callable[[WarmStart], None],
+    *,
+    target: float,
 ) -> None:
     """Trains on answers until exact match on the first source's held-out tasks, sampled, reaches the target.
 
     Waits for its own steps only, each in a thread; ended by the accuracy, by `max_steps`, or by cancellation between steps.
     """
     section = config.warm_start
-    if section.target_accuracy is None:
-        return
     held_out = Accuracy(model, tokenizer, sources[0].heldout[:EVALUATED_TASKS], config)  # before the trainer changes how the model attends
     schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
     trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule)
@@ -280,7 +285,7 @@ async def warm_start(
         if step % section.evaluate_every == 0:
             accuracy = await asyncio.to_thread(held_out.measure, seed=step)
         tell(WarmStart(step, loss, accuracy))
-        if accuracy is not None and accuracy >= section.target_accuracy:
+        if accuracy is not None and accuracy >= target:
             return
 
 
