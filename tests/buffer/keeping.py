@@ -90,6 +90,7 @@ class Keeper:
             self.record(closed)
         found = self.books.choose(train_version, running or {})
         if isinstance(found, Leased):
+            self.leased = found
             self.record(found)
             return found.batch
         return found

@@ -31,6 +31,8 @@ def accounts(books: Books) -> dict[str, object]:
         "line": mine["_line"],
         "running": set(books.running),
         "kept": mine["_kept"],
+        "bytes": mine["_bytes"],
+        "lineage": mine["_lineage"],
         "waiting": {key: (f.oldest, f.order, f.num_tokens) for key, f in mine["_waiting"].items()},
         "leases": {n: (lease.batch.train_version, [g.key for g in lease.batch.groups if g.key in lease.shares], lease.shares)
                    for n, lease in mine["_leases"].items()},

@@ -6,7 +6,7 @@ import pytest
 
 from midflight.buffer.books import Wait
 from midflight.errors import OutOfTurn, UnknownLease
-from midflight.types import GroupKey, Reason, StalePolicy
+from midflight.types import Group, GroupKey, Reason, StalePolicy
 from midflight.types.facts import Checkpointed, GroupClosed, Interrupted, WentBack
 
 from .keeping import Keeper
@@ -78,6 +78,36 @@ def test_a_full_buffer_stops_admission_whatever_the_credit() -> None:
         bench.put(group(started, (0,)))
     wait = bench.admit()
     assert isinstance(wait, Wait) and wait.for_whom == "trainer" and "buffer_groups" in wait.detail
+
+
+def test_finished_rollouts_that_fill_the_memory_allowed_stop_admission_until_a_step_is_done() -> None:
+    each = group(key(0), (0,) * 9).trajectories[0].num_bytes
+    assert each == 10 * 18, "a row of ten tokens"
+    bench = Keeper(limits(2, 8, n=2, buffer_bytes=4 * each))
+    for index in range(3):
+        bench.admit()
+        bench.put(group(key(index), (0,) * 9, ()))
+    assert bench.books.admission() is None and bench.books.num_bytes == 3 * each
+    bench.admit()
+    bench.keep(group(key(3), (0,) * 9))  # of a group that still runs
+    wait = bench.books.admission()
+    assert isinstance(wait, Wait) and wait.for_whom == "trainer"
+    assert wait.detail == f"finished rollouts hold {4 * each} bytes, buffer_bytes is {4 * each}"
+    batch = bench.batch(0)
+    assert bench.books.admission() == wait, "what is leased is still in memory"
+    bench.done(batch.lease)
+    assert bench.books.admission() is None and bench.books.num_bytes == 2 * each
+    bench.record(WentBack(0, 0, batch.groups))
+    assert bench.books.num_bytes == 4 * each
+
+
+def test_memory_is_no_reason_to_wait_where_less_than_a_batch_is_open() -> None:
+    bench = Keeper(limits(2, 1, buffer_bytes=1))
+    bench.admit()
+    bench.put(group(key(0), (0,) * 99))
+    assert bench.books.admission() is None, "or the step would wait for a second group for ever"
+    bench.admit()
+    assert bench.books.admission() is not None
 
 
 def test_slots_are_counted_in_rollouts_and_freed_one_by_one() -> None:
@@ -202,6 +232,27 @@ def test_i8_groups_trained_beyond_the_last_checkpoint_wait_again_for_the_new_tra
     assert bench.books.trained == 1
     assert bench.batch(4).groups[0].key == groups[1].key, "in their old places"
     assert bench.batch(5).groups[0].key == groups[2].key
+
+
+def test_what_waits_after_a_trainer_went_back_is_trained_whole_however_many_numbers_were_lost() -> None:
+    bench, trained = Keeper(limits(2, 1)), list[GroupKey]()
+    waited = list[Group]()
+    for version in range(10):
+        bench.serve(version)
+        for started in bench.admit_all():
+            bench.put(group(started, (version, version)))
+        batch = bench.batch(version)
+        waited += batch.groups if version >= 3 else ()
+        bench.done(batch.lease, version + 1)
+    bench.record(Checkpointed(3))
+    bench.record(WentBack(3, 21, tuple(waited)))
+    for version in range(21, 28):
+        trained += (g.key for g in bench.batch(version).groups)
+        assert max(bench.leased.staleness) <= 1, "I2"
+    assert sorted(trained) == sorted(g.key for g in waited) and not bench.closed
+    assert isinstance(bench.books.admission(), Wait), "nothing new beyond what is due"
+    bench.serve(28)
+    assert bench.admit_all() == [key(22), key(23)]
 
 
 def test_a_checkpoint_keeps_its_number_unless_a_later_one_was_handed_out() -> None:

@@ -13,7 +13,7 @@ from midflight.buffer.queue import GroupQueue
 from midflight.errors import Stopping
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Batch, GroupKey, Reason, StalePolicy, Task
-from midflight.types.facts import Booked, Fact, GroupClosed, Leased, Waited, WentBack
+from midflight.types.facts import Booked, Fact, GroupClosed, Leased, Waited
 
 from .keeping import Keeper
 from .making import group, key, limits
@@ -22,8 +22,8 @@ from .making import group, key, limits
 class Bench(Keeper):
     """Records as a run does: the books first, then whoever waits is woken."""
 
-    def __init__(self, rules: Limits) -> None:
-        super().__init__(rules, also=self._recorded)
+    def __init__(self, rules: Limits, *, start_version: int = 0) -> None:
+        super().__init__(rules, start_version, also=self._recorded)
         self.facts = Facts()
         self.oldest: dict[GroupKey, int | None] = {}
         self.queue = GroupQueue(self.books, record=self.record, running_oldest=self.oldest.get)
@@ -88,10 +88,9 @@ def test_a_wait_is_counted_while_it_lasts_and_no_second_of_it_twice() -> None:
 
 def test_whom_the_trainer_waits_for_is_observed_piece_by_piece() -> None:
     async def story() -> None:
-        bench = Bench(limits(1, 1))
+        bench = Bench(limits(1, 1), start_version=1)
         first, straggler = await bench.start(), await bench.start()
         bench.oldest[straggler] = 0
-        bench.record(WentBack(0, 1, ()))
         async with asyncio.TaskGroup() as tasks:
             take = tasks.create_task(bench.queue.take(1))
             await asyncio.sleep(1)
@@ -165,14 +164,12 @@ def test_a_group_that_a_waiting_take_requeues_starts_again_although_nothing_else
     """The take that closes the group goes on waiting; were admission not woken by it, both would wait for ever."""
 
     async def story() -> None:
-        bench = Bench(limits(1, 0, StalePolicy.REQUEUE))
+        bench = Bench(limits(1, 0, StalePolicy.REQUEUE), start_version=1)
         bench.put(group(await bench.start(), (0,)))
         async with asyncio.TaskGroup() as tasks:
             admit = tasks.create_task(bench.start())
             await asyncio.sleep(1)
             assert not admit.done()
-            bench.record(WentBack(0, 1, ()))
-            bench.serve(1)
             take = tasks.create_task(bench.queue.take(1))
             again = await admit
             assert again == key(0, attempt=1)

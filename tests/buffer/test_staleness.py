@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from midflight.buffer.staleness import ages, credit, overfull, surplus
+from midflight.buffer.staleness import Lineage, ages, credit, overfull, surplus
 
 from .making import group, key
 
@@ -69,3 +70,33 @@ def test_groups_that_no_batch_can_take_in_time_are_counted(finished: list[int], 
 def test_ages_count_trainable_tokens_by_versions_before_the_step() -> None:
     made = group(key(0), (3, 3, 4), (5,))
     assert ages(made.trajectories, 5) == {2: 2, 1: 1, 0: 1}
+
+
+def renumbered(lineage: Lineage, *versions: int) -> list[int]:
+    return lineage.renumbered(np.array(versions, np.int32)).tolist()
+
+
+def test_numbers_that_were_skipped_do_not_age_what_was_sampled_before() -> None:
+    # Version 50 goes on as 76: 48 was two steps before it, and 53 will be made again as 79.
+    lineage = Lineage().forked(50, 76)
+    assert renumbered(lineage, 48, 50, 53, 76, 78) == [74, 76, 79, 76, 78]
+    # It dies again with nothing saved: 50, and so 76, goes on as 81. 78, two steps after 76, is to be 83.
+    again = lineage.forked(50, 81)
+    assert renumbered(again, 48, 50, 53, 76, 78, 81) == [79, 81, 84, 81, 83, 81]
+    # Or with 78 saved, as 79 of which 80 was lost.
+    assert renumbered(lineage.forked(78, 81), 50, 53, 78, 80) == [79, 82, 81, 83]
+
+
+def test_a_trainer_that_goes_on_under_the_same_number_moves_nothing() -> None:
+    assert Lineage().forked(7, 7) == Lineage()
+
+
+def test_a_group_that_runs_may_be_as_old_as_its_later_tokens() -> None:
+    lineage = Lineage().forked(50, 76)
+    assert lineage.between(48) == (74, 74)
+    assert lineage.between(53) == (76, 79), "its next token may be of version 76"
+    assert lineage.between(77) == (77, 77)
+
+
+def test_a_token_of_a_way_that_was_lost_counts_as_of_age_0() -> None:
+    assert ages(group(key(0), (3, 5, 6)).trajectories, 5) == {2: 1, 0: 2}

@@ -214,7 +214,7 @@ def test_placement_counts_processes_and_warns_when_threads_exceed_cores() -> Non
         (["objective.kl_coefficient=0.1"], "loss += 0.1 (x - 1 - log x)"),
         (["objective.advantage=dr_grpo"], "A = reward - mean of group"),
         (["objective.reduction=constant"], "/ (rollouts * 16)"),
-        (["objective.overlong_buffer=4"], "(length - 12) / 4 beyond 12 tokens"),
+        (["objective.overlong_buffer=4"], "(1 - room / 4) where an answer left room for less than 4 tokens"),
     ],
 )
 def test_the_loss_is_printed_as_what_it_is(overrides: list[str], expected: str) -> None:

@@ -114,6 +114,18 @@ def test_an_ended_session_says_so_and_hands_its_tokens_over_once() -> None:
         sessions.close("mf-unknown")
 
 
+def test_the_record_says_how_near_an_answer_came_to_its_own_limit() -> None:
+    sessions = registry()
+    handle = sessions.open(KEY, sampling=DEFAULTS, tracked=True, address="")
+    session = sessions.get(handle.session_id)
+    for ids in ((1,), (1, 2, 3), (1, 2)):
+        answer = begun(session, session.plan(Messages(({"role": "user", "content": "x"},))))
+        receive(answer, Chunk(ids, (-1.0,) * len(ids), 0, 0, Finish(FinishReason.STOP)))
+        session.finished(answer, answer.close(), reply="x", message=AssistantMessage("x"))
+    limit = answer.request.sampling.max_tokens
+    assert sessions.close(handle.session_id).room == limit - 3, "not the sum of its answers"
+
+
 def test_sessions_are_bounded() -> None:
     sessions = registry(max_sessions=1)
     handle = sessions.open(KEY, sampling=DEFAULTS, tracked=True, address="")

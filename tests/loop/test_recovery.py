@@ -131,6 +131,8 @@ def test_i8_after_any_deaths_no_prompt_is_lost_and_none_is_trained_twice(tmp_pat
             f"seed {seed}: a prompt lost"
         )
         for place, attempts in found.items():
+            too_old = [reason for _, reason in attempts if reason is Reason.REQUEUED]
+            assert staleness == 1 or not too_old, f"seed {seed}: {place} was finished, and closed as too old"
             last, reason = attempts[-1]
             assert (last is State.TRAINED) == (place in trained), f"seed {seed}: {place} is {last}, trained {trained[place]} times"
             assert last is not State.DROPPED or reason in (Reason.NO_REWARD, Reason.TOO_FEW), f"seed {seed}: {place} dropped for {reason}"

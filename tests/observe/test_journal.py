@@ -12,7 +12,7 @@ import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
 from midflight.errors import ConfigError
-from midflight.observe.journal import AlarmLine, EvaluationLine, Journal, Observers, StepLine, read_journal
+from midflight.observe.journal import AlarmLine, EvaluationLine, Journal, Observers, ResumeLine, StepLine, read_journal
 from midflight.observe.progress import RunState
 from midflight.types import Batch, Group, GroupKey, Kind, Reason, RolloutKey, Row, Trajectory
 from midflight.types.facts import Alarmed, Evaluated, GroupClosed, Leased, Waited
@@ -131,8 +131,8 @@ def test_an_alarm_is_a_line_and_survives_a_resume(tmp_path: Path) -> None:
     run.apply(Alarmed("failures", "9 of the last 15"))
     journal.close()
     _, state, _ = opened(path, resume_at=1)
-    assert [(line["kind"], line["version"]) for line in lines(path)] == [("evaluation", 0), ("step", 1), ("alarm", 1)]
-    assert (lines(path)[-1]["name"], lines(path)[-1]["text"], lines(path)[-1]["step"]) == ("failures", "8 of the last 15", 1)
+    assert [(line["kind"], line["version"]) for line in lines(path)] == [("evaluation", 0), ("step", 1), ("alarm", 1), ("resume", 1)]
+    assert (lines(path)[-2]["name"], lines(path)[-2]["text"], lines(path)[-2]["step"]) == ("failures", "8 of the last 15", 1)
     assert state.status().sources[0].is_incomplete
 
 
@@ -175,9 +175,25 @@ def test_a_restored_state_goes_on_from_the_counts_that_were_written(tmp_path: Pa
     write_three_steps(path)
     run, state, _ = opened(path, resume_at=2)
     step(run, 4, num_tokens=50)
-    assert (state.totals.trained_tokens, state.totals.rollouts_spanning_versions, state.totals.generated_tokens) == (250, 2, 14)
+    # The third step is lost, and its 100 tokens are not trained; its rollout ran and its 7 tokens were generated all the same.
+    assert (state.totals.trained_tokens, state.totals.rollouts_spanning_versions, state.totals.generated_tokens) == (250, 3, 21)
     assert read_journal(path).steps[-1].step == 3
     assert state.status().sources[0].heldout_before == 0.5
+
+
+def test_what_happened_before_two_deaths_is_not_forgotten_with_the_lines_that_are(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run, state, journal = opened(path)
+    for version in (1, 2, 3):
+        decode(run, 1000.0, 1000.1, num_tokens=7)
+        state._clock.now += 20.0  # type: ignore[attr-defined]
+        step(run, version)
+    journal.close()
+    opened(path, resume_at=1)[2].close()  # and dies before its first step
+    _, state, _ = opened(path, resume_at=1)
+    assert (state.step, state.totals.trained_tokens, state.totals.generated_tokens) == (1, 100, 21)
+    assert (state.seconds, state.status().start_seconds) == (60.0, 0.0)
+    assert [(line["kind"], line["version"], line["seconds"]) for line in lines(path)[1:]] == [("resume", 1, 60.0), ("resume", 1, 60.0)]
 
 
 def test_a_new_run_starts_the_file_anew(tmp_path: Path) -> None:
@@ -210,5 +226,5 @@ def test_a_missing_journal_is_empty(tmp_path: Path) -> None:
 
 def test_every_key_is_defined_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    keys = {*StepLine.__struct_fields__, *EvaluationLine.__struct_fields__, *AlarmLine.__struct_fields__}
+    keys = {*StepLine.__struct_fields__, *EvaluationLine.__struct_fields__, *AlarmLine.__struct_fields__, *ResumeLine.__struct_fields__}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 
-from midflight.observe.progress import Mean, Rate, RunState
+from midflight.observe.progress import RunState
+from midflight.observe.recent import Mean, Rate
 from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus, heldout, judge
-from midflight.types import GroupKey, Kind, Reason, RolloutKey
-from midflight.types.facts import Evaluated, GroupClosed, Quarantined, Rejoined, RequestFailed, Waited
+from midflight.types import Accounts, GroupKey, Kind, Reason, RolloutKey
+from midflight.types.facts import Checkpointed, Evaluated, GroupClosed, Quarantined, Rejoined, RequestFailed, Resumed, Waited, WentBack
 
 
 @pytest.fixture
@@ -194,3 +195,25 @@ def test_a_mean_of_nothing_is_unknown() -> None:
     for number in (1.0, 2.0, 4.0):
         mean.add(number)
     assert mean.value() == 3.0
+
+
+def test_a_resumed_run_counts_what_the_store_has_of_the_whole_run(state: RunState) -> None:
+    state.restore(step=2, version=2, totals=Totals(generated_tokens=50, trained_tokens=99, rollouts=3, failed_requests=4))
+    accounts = Accounts(trained=4, dropped={"requeued": 10}, received_tokens=60, trained_tokens=30, waiting_tokens=30)
+    state.apply(Resumed(accounts, 5, {"a": 5, "b": 2}, {"a": 1}, {"a": 2.5}))
+    totals, status = state.totals, state.status()
+    # 60 tokens of rollouts that ended and 5 of turns that are given again: more than the journal's last line knew of.
+    assert (totals.generated_tokens, totals.trained_tokens, totals.rollouts, totals.failed_rollouts) == (65, 30, 8, 1)
+    assert totals.failed_requests == 4 and status.dropped == {"requeued": 10}
+    assert [(source.name, source.num_rollouts) for source in status.sources] == [("a", 6), ("b", 2)]
+
+
+def test_steps_that_a_trainer_takes_back_while_the_process_lives_do_not_count(state: RunState) -> None:
+    for version in (1, 2, 3):
+        step(state, version)
+        if version == 2:
+            state.apply(Checkpointed(1))
+    state.apply(WentBack(1, 5, ()))
+    assert (state.step, state.totals.trained_tokens) == (1, 100)
+    step(state, 6)
+    assert (state.step, state.totals.trained_tokens, state.status().version) == (2, 200, 6)

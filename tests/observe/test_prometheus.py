@@ -6,6 +6,8 @@ from tests.observe.facts import decode, rollout
 from tests.observe.test_observers import tell_everything
 
 from midflight.observe.prometheus import Metrics
+from midflight.types import Accounts
+from midflight.types.facts import Resumed
 
 
 def test_every_fact_reaches_the_text() -> None:
@@ -44,3 +46,28 @@ def test_two_gateways_in_one_process_count_apart() -> None:
     first, second = Metrics(), Metrics()
     decode(first, 0.0, 1.0)
     assert b'midflight_engine_tokens_total{engine="engine0"}' not in second.text()
+
+
+def test_the_counters_of_a_resumed_run_go_on_where_those_before_the_crash_stood() -> None:
+    metrics = Metrics()
+    accounts = Accounts(
+        6, 1, 1, 0, 2, {"stale": 2}, received_tokens=70, waiting_tokens=20, trained_tokens=40, masked_tokens={"stale": 3},
+        dropped_tokens={"no_reward": 7},
+    )  # fmt: skip
+    metrics.apply(Resumed(accounts, 5, {"a": 5}, {"a": 1}, {"a": 2.5}))
+    metrics.accounts = lambda: accounts
+    text = metrics.text().decode()
+    for line in (
+        'midflight_rollouts_total{scored="yes",source="a"} 5.0',
+        'midflight_rollouts_total{scored="no",source="a"} 1.0',
+        'midflight_reward_sum{source="a"} 2.5',
+        'midflight_dropped_groups_total{reason="stale"} 2.0',
+        "midflight_trained_tokens_total 40.0",
+        'midflight_groups{state="running"} 1.0',
+        'midflight_groups{state="dropped"} 2.0',
+        'midflight_tokens{fate="waiting",reason=""} 20.0',
+        'midflight_tokens{fate="trained",reason=""} 40.0',
+        'midflight_tokens{fate="masked",reason="stale"} 3.0',
+        'midflight_tokens{fate="dropped",reason="no_reward"} 7.0',
+    ):
+        assert line in text, line

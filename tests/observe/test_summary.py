@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from midflight.observe.status import Bound, IdleTime, LearningStatus, SourceStatus, Status, Totals
-from midflight.observe.summary import Said, Summary, summarise, summary_table, write_summary
+from midflight.observe.summary import Said, Summary, past_seconds, summarise, summary_table, write_summary
+from midflight.types import Accounts
 
 STATUS = Status(
     name="demo",
@@ -25,9 +26,10 @@ STATUS = Status(
     failures={"ToolError": 7, "no reward": 1},
     learning=LearningStatus(12.3, 11.0, 0.25, 0.4, 0.125),
     waits=(IdleTime("trainer", "engines", 4.5, 0.03),),
+    accounts=Accounts(submitted=613, running=1, waiting=2, leased=3, trained=600, dropped={"stale": 3, "requeued": 4}),
 )
 SAID = Said(loss=("loss = -r A [1]",), notes=("too few cores",))
-SUMMARY = summarise(STATUS, primary="spell_backward", seconds=200.0004, peak_memory_mb=1234.56, said=SAID)
+SUMMARY = summarise(STATUS, primary="spell_backward", seconds=200.0004, before=50.0, peak_memory_mb=1234.56, said=SAID)
 
 
 def test_the_summary_holds_every_number_by_which_a_run_is_judged(tmp_path: Path) -> None:
@@ -36,7 +38,8 @@ def test_the_summary_holds_every_number_by_which_a_run_is_judged(tmp_path: Path)
     expected = {
         "heldout_before": 0.5,
         "heldout_after": 0.94,
-        "seconds": 200.0,
+        "seconds": 250.0,
+        "start_seconds": 200.0,
         "peak_memory_mb": 1234.6,
         "weight_updates": 300,
         "rollouts_spanning_versions": 12_000,
@@ -61,6 +64,15 @@ def test_the_summary_holds_every_number_by_which_a_run_is_judged(tmp_path: Path)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
 
 
+def test_a_run_that_goes_on_has_run_for_as_long_as_its_summary_says_or_its_journal_where_it_was_killed_since(tmp_path: Path) -> None:
+    assert past_seconds(tmp_path) == 0.0
+    write_summary(SUMMARY, tmp_path / "summary.json")
+    assert past_seconds(tmp_path) == 250.0
+    line = {"kind": "evaluation", "version": 0, "step": 0, "seconds": 260.5, "source": "a", "num_tasks": 1, "mean_reward": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert past_seconds(tmp_path) == 260.5
+
+
 def test_without_an_evaluation_the_scores_are_null_not_zero() -> None:
     summary = summarise(Status(), primary="spell_backward", seconds=1.0, peak_memory_mb=1.0)
     assert (summary.heldout_before, summary.heldout_after, summary.overlap_share) == (None, None, None)
@@ -71,7 +83,7 @@ def test_the_table_shows_scores_and_counts() -> None:
     console.print(summary_table(SUMMARY, STATUS))
     text = console.export_text()
     for words in (
-        "300 steps in 3 min 20 s",
+        "300 steps in 4 min 10 s",
         "0.500 → 0.940 (256 tasks)",
         "0.200 (4 of 40 tasks failed: do not compare)",
         "12,000 of 35,000",
@@ -83,6 +95,7 @@ def test_the_table_shows_scores_and_counts() -> None:
         "1,235 MB",
         "loss = -r A [1]",
         "too few cores",
+        "600 trained, 6 not yet, 7 dropped",
     ):
         assert words in text, words
 

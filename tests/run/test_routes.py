@@ -45,7 +45,7 @@ def one_batch(train_version: Version) -> PackedBatch:
         np.zeros(3, np.int32), np.zeros(3, np.int32),
     )  # fmt: skip
     keys = [RolloutKey(GroupKey(0, index), 0) for index in range(2)]
-    rollouts = [Trajectory(keys[0], "a", "s", 1.0, (row,)), Trajectory(keys[1], "b", "s", 0.25, (), truncated=True)]
+    rollouts = [Trajectory(keys[0], "a", "s", 1.0, (row,), room=6), Trajectory(keys[1], "b", "s", 0.25, (), truncated=True)]
     return pack(Batch(3, train_version, tuple(Group(t.key.group, t.task_id, "s", (t,)) for t in rollouts)))
 
 
@@ -307,7 +307,10 @@ def test_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(tmp_
             assert lists == {
                 "lease": 3,
                 "train_version": 0,
-                "rollouts": [{"group": 0, "reward": 1.0, "truncated": False}, {"group": 1, "reward": 0.25, "truncated": True}],
+                "rollouts": [
+                    {"group": 0, "reward": 1.0, "truncated": False, "room": 6},
+                    {"group": 1, "reward": 0.25, "truncated": True, "room": None},
+                ],
                 "rows": [
                     {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "logprobs": [0.0, -0.5, -1.5], "versions": [0, 0, 0],
                      "kv_versions": [0, 0, 0], "rollout": 0}

@@ -35,7 +35,7 @@ def trainer(model: PreTrainedModel, objective: Objective | None = None, **option
     adam = Adam(**({"learning_rate": 1e-3} | {name: options.pop(name) for name in Adam.__slots__ if name in options}))
     scale = Scale(**{name: options.pop(name) for name in Scale.__slots__ if name in options})
     rules = StepRules(**{name: options.pop(name) for name in StepRules.__slots__ if name in options})
-    defaults: dict[str, Any] = {"scoring": Scoring(max_length=16), "schedule": Schedule()}
+    defaults: dict[str, Any] = {"scoring": Scoring(), "schedule": Schedule()}
     return Trainer(model, objective or Objective(), adam=adam, scale=scale, rules=rules, **(defaults | options))
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import PreTrainedModel
 
-from midflight.config.sections import CorrectionSection, ObjectiveSection
+from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.errors import RunFailed
 from midflight.models.names import named_tensors
 from midflight.trainer.model.policy import Ranks

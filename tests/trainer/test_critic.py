@@ -22,7 +22,7 @@ from midflight.types import PackedBatch
 
 from .fixtures import batch, save_checkpoint, tiny_model, trainer, weights, with_rows_in_order
 
-SCORING = Scoring("gae", max_length=16)
+SCORING = Scoring("gae")
 CPU = torch.device("cpu")
 
 

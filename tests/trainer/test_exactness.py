@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from midflight.config.sections import CorrectionSection, ObjectiveSection
+from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.models.names import named_tensors
 from midflight.trainer.model.policy import token_scores
 from midflight.trainer.objective import Objective

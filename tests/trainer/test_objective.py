@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from midflight.config.formulas import OBJECTIVES
-from midflight.config.sections import CorrectionSection, ObjectiveSection
+from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.errors import ConfigError
 from midflight.trainer.formulas.advantages import grpo_advantages
 from midflight.trainer.objective import Known, Objective, count_tokens

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from midflight.config.sections import ObjectiveSection
+from midflight.config.loss import ObjectiveSection
 from midflight.errors import ConfigError
 from midflight.trainer.model import attention
 from midflight.trainer.model.attention import attend_raggedly

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from midflight.config.sections import CorrectionSection, ObjectiveSection
+from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.models.names import named_tensors
 from midflight.trainer.critic import Valuation
 from midflight.trainer.model.policy import Ranks

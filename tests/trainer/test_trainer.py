@@ -128,6 +128,25 @@ def test_one_update_of_several_may_be_skipped_without_the_step() -> None:
     assert np.isfinite([report.loss, report.metrics["grad_norm"]]).all()
 
 
+def test_rollouts_that_were_cut_short_stay_out_of_the_loss_where_that_is_asked_and_their_rewards_count() -> None:
+    data = batch()
+    data.truncated[5] = True
+    of_it = np.repeat(data.row_rollout, np.diff(data.row_offsets)) == 5
+    report = trainer(tiny_model(), scoring=Scoring(mask_truncated=True)).step(data)
+    assert report.masked == {Reason.TRUNCATED: int(data.loss_mask[of_it].sum())}
+    assert report.metrics["masked/truncated"] > 0 and report.metrics["reward/mean"] == pytest.approx(float(data.rewards.mean()))
+    assert not trainer(tiny_model()).step(data).masked
+
+
+def test_the_overlong_penalty_goes_by_what_the_answer_nearest_to_its_limit_left_and_not_by_the_length_of_all_turns() -> None:
+    """A rollout of 20 tokens, and limits of 8 for each answer: without `room` nobody could tell whether one was cut short."""
+    scoring = Scoring("dr_grpo", overlong_buffer=4)
+    found = scoring.advantages(torch.tensor([1.0, 1.0, 1.0]).double(), torch.zeros(3).long(), room=torch.tensor([0, 2, 2**31 - 1]))
+    assert found.tolist() == pytest.approx([-0.5, 0.0, 0.5])  # penalties of 1, 0.5 and 0 less their mean
+    with pytest.raises(RunFailed, match="room"):
+        trainer(tiny_model(), scoring=scoring).step(batch())
+
+
 def test_a_batch_without_rows_is_a_skip_too() -> None:
     nothing, empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
     none = np.zeros(0, np.bool_)
@@ -211,7 +230,7 @@ def test_a_configuration_becomes_a_trainer() -> None:
 def test_a_teacher_makes_an_advantage_of_each_token() -> None:
     data = batch()
     teacher = data.logprobs + np.where(np.arange(len(data.logprobs)) % 2, 0.5, -0.5).astype(np.float32)
-    scoring = Scoring(max_length=16, teacher_weight=2.0, counts_rewards=False)
+    scoring = Scoring(teacher_weight=2.0, counts_rewards=False)
     step = step_tokens(
         replace(data, teacher_logprobs=teacher),
         scoring,

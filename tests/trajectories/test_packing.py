@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from midflight.errors import BatchCorrupt
-from midflight.trajectories.packing import from_bytes, pack, to_bytes
+from midflight.trajectories.packing import NO_ANSWER, from_bytes, pack, to_bytes
 from midflight.types import Batch, Group, PackedBatch, RolloutKey, Trajectory
 
 from .making import group, key, row
@@ -21,7 +21,7 @@ def batch() -> Batch:
     """Two groups; the first has a rollout of two rows and one without any."""
     two_rows = (row((5, 6, 7), (False, True, True), version=3), row((8, 9), (False, True), version=2))
     rollouts = (
-        Trajectory(RolloutKey(key(0), 0), "a", "letters", 0.5, two_rows, truncated=True),
+        Trajectory(RolloutKey(key(0), 0), "a", "letters", 0.5, two_rows, truncated=True, room=0),
         Trajectory(RolloutKey(key(0), 1), "a", "letters", -1.0, ()),
     )
     last = Trajectory(RolloutKey(key(1), 0), "b", "letters", 1.0, (row((1, 2), (False, True), version=4),))
@@ -45,7 +45,14 @@ def test_rows_lie_end_to_end_and_a_rollout_without_rows_keeps_its_reward() -> No
     assert packed.rewards.tolist() == [0.5, -1.0, 1.0]
     assert packed.rollout_group.tolist() == [0, 0, 1]
     assert packed.truncated.tolist() == [True, False, False]
+    assert packed.room is not None and packed.room.tolist() == [0, NO_ANSWER, NO_ANSWER]
     assert (packed.lease, packed.train_version) == (12, 4)
+
+
+def test_tokens_of_a_way_that_was_lost_count_as_of_the_version_that_trains_them() -> None:
+    packed = pack(replace(batch(), train_version=3))
+    assert packed.versions.tolist() == [3, 3, 3, 2, 2, 3, 3]
+    assert from_bytes(to_bytes(packed)).train_version == 3
 
 
 @given(st.lists(st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=3), max_size=4), st.integers(0, 9))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from midflight.buffer.groups import Finished, Learnt, Limits, OpenLease, Share, Tokens, Trimmed
-from midflight.buffer.staleness import ages, credit, overfull, surplus
+from midflight.buffer.staleness import Lineage, ages, credit, overfull, surplus
 from midflight.errors import OutOfTurn, UnknownLease
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, StalePolicy, Version, facts
 
@@ -40,6 +40,7 @@ class Books:
         self._line: set[GroupKey] = set()  # to start before any new task is drawn
         self._running: dict[GroupKey, int] = {}  # slots held
         self._kept: dict[GroupKey, int] = {}  # trainable tokens of ended rollouts whose group has not
+        self._bytes: dict[GroupKey, int] = {}  # of ended rollouts whose group is neither trained nor dropped
         self._waiting: dict[GroupKey, Finished] = {}
         self._leases: dict[int, OpenLease] = {}
         self._learnt: dict[GroupKey, Learnt] = {}
@@ -49,6 +50,7 @@ class Books:
         self._highest = start_version  # that any lease was meant to make
         self._num_leases = 0
         self._num_finished = 0
+        self._lineage = Lineage()
 
     # --- What is where ---
 
@@ -80,6 +82,11 @@ class Books:
         return sum(self._kept.values()) + sum(f.num_tokens for f in self._waiting.values()) + sum(leased)
 
     @property
+    def num_bytes(self) -> int:
+        """Of the rows of ended rollouts that are in memory: their group runs, waits or is leased."""
+        return sum(self._bytes.values())
+
+    @property
     def next_order(self) -> int:
         """Of the next group that finishes."""
         return self._num_finished + 1
@@ -109,6 +116,9 @@ class Books:
             )
         if self.num_waiting >= limits.buffer_groups:
             return Wait("trainer", f"{self.num_waiting} finished groups wait, buffer_groups is {limits.buffer_groups}")
+        # With less than a batch open it would be waited for what cannot come.
+        if self.num_bytes >= limits.buffer_bytes and open_groups >= limits.groups_per_step:
+            return Wait("trainer", f"finished rollouts hold {self.num_bytes} bytes, buffer_bytes is {limits.buffer_bytes}")
         if self.num_running_rollouts + limits.group_size > limits.max_in_flight:
             return Wait("slots", f"{self.num_running_rollouts} rollouts run, max_in_flight is {limits.max_in_flight}")
         return None
@@ -197,7 +207,8 @@ class Books:
         """A running group that is over age already can never be trained: to wait for it would gain nothing."""
         limits = self._limits
         floor = train_version - limits.max_staleness
-        running = {key: oldest for key in self._running if (oldest := running_oldest.get(key)) is not None and oldest >= floor}
+        known = {key: self._lineage.between(oldest) for key in self._running if (oldest := running_oldest.get(key)) is not None}
+        running = {key: max(least, floor) for key, (least, most) in known.items() if most >= floor}
         bound = overfull(
             [*behind, *running.values()], train_version, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step
         )
@@ -232,7 +243,7 @@ class Books:
                 self._keep(fact)
             case facts.GroupFinished(group=group, order=order):
                 del self._running[group.key]
-                self._waiting[group.key] = finished = Finished.of(group, order)
+                self._waiting[group.key] = finished = Finished.of(group, order, self._lineage)
                 self._num_finished = order
                 assert self._kept.pop(group.key, 0) == finished.num_tokens, f"I3: {group.key} has other tokens than its rollouts"
             case facts.GroupClosed():
@@ -272,11 +283,12 @@ class Books:
             self.tokens.drop(Reason.NO_REWARD, number)
         else:
             self._kept[group] = self._kept.get(group, 0) + number
+            self._bytes[group] = self._bytes.get(group, 0) + trajectory.num_bytes
 
     def _close(self, closed: facts.GroupClosed) -> None:
         key = closed.key
         assert self._num_tokens(key) == closed.num_tokens, f"I3: {key} has {self._num_tokens(key)} tokens, not {closed.num_tokens}"
-        for places in (self._running, self._kept, self._waiting, *(lease.shares for lease in self._leases.values())):
+        for places in (self._running, self._kept, self._bytes, self._waiting, *(lease.shares for lease in self._leases.values())):
             places.pop(key, None)
         self.dropped[closed.reason] += 1
         self.tokens.drop(closed.reason, closed.num_tokens)
@@ -306,6 +318,7 @@ class Books:
         for key, share in lease.shares.items():
             self._learnt[key] = Learnt(version, lease.finished[key].order, share)
             self.tokens.trained += share.num_trained
+            self._bytes.pop(key, None)
         self.trained += len(lease.shares)
         self._made = max(self._made, version)
         del self._leases[number]
@@ -322,12 +335,15 @@ class Books:
         self._settle(back.checkpoint)
         for number in list(self._leases):
             self._take_back(number)
+        self._lineage = self._lineage.forked(back.checkpoint, back.version)
+        self._waiting = {key: Finished.of(f.recorded, f.order, self._lineage) for key, f in self._waiting.items()}
         for group in back.groups:
             learnt = self._learnt.pop(group.key)
             self._untrim(learnt.share)
             self.trained -= 1
             self.tokens.trained -= learnt.share.num_trained
-            self._waiting[group.key] = Finished.of(group, learnt.order)
+            self._waiting[group.key] = Finished.of(group, learnt.order, self._lineage)
+            self._bytes[group.key] = sum(t.num_bytes for t in group.trajectories)
         assert not self._learnt, f"I8: {sorted(self._learnt)} were trained after the checkpoint and do not wait again"
         self._next = self._made = back.version
         self._highest = max(self._highest, back.version)

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from midflight.buffer.staleness import Lineage
 from midflight.types import Batch, Group, GroupKey, Reason, RolloutKey, Row, StalePolicy, Trajectory, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Depth (`max_in_flight`, rollouts), bound on age (`max_staleness`, versions) and size (`buffer_groups`) are three knobs.
+    """Depth (`max_in_flight`, rollouts), bound on age (`max_staleness`, versions) and size (`buffer_groups`, `buffer_bytes`) are three knobs.
 
     A batch must fit into the buffer and a group into the depth, or nothing is ever trained: `config.checks` refuses such numbers.
     """
@@ -26,6 +27,7 @@ class Limits:
     policy: StalePolicy
     max_in_flight: int
     buffer_groups: int
+    buffer_bytes: int
     min_group_size: int
     requeues: int
     drop_zero_spread: bool
@@ -86,8 +88,12 @@ def _mask_stale(row: Row, floor: Version) -> Row:
 
 @dataclass(slots=True)
 class Finished:
-    """A group that waits. `trimmed` is what the stale policy leaves of it at `floor`, the oldest version that may be trained."""
+    """A group that waits. `trimmed` is what the stale policy leaves of it at `floor`, the oldest version that may be trained.
 
+    The versions of `group` are renumbered, so that ages are steps; `recorded` has those that the engines attested.
+    """
+
+    recorded: Group
     group: Group
     oldest: Version
     order: int
@@ -96,10 +102,11 @@ class Finished:
     trimmed: Trimmed
 
     @classmethod
-    def of(cls, group: Group, order: int) -> Finished:
+    def of(cls, recorded: Group, order: int, lineage: Lineage) -> Finished:
+        group = lineage.group(recorded)
         oldest = group.oldest_version
         assert oldest is not None, f"{group.key} waits without a token to train on"
-        return cls(group, oldest, order, group.num_trainable, oldest, Trimmed(group, {}, {}))
+        return cls(recorded, group, oldest, order, group.num_trainable, oldest, Trimmed(group, {}, {}))
 
     def at(self, floor: Version, policy: StalePolicy) -> Trimmed:
         if self.oldest >= floor:

@@ -31,19 +31,62 @@ engines have caught up (v_served = v). Admission allows (S + 1) B groups, and bu
 come to be finished; one that is dropped gives its credit back and is replaced. By the claim for step v - 1 at most
 (u + S - v + 1) B of them are <= u; a batch of the oldest B leaves at most (u + S - v) B = k B. So the batch is taken.
 
+A trainer that goes on from its checkpoint of version c as r > c skipped numbers, not steps: the weights of r are those of c. Ages are
+counted along the steps, so every earlier version moves up by r - c (`Lineage`), in groups that wait and in those that run. The c + k
+that was lost becomes r + k, which is made again of groups that waited for the first one too. Moving all up alike changes no difference
+between versions, so the claim for the step at c says for r what it said before: the steps that are made again have batches enough, in
+time, and nothing is shed. A token may then be trained by weights that are younger, at most S steps behind those that sampled it on the
+lost way; it counts as of age 0. While such groups wait, admission counts them as open, so none is generated beyond what is due.
+
 What the proof needs from outside: tokens are known here before v_served rises past their version, and steps are taken in the
-order of their versions. Where that fails (a token overtaken by its engine's attestation, groups recovered after a crash), more groups
-can be due than batches are left. `surplus` counts them; they are closed, and never trained too old.
+order of their versions. Where that fails (a token overtaken by its engine's attestation), more groups can be due than batches are
+left. `surplus` counts them; they are closed, and never trained too old.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from midflight.types import Trajectory, Version
+from midflight.types import Group, Int32, Row, Trajectory, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where trainers went on from a checkpoint under a number that was not the next: (that number, how far all before it move up)."""
+
+    forks: tuple[tuple[Version, int], ...] = ()
+
+    def forked(self, checkpoint: Version, version: Version) -> Lineage:
+        """The weights of `checkpoint` go on as `version`, a number above all that there were."""
+        up = version - int(self.renumbered(np.array([checkpoint], np.int32))[0])
+        return Lineage((*self.forks, (version, up))) if up else self
+
+    def renumbered(self, versions: Int32) -> Int32:
+        """As if no number had been skipped: a later version minus these counts the steps between."""
+        moved = versions.copy()
+        for first, up in self.forks:
+            moved[versions < first] += up
+        return moved
+
+    def between(self, version: Version) -> tuple[Version, Version]:
+        """The least and the most that the oldest token of a group can be, renumbered, if `version` is its smallest number."""
+        firsts = [first for first, _ in self.forks if first > version]
+        own, *later = self.renumbered(np.array([version, *firsts], np.int32)).tolist()
+        return min([own, *later]), own
+
+    def group(self, group: Group) -> Group:
+        """With the versions of its tokens renumbered."""
+        if not self.forks:
+            return group
+        trajectories = (replace(t, rows=tuple(self._row(row) for row in t.rows)) for t in group.trajectories)
+        return replace(group, trajectories=tuple(trajectories))
+
+    def _row(self, row: Row) -> Row:
+        return replace(row, versions=self.renumbered(row.versions), kv_versions=self.renumbered(row.kv_versions))
 
 
 def credit(*, open_groups: int, next_version: Version, served_version: Version, max_staleness: int, groups_per_step: int) -> int:
@@ -83,7 +126,7 @@ def surplus(finished: Sequence[Version], train_version: Version, *, max_stalenes
 
 
 def ages(trajectories: Iterable[Trajectory], train_version: Version) -> Mapping[int, int]:
-    """Trainable tokens by age: the version that begins the step minus the version that sampled them."""
-    sampled = [row.versions[row.loss_mask] for trajectory in trajectories for row in trajectory.rows]
+    """Trainable tokens by age: the version that begins the step minus the version that sampled them, 0 for those of a way that was lost."""
+    sampled = [row.versions[row.loss_mask].clip(max=train_version) for trajectory in trajectories for row in trajectory.rows]
     versions, counts = np.unique(np.concatenate(sampled or [np.zeros(0, np.int32)]), return_counts=True)
     return {train_version - version: number for version, number in zip(versions.tolist(), counts.tolist(), strict=True)}

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from midflight.config import formulas
-from midflight.config.derived import batch_rollouts, engine_slots, in_flight, served_dtype
+from midflight.config.derived import batch_bytes, batch_rollouts, engine_slots, in_flight, served_dtype
 from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS, ObjectiveFormula
-from midflight.config.sections import Config, CorrectionSection, CriticSection, ObjectiveSection
+from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
+from midflight.config.sections import Config
 from midflight.entries import ENTRY
 from midflight.types import StalePolicy
 
@@ -108,8 +109,9 @@ def _lines(config: Config) -> Iterator[str]:
     yield from _advantage(config)
     yield f"reduction: {formulas.REDUCTIONS[loss.reduction].text.format(length=config.environment.max_tokens)}"
     if o.overlong_buffer:
-        start = config.environment.max_tokens - o.overlong_buffer
-        yield f"reward -= {o.overlong_penalty:g} * (length - {start}) / {o.overlong_buffer} beyond {start} tokens"
+        yield f"reward -= {o.overlong_penalty:g} * (1 - room / {o.overlong_buffer}) where an answer left room for less than {o.overlong_buffer} tokens"
+    if o.mask_truncated:
+        yield "masked where an answer of the rollout was cut short by its limit"
 
 
 def _token(config: Config, loss: Loss) -> str:
@@ -172,6 +174,11 @@ def _rollout(config: Config) -> Iterator[str]:
         yield (
             f"rollout.buffer_groups ({r.buffer_groups}) is less than the {r.groups_per_step} groups of one step, so no batch would ever be full; "
             f"raise it to at least rollout.groups_per_step"
+        )
+    if r.buffer_bytes is not None and r.buffer_bytes < (batch := batch_bytes(config)):
+        yield (
+            f"rollout.buffer_bytes ({r.buffer_bytes}) is less than the {batch} bytes that the rollouts of one step can take (each up to "
+            f"model.max_context = {config.model.max_context} tokens); raise it, or lower model.max_context"
         )
     if r.max_in_flight is not None and r.max_in_flight < r.group_size:
         yield (

@@ -29,6 +29,23 @@ def buffer_groups(rollout: RolloutSection) -> int:
     return rollout.buffer_groups or (rollout.max_staleness + 1) * rollout.groups_per_step
 
 
+def buffer_bytes(rollout: RolloutSection) -> int:
+    """Memory that finished rollouts may take: `buffer_bytes`, else a quarter of what this machine, or its container, has."""
+    return rollout.buffer_bytes or machine_bytes() // 4
+
+
+def machine_bytes() -> int:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    container = Path("/sys/fs/cgroup/memory.max")
+    allowed = container.read_text().strip() if container.is_file() else "max"
+    return min(physical, int(allowed)) if allowed.isdecimal() else physical
+
+
+def batch_bytes(config: Config) -> int:
+    """Of the rows of one batch whose rollouts all fill the context."""
+    return batch_rollouts(config.rollout) * config.model.max_context * ROW_BYTES_PER_TOKEN
+
+
 def min_group_size(rollout: RolloutSection) -> int:
     """Scored rollouts a group needs: `min_group_size`, else ceil(n / 2)."""
     return rollout.min_group_size or math.ceil(rollout.group_size / 2)
@@ -260,7 +277,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     per_token = sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)
     logits = LOGIT_COPIES * min(sizes.vocab_size * t.micro_batch_tokens, LOGITS_AT_ONCE)
     activations = t.ranks * element * (per_token * t.micro_batch_tokens + logits)
-    rollouts = buffer_groups(r) * r.group_size + in_flight(r)
+    rollouts, each = buffer_groups(r) * r.group_size, m.max_context * ROW_BYTES_PER_TOKEN
     delta, held = config.weights.delta, held_versions(config)
     has_critic = config.objective.advantage == "gae"
     converted = served_dtype(config) != m.dtype
@@ -274,7 +291,11 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         *([MemoryItem("trainer", "the critic's weights, gradients and moments", weights + added + 3 * trained * element)] * has_critic),
         *_teacher_memory(config),
         MemoryItem("weights", "published versions in memory", held * handed),
-        MemoryItem("rollout", f"up to {rollouts} trajectories running and waiting", rollouts * m.max_context * ROW_BYTES_PER_TOKEN),
+        MemoryItem(
+            "rollout",
+            f"up to {rollouts + in_flight(r)} trajectories running and waiting",
+            min(rollouts * each, buffer_bytes(r)) + in_flight(r) * each,
+        ),
         MemoryItem("processes", "interpreters and libraries", _processes_memory(config)),
     )
 

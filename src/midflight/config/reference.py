@@ -9,13 +9,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from midflight.config import sections
+from midflight.config import loss, sections
 from midflight.config.load import Option, options, tables
-from midflight.config.sections import Config, Section
+from midflight.config.section import Section
+from midflight.config.sections import Config
 
 INTRODUCTION = """# Configuration
 
-Made from `src/midflight/config/sections.py` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
+Made from `sections.py` and `loss.py` in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the
+sentences there.
 
 A run is one TOML file. Every option can be overridden on the command line: `--set rollout.max_staleness=2`, or
 `--set environment.sources.0.size=100` for one of a list. Unknown keys are refused. An option that may be unset is
@@ -33,7 +35,7 @@ def reference() -> str:
 def descriptions() -> Mapping[tuple[str, str], str]:
     """The sentence under each option, by class and attribute, and the one of each class by class and ``."""
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(sections)).body:
+    for node in (*ast.parse(inspect.getsource(sections)).body, *ast.parse(inspect.getsource(loss)).body):
         if isinstance(node, ast.ClassDef):
             found[node.name, ""] = ast.get_docstring(node) or ""
             found.update({(node.name, name): text for name, text in _attributes(node)})

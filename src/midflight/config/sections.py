@@ -7,33 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic import Field, JsonValue
 
-from midflight.config.formulas import OBJECTIVES, Advantage, Reduction, WeightKind
-from midflight.entries import ENTRY
+from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
+from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
 from midflight.types import PauseMode, StalePolicy
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Above0 = Annotated[float, Field(gt=0)]
-
-
-def _objective_kind(value: str) -> str:
-    if value not in OBJECTIVES and not ENTRY.fullmatch(value):
-        raise ValueError(value)
-    return value
-
-
-ObjectiveKind = Annotated[str, AfterValidator(_objective_kind), WithJsonSchema({"enum": [*OBJECTIVES, "module:function"]})]
-
-
-class Section(BaseModel):
-    """Frozen; unknown keys are refused by the loader, which knows the nearest one. `reference` reads the sentences under options."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -185,6 +163,8 @@ class RolloutSection(Section):
     """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's capabilities."""
     buffer_groups: Positive | None = None
     """Finished groups that may wait; larger absorbs more variation. Default (S + 1) * B; less than B is refused."""
+    buffer_bytes: Positive | None = None
+    """Memory that finished rollouts may take before no further group is started. Default: a quarter of the machine's; less than a batch of `model.max_context` is refused."""
     min_group_size: Positive | None = None
     """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
     retries: Count = 1
@@ -239,93 +219,6 @@ class TrainerSection(Section):
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Positive = 2
     """Checkpoints kept; larger takes more disk."""
-
-
-class ObjectiveSection(Section):
-    """What a token's loss is, and how rewards become advantages. `midflight train CONFIG --dry-run` prints the formula."""
-
-    kind: ObjectiveKind = "decoupled_ppo"
-    """decoupled_ppo: clip on r, weighted by `correction.weight`. ppo: clip on the ratio to the behaviour policy, no further weight. `module:function`: a loss of your own. The others: docs/algorithms.md."""
-    clip_low: Fraction | None = None
-    """Lower clip of the ratio, 1 - clip_low; larger allows larger steps down."""
-    clip_high: NonNegative | None = None
-    """Upper clip, 1 + clip_high; DAPO's clip-higher when above `clip_low`."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """c bounds the loss of tokens of negative advantage by -c A (3.0 is usual); larger bounds later."""
-    tau_positive: Above0 | None = None
-    """sapo: temperature of the gate where the advantage is positive; larger closes sooner."""
-    tau_negative: Above0 | None = None
-    """sapo: the same where it is negative."""
-    tau: Above0 | None = None
-    """mirror_descent: weight of the squared log-ratio; larger keeps the policy nearer to the behaviour policy."""
-    delta: Above0 | None = None
-    """dppo_tv: how far a token's probability may have moved; larger masks fewer tokens."""
-    cap: Above0 | None = None
-    """dppo_tv: bound of the ratio; larger varies more."""
-    share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """clip_cov, kl_cov: share of the batch's tokens that are held back; larger keeps more entropy."""
-    penalty: NonNegative | None = None
-    """kl_cov: weight of the divergence on the tokens that are held back."""
-    advantage: Advantage = "grpo"
-    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the others. reinforce_pp: reward - mean of the group, in deviations of the batch. gae: reward to come - what a critic expected, per token, in deviations of the batch; see `[critic]`."""
-    reduction: Reduction | None = None
-    """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment. Unset: the kind's own."""
-    proximal: Literal["start", "interpolated"] = "start"
-    """start: log-probabilities under the weights that begin the step, by a forward when a step has several updates. interpolated (A-3PO): between behaviour and policy by their versions, without a forward."""
-    kl: Literal["k2", "k3", "unbiased"] = "k3"
-    """Estimator of the divergence from the reference, the weights that the run began with; `unbiased` weighs k3 by the ratio to the behaviour policy."""
-    kl_coefficient: NonNegative = 0.0
-    """Weight of that divergence; larger keeps the policy nearer to the reference. 0 keeps no reference in memory."""
-    entropy_coefficient: NonNegative = 0.0
-    """Weight of the entropy bonus; larger explores longer."""
-    overlong_buffer: Count = 0
-    """DAPO's soft over-long penalty starts this many tokens before `max_tokens`; 0 is none."""
-    overlong_penalty: NonNegative = 1.0
-    """Its size at `max_tokens`."""
-
-
-class CorrectionSection(Section):
-    """How tokens of older policies are weighed, by rho = proximal / behaviour. A mask is in force when its bound is set."""
-
-    weight: WeightKind | None = None
-    """tis: min(rho, cap). tis_sequence: of the product over the rollout. mis: rho inside [low, high], else 0; mis_sequence: of the product. icepop: as mis, with wider bounds. Unset: tis where the objective takes a weight. off trains stale tokens as if they were fresh."""
-    cap: Above0 | None = None
-    """tis, tis_sequence: C; larger corrects more and varies more."""
-    low: NonNegative | None = None
-    """mis, mis_sequence, icepop: least ratio that is kept."""
-    high: Above0 | None = None
-    """mis, mis_sequence, icepop: largest ratio that is kept."""
-    self_normalised: bool = False
-    """Divide weights by their mean over the batch."""
-    age_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Each version of age multiplies a token's loss by this; smaller trusts older tokens less."""
-    geometric_low: Above0 | None = None
-    """Masks rollouts whose geometric mean of rho is less (0.99 to 0.999 are usual)."""
-    geometric_high: Above0 | None = None
-    """Masks rollouts whose geometric mean of rho is more."""
-    k3_max: Above0 | None = None
-    """Masks tokens whose rho - 1 - log(rho) is more (0.001 to 0.01 are usual)."""
-    veto_low: Above0 | None = None
-    """Masks rollouts that have a token of smaller rho (1e-4 is usual)."""
-    veto_high: Above0 | None = None
-    """Masks rollouts that have a token of larger rho (100 is usual)."""
-    m2po: Above0 | None = None
-    """Masks the tokens of largest log(rho)^2 until the mean of the rest is below this (0.04 is usual)."""
-    opsm: Above0 | None = None
-    """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
-
-
-class CriticSection(Section):
-    """The critic of `objective.advantage = "gae"`: a model of the policy's size that learns beside it. What is not said here is as in `[trainer]`."""
-
-    learning_rate: Above0 = 3e-4
-    """Peak step size of its AdamW; larger follows the policy sooner."""
-    discount: Fraction = 1.0
-    """What a reward one token later is worth; smaller looks less far ahead."""
-    trace_decay: Fraction = 1.0
-    """λ of the advantages: 1 goes by the reward alone, smaller trusts the critic more and varies less."""
-    clip: Above0 = 0.2
-    """How far one step may move a value before its loss stops counting that as better, in units of the reward; acts when a step has several updates."""
 
 
 class LoraSection(Section):

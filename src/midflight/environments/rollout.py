@@ -168,6 +168,7 @@ class RolloutRunner:
             reward=outcome.reward,
             rows=record.rows if record else (),
             truncated=record.truncated if record else False,
+            room=record.room if record else None,
             error=outcome.error,
             seconds=asyncio.get_running_loop().time() - started,
         )

@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -81,7 +81,19 @@ class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_fiel
     text: str
 
 
-Line = StepLine | EvaluationLine | AlarmLine
+class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_field="kind"):
+    """The run went on from the checkpoint of `version`. Lines of later steps are gone; what happened all the same is in the totals."""
+
+    version: Version
+    step: int
+    seconds: float
+    totals: Totals
+
+
+Line = StepLine | EvaluationLine | AlarmLine | ResumeLine
+
+SURVIVING = ("trained_tokens", "max_token_staleness")
+"""The totals that are of steps, and go with those that a resumed run has lost."""
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Line).decode
@@ -94,12 +106,22 @@ class PastLines:
     steps: tuple[StepLine, ...] = ()
     evaluations: tuple[EvaluationLine, ...] = ()
     alarms: tuple[AlarmLine, ...] = ()
+    resumes: tuple[ResumeLine, ...] = ()
 
-    def restore(self, state: RunState) -> None:
-        """Lets the state go on from here: counts of the last step, and the evaluations made."""
-        if self.steps:
-            last = self.steps[-1]
-            state.restore(step=last.step, version=last.version, totals=last.totals)
+    @property
+    def seconds(self) -> float:
+        """That the run had run for at its last line."""
+        return max((line.seconds for line in (*self.steps, *self.evaluations, *self.resumes)), default=0.0)
+
+    def restore(self, state: RunState, everything: PastLines) -> None:
+        """Lets the state go on from here, the lines that survive: steps, and evaluations made. `everything` has the lost ones too."""
+        last = self.steps[-1] if self.steps else None
+        counted = [line.totals for line in (*everything.steps, *everything.resumes)] or [Totals()]
+        most = {name: max(getattr(totals, name) for totals in counted) for name in asdict(Totals())}
+        survived = asdict(Totals() if last is None else last.totals)
+        totals = Totals(**{**most, **{name: survived[name] for name in SURVIVING}})
+        step, version = (0, 0) if last is None else (last.step, last.version)
+        state.restore(step=step, version=version, totals=totals, seconds=everything.seconds)
         for line in self.evaluations:
             state.apply(Evaluated(line.version, line.source, line.num_tasks, line.mean_reward, line.num_failed, line.error))
 
@@ -113,6 +135,7 @@ def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
         tuple(x for x in kept if isinstance(x, StepLine)),
         tuple(x for x in kept if isinstance(x, EvaluationLine)),
         tuple(x for x in kept if isinstance(x, AlarmLine)),
+        tuple(x for x in kept if isinstance(x, ResumeLine)),
     )
 
 
@@ -132,8 +155,12 @@ class Journal:
         Later lines are of steps that did not survive.
         """
         self._state = state
-        history = read_journal(path, until=resume_at) if resume_at is not None else PastLines()
-        history.restore(state)
+        history = PastLines()
+        if resume_at is not None:
+            history = read_journal(path, until=resume_at)
+            history.restore(state, read_journal(path))
+            resumed = ResumeLine(version=resume_at, step=state.step, seconds=state.seconds, totals=state.totals)
+            history = replace(history, resumes=(*history.resumes, resumed))
         self._steps = {line.version for line in history.steps}
         self._evaluations = {(line.version, line.source) for line in history.evaluations}
         self._groups: dict[Version, tuple[int, dict[int, int], float | None]] = {}
@@ -251,8 +278,8 @@ def _mean_age(ages: Mapping[int, int]) -> float | None:
 
 def _rewrite(path: Path, history: PastLines) -> None:
     """Replaces the file by the lines kept, in their order of time."""
-    kept = [*history.steps, *history.evaluations, *history.alarms]
-    lines: list[Line] = sorted(kept, key=lambda line: (line.version, not isinstance(line, StepLine)))
+    kept: list[Line] = [*history.steps, *history.evaluations, *history.alarms, *history.resumes]
+    lines = sorted(kept, key=lambda line: (line.version, not isinstance(line, StepLine), isinstance(line, ResumeLine)))
     write_whole(path, b"".join(_encode(line) + b"\n" for line in lines))
 
 

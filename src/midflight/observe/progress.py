@@ -1,165 +1,17 @@
-"""What has happened so far: facts added up to what terminal, journal and summary show; numbers over the recent past, and exact unions and
-intersections of the times when something was busy."""
+"""What has happened so far: facts added up to what terminal, journal and summary show."""
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from midflight.observe.failures import Failures
 from midflight.observe.learning import LEARNED_FROM, Learning
+from midflight.observe.recent import Mean, Overlap, Rate
 from midflight.observe.status import TRAINER_KEYS, IdleTime, Phase, SourceStatus, Status, Totals, judge
-from midflight.types import Kind, Version, facts
-
-
-class Rate:
-    """Amount per second over the last `seconds`, or over the time since the first amount while that is shorter."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._recent: deque[tuple[float, float]] = deque()
-        self._sum = 0.0
-        self._first: float | None = None
-
-    def add(self, at: float, amount: float) -> None:
-        """Amounts of the same tenth of a second share an entry, which bounds memory by the window."""
-        self._first = at if self._first is None else min(self._first, at)
-        self._sum += amount
-        if self._recent and at - self._recent[-1][0] < 0.1:
-            last, sum_before = self._recent[-1]
-            self._recent[-1] = (last, sum_before + amount)
-        else:
-            self._recent.append((at, amount))
-
-    def per_second(self, now: float) -> float:
-        while self._recent and self._recent[0][0] < now - self._seconds:
-            self._sum -= self._recent.popleft()[1]
-        if self._first is None or not self._recent:
-            return 0.0
-        return self._sum / max(min(self._seconds, now - self._first), 0.1)
-
-
-class Mean:
-    """Mean of the last `size` numbers; `None` before the first, which is not zero."""
-
-    def __init__(self, size: int) -> None:
-        self._recent: deque[float] = deque(maxlen=size)
-
-    def add(self, number: float) -> None:
-        self._recent.append(number)
-
-    def value(self) -> float | None:
-        return sum(self._recent) / len(self._recent) if self._recent else None
-
-
-SLACK_SECONDS = 120.0
-"""How late an interval may arrive and still be counted exactly: longer than a step's report can be under way."""
-MAX_SPANS = 50_000
-"""Spans kept per side before the older half is settled whatever happens: a few MB."""
-
-
-@dataclass(slots=True)
-class Spans:
-    """A union of intervals as disjoint spans in order: `starts[i] < ends[i] < starts[i + 1]`."""
-
-    starts: list[float] = field(default_factory=list[float])
-    ends: list[float] = field(default_factory=list[float])
-
-    def add(self, start: float, end: float) -> None:
-        """Joins [start, end] with every span it touches."""
-        if end <= start:
-            return
-        first = bisect_left(self.ends, start)
-        after = bisect_right(self.starts, end)
-        if first < after:
-            start, end = min(start, self.starts[first]), max(end, self.ends[after - 1])
-        self.starts[first:after] = [start]
-        self.ends[first:after] = [end]
-
-    def length(self) -> float:
-        return sum(self.ends) - sum(self.starts)
-
-    def cut(self, line: float) -> Spans:
-        """Takes out and returns everything before `line`; a span across it is divided."""
-        last = bisect_left(self.starts, line)
-        before = Spans(self.starts[:last], self.ends[:last])
-        del self.starts[:last], self.ends[:last]
-        if before.ends and before.ends[-1] > line:
-            self.starts.insert(0, line)
-            self.ends.insert(0, before.ends[-1])
-            before.ends[-1] = line
-        return before
-
-
-def common_length(a: Spans, b: Spans) -> float:
-    """Length of the intersection, in one pass over both."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a.starts) and j < len(b.starts):
-        total += max(0.0, min(a.ends[i], b.ends[j]) - max(a.starts[i], b.starts[j]))
-        if a.ends[i] <= b.ends[j]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
-class Overlap:
-    """How long two sides were busy, and both together, since `begin`.
-
-    What lies further back than `SLACK_SECONDS` before the newest end of both sides is settled into sums and forgotten, so
-    memory stays flat however long the run; an interval that arrives later than that is counted from the settled line on.
-    """
-
-    def __init__(self) -> None:
-        self._sides = (Spans(), Spans())
-        self._latest = [0.0, 0.0]
-        self._settled = [0.0, 0.0, 0.0]
-        self._line: float | None = None
-        self._end: float | None = None
-        self._began: float | None = None
-
-    def begin(self, at: float) -> None:
-        """Nothing before this counts."""
-        self._began = self._line = at
-
-    def finish(self, at: float) -> None:
-        """Nothing after this counts."""
-        self._end = at
-        self._sides = (self._sides[0].cut(at), self._sides[1].cut(at))
-
-    def seconds(self, now: float) -> float:
-        """Length of the time looked at, until `now` or the finish."""
-        return 0.0 if self._began is None else max(0.0, (now if self._end is None else self._end) - self._began)
-
-    def add(self, side: int, start: float, end: float) -> None:
-        """Side 0 or 1 was busy in [start, end]. Before `begin` nothing is kept."""
-        if self._line is None:
-            return
-        end = end if self._end is None else min(end, self._end)
-        self._sides[side].add(max(start, self._line), end)
-        self._latest[side] = max(self._latest[side], end)
-        crowded = len(self._sides[side].starts) > MAX_SPANS
-        if crowded:
-            self._settle(self._sides[side].starts[MAX_SPANS // 2])
-        elif len(self._sides[side].starts) % 1024 == 0:
-            self._settle(min(self._latest) - SLACK_SECONDS)
-
-    def busy(self) -> tuple[float, float, float]:
-        """Seconds of side 0, of side 1, and of both at once."""
-        a, b = self._sides
-        return self._settled[0] + a.length(), self._settled[1] + b.length(), self._settled[2] + common_length(a, b)
-
-    def _settle(self, line: float) -> None:
-        if self._line is None or line <= self._line:
-            return
-        a, b = self._sides[0].cut(line), self._sides[1].cut(line)
-        for number, seconds in enumerate((a.length(), b.length(), common_length(a, b))):
-            self._settled[number] += seconds
-        self._line = line
-
+from midflight.types import Accounts, Kind, Version, facts
 
 RATE_SECONDS = 15.0
 """Window of the tokens per second: a few steps of a small model, short enough to show a stall."""
@@ -206,7 +58,8 @@ class RunState:
     def __init__(
         self, *, name: str = "run", steps: int = 0, start_version: Version = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._clock, self._began = clock, clock()
+        self._clock, self._began, self._before = clock, clock(), 0.0
+        self.accounts: Callable[[], Accounts] | None = None
         self._name, self._steps = name, steps
         self._phase = Phase.STARTING
         self._step, self._version, self._live = 0, start_version, start_version
@@ -217,6 +70,7 @@ class RunState:
         self._reward = Mean(REWARD_ROLLOUTS)
         self._ages: deque[Mapping[int, int]] = deque(maxlen=RECENT_BATCHES)
         self._step_ends: deque[float] = deque(maxlen=RECENT_BATCHES)
+        self._unsaved: list[tuple[Version, int]] = []  # made and in no checkpoint yet: version, tokens
         self._generation, self._training = Rate(RATE_SECONDS), Rate(RATE_SECONDS)
         self._running: dict[str, tuple[int, float]] = {}
         self._waits: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -237,9 +91,9 @@ class RunState:
             self.overlap.finish(self._clock())
         self._phase = phase
 
-    def restore(self, *, step: int, version: Version, totals: Totals) -> None:
-        """Goes on from the counts of an earlier process of the same run. Versions only grow, also after a crash."""
-        self._step, self._counts = step, Counter(asdict(totals))
+    def restore(self, *, step: int, version: Version, totals: Totals, seconds: float = 0.0) -> None:
+        """Goes on from the counts of an earlier process of the same run, which ran for `seconds`. Versions only grow, also after a crash."""
+        self._step, self._counts, self._before = step, Counter(asdict(totals)), seconds
         self._version, self._live = max(self._version, version), max(self._live, version)
 
     # --- Facts -------------------------------------------------------------------------------------------------------
@@ -275,6 +129,12 @@ class RunState:
                 self._quarantined[fact.engine] = fact.error
             case facts.Rejoined(engine=engine):
                 self._quarantined.pop(engine, None)
+            case facts.Resumed():
+                self._resumed(fact)
+            case facts.WentBack(checkpoint=checkpoint):
+                self._went_back(checkpoint)
+            case facts.Checkpointed(version=version):
+                self._unsaved = [made for made in self._unsaved if made[0] > version]
             case facts.Evaluated(source=source):
                 self.sources.setdefault(source, SourceState()).evaluated(fact)
             case _:
@@ -303,6 +163,30 @@ class RunState:
         self._version = step.version
         self._counts["trained_tokens"] += step.num_tokens
         self._trainer = {key: step.metrics[key] for key in TRAINER_KEYS if key in step.metrics}
+        self._unsaved.append((step.version, step.num_tokens))
+
+    def _resumed(self, resumed: facts.Resumed) -> None:
+        """The store knows what was recorded after the journal's last line."""
+        accounts, failed = resumed.accounts, sum(resumed.failed.values())
+        known = {
+            "generated_tokens": accounts.received_tokens + resumed.unfinished_tokens,
+            "rollouts": sum(resumed.scored.values()) + failed,
+            "failed_rollouts": failed,
+        }
+        for name, number in known.items():
+            self._counts[name] = max(self._counts[name], number)
+        self._counts["trained_tokens"] = accounts.trained_tokens
+        self._dropped = Counter(accounts.dropped)
+        for source in {**resumed.scored, **resumed.failed}:
+            number = resumed.scored.get(source, 0) + resumed.failed.get(source, 0)
+            self.sources.setdefault(source, SourceState()).num_rollouts = number
+
+    def _went_back(self, checkpoint: Version) -> None:
+        """A trainer that goes back while this process lives: its later steps are in no weights that survive."""
+        for _, num_tokens in (lost for lost in self._unsaved if lost[0] > checkpoint):
+            self._step -= 1
+            self._counts["trained_tokens"] -= num_tokens
+        self._unsaved.clear()
 
     # --- Reading -----------------------------------------------------------------------------------------------------
 
@@ -317,8 +201,8 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """Since this object was made."""
-        return self._clock() - self._began
+        """That the run has run for, over all its starts."""
+        return self._before + self._clock() - self._began
 
     def status(self) -> Status:
         now = self._clock()
@@ -331,7 +215,8 @@ class RunState:
             step=self._step,
             steps=self._steps,
             version=self._version,
-            seconds=now - self._began,
+            seconds=self._before + now - self._began,
+            start_seconds=now - self._began,
             eta_seconds=self._eta(now),
             evaluated=self._evaluation[0],
             to_evaluate=self._evaluation[1],
@@ -348,6 +233,7 @@ class RunState:
             trainer=self._trainer,
             waits=self._wait_shares(now),
             dropped=dict(self._dropped),
+            accounts=None if self.accounts is None else self.accounts(),
             engine_busy=shares[ENGINE],
             trainer_busy=shares[TRAINER],
             overlap_share=shares[2],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from midflight.observe.failures import Failures
-from midflight.types import facts
+from midflight.types import Accounts, Fate, facts
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -28,6 +31,8 @@ class Metrics:
         )
         self._mismatches = Counter("midflight_retokenisation_mismatches", "Prompts that tokenising anew would have changed.", registry=r)
         self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
+        self.accounts: Callable[[], Accounts] | None = None
+        r.register(self)
         self._turns = Counter("midflight_turns", "Answers given to agents.", registry=r)
         self._prompt_tokens = Counter("midflight_prompt_tokens", "Prompt tokens of those answers.", registry=r)
         self._output_tokens = Histogram("midflight_turn_output_tokens", "Output tokens of one answer.", buckets=TOKENS, registry=r)
@@ -59,6 +64,23 @@ class Metrics:
             found = self._steps[engine] = labelled
         return found
 
+    def collect(self) -> Iterable[Metric]:
+        """The accounts as they are when somebody asks, over all starts of the run."""
+        if self.accounts is None:
+            return
+        a = self.accounts()
+        groups = GaugeMetricFamily("midflight_groups", "Groups of the run, by where they are.", labels=["state"])
+        for state in ("running", "waiting", "leased", "trained"):
+            groups.add_metric([state], getattr(a, state))
+        groups.add_metric(["dropped"], sum(a.dropped.values()))
+        tokens = GaugeMetricFamily("midflight_tokens", "Tokens of rollouts that have ended, by fate and reason.", labels=["fate", "reason"])
+        whole = {Fate.WAITING: {"": a.waiting_tokens}, Fate.TRAINED: {"": a.trained_tokens}}
+        for fate, reasons in {**whole, Fate.MASKED: a.masked_tokens, Fate.DROPPED: a.dropped_tokens}.items():
+            for reason, number in reasons.items():
+                tokens.add_metric([fate.value, reason], number)
+        yield groups
+        yield tokens
+
     def text(self) -> bytes:
         """The body of `/metrics`."""
         return generate_latest(self.registry)
@@ -84,6 +106,8 @@ class Metrics:
                 self._dropped.labels(reason.value).inc()
             case facts.Waited(who=who, for_whom=for_whom, seconds=seconds):
                 self._waited.labels(who, for_whom).inc(max(0.0, seconds))
+            case facts.Resumed():
+                self._resumed(fact)
             case facts.Leased() | facts.Stepped():
                 self._trained_on(fact)
             case facts.WeightsCommitted() | facts.Quarantined() | facts.Rejoined():
@@ -113,6 +137,17 @@ class Metrics:
         self._branches.inc(session.num_branches)
         self._rewritten.inc(session.num_rewritten)
         self._mismatches.inc(session.num_mismatches)
+
+    def _resumed(self, resumed: facts.Resumed) -> None:
+        """These counters go on where those of the process that died stood."""
+        for counts, scored in ((resumed.scored, "yes"), (resumed.failed, "no")):
+            for source, number in counts.items():
+                self._rollouts.labels(source, scored).inc(number)
+        for source, total in resumed.rewards.items():
+            self._reward.labels(source).inc(total)
+        for reason, number in resumed.accounts.dropped.items():
+            self._dropped.labels(reason).inc(number)
+        self._trained.inc(resumed.accounts.trained_tokens)
 
     def _trained_on(self, fact: facts.Leased | facts.Stepped) -> None:
         match fact:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from midflight.types import Accounts
+
 
 class Phase(StrEnum):
     """What a run is doing, in the order it does it; an evaluation in mid-training belongs to `TRAINING`."""
@@ -121,7 +123,10 @@ class IdleTime:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts since the run began, a resume included. Rewards of `None` count as rollouts, as failed ones too."""
+    """Counts since the run began, over all its starts; what died with its processes was generated all the same.
+
+    Steps that a resumed run has lost do not count as trained. Rewards of `None` count as rollouts, as failed ones too.
+    """
 
     generated_tokens: int = 0
     """Output tokens of the engines, evaluation included."""
@@ -149,6 +154,9 @@ class Status:
     steps: int = 0
     version: int = 0
     seconds: float = 0.0
+    """That the run has run for, over all its starts."""
+    start_seconds: float = 0.0
+    """Since this start."""
     eta_seconds: float | None = None
     """Until the last step; none before two steps."""
     warm_start: WarmStartStatus | None = None
@@ -177,6 +185,8 @@ class Status:
     """Longest first."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     """Groups by reason."""
+    accounts: Accounts | None = None
+    """None where nothing is trained."""
     engine_busy: float | None = None
     """Share of the training phase in which some engine computed; none before it."""
     trainer_busy: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from midflight.observe.failures import most_common
-from midflight.observe.journal import write_whole
+from midflight.observe.journal import read_journal, write_whole
 from midflight.observe.status import Status, duration, heldout, percent
 from midflight.observe.terminal import learning
+from midflight.types import Accounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Summary:
     heldout_before: float | None
     heldout_after: float | None
     seconds: float
+    start_seconds: float
     peak_memory_mb: float
     steps: int
     version: int
@@ -70,33 +72,36 @@ class Summary:
     sources: dict[str, SourceSummary] = field(default_factory=dict[str, SourceSummary])
     waits: dict[str, float] = field(default_factory=dict[str, float])
     dropped: dict[str, int] = field(default_factory=dict[str, int])
+    accounts: Accounts | None = None
 
 
-def summarise(status: Status, *, primary: str | None, seconds: float, peak_memory_mb: float, said: Said = Said()) -> Summary:
-    """From the last status. `primary` is the source whose held-out score counts; `seconds` are those of the whole command."""
+def past_seconds(folder: Path) -> float:
+    """That a run which goes on in this folder has run for: as its last summary says, or its journal, where it was killed since."""
+    summary = folder / "summary.json"
+    said = msgspec.json.decode(summary.read_bytes()).get("seconds", 0.0) if summary.exists() else 0.0
+    return max(said, read_journal(folder / "metrics.jsonl").seconds)
+
+
+def summarise(
+    status: Status, *, primary: str | None, seconds: float, peak_memory_mb: float, before: float = 0.0, said: Said = Said()
+) -> Summary:
+    """From the last status. `primary` is the source whose held-out score counts; `before` are the seconds of the starts before this one."""
     sources = {
         s.name: SourceSummary(s.heldout_before, s.heldout_last, s.num_heldout, s.reward, s.failed_before, s.failed_last, s.is_incomplete)
         for s in status.sources
     }
     first = sources.get(primary) if primary is not None else None
-    t = status.totals
     return Summary(
         name=status.name,
         primary=primary,
         heldout_before=first.heldout_before if first else None,
         heldout_after=first.heldout_after if first else None,
-        seconds=round(seconds, 3),
+        seconds=round(before + seconds, 3),
+        start_seconds=round(seconds, 3),
         peak_memory_mb=round(peak_memory_mb, 1),
         steps=status.step,
         version=status.version,
-        weight_updates=t.weight_updates,
-        rollouts=t.rollouts,
-        rollouts_spanning_versions=t.rollouts_spanning_versions,
-        failed_rollouts=t.failed_rollouts,
-        failed_requests=t.failed_requests,
-        generated_tokens=t.generated_tokens,
-        trained_tokens=t.trained_tokens,
-        max_token_staleness=t.max_token_staleness,
+        **asdict(status.totals),
         overlap_share=status.overlap_share,
         engine_busy=status.engine_busy,
         trainer_busy=status.trainer_busy,
@@ -108,6 +113,7 @@ def summarise(status: Status, *, primary: str | None, seconds: float, peak_memor
         sources=sources,
         waits={f"{wait.who} for {wait.for_whom}": round(wait.seconds, 3) for wait in status.waits},
         dropped=status.dropped,
+        accounts=status.accounts,
     )
 
 
@@ -129,6 +135,9 @@ def summary_table(summary: Summary, status: Status) -> Table:
     table.add_row("failed requests, rollouts", f"{summary.failed_requests}, {summary.failed_rollouts}")
     if summary.failures:
         table.add_row("failed by", most_common(Counter(summary.failures)), style="yellow")
+    if (a := summary.accounts) is not None:
+        waiting = a.running + a.waiting + a.leased
+        table.add_row("groups", f"{a.trained:,} trained, {waiting:,} not yet, {sum(a.dropped.values()):,} dropped")
     table.add_row("tokens trained", f"{summary.trained_tokens:,} of {summary.generated_tokens:,} generated")
     for label, text in learning(status):
         table.add_row(label, text)

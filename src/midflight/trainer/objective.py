@@ -29,7 +29,7 @@ from torch import Tensor
 
 from midflight.config.checks import Loss, loss_contradictions, loss_of
 from midflight.config.formulas import DIVERGENCES, MASKS, REDUCTIONS, WEIGHTS
-from midflight.config.sections import CorrectionSection, ObjectiveSection
+from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.errors import ConfigError
 from midflight.trainer.formulas import corrections, losses, reductions
 from midflight.trainer.formulas.corrections import log_ratio

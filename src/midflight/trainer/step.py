@@ -137,20 +137,18 @@ class Scoring:
     """How rewards become advantages."""
 
     advantage: Advantage = "grpo"
-    max_length: int = 1
-    """Tokens of the longest answer, where the over-long penalty is full."""
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
+    mask_truncated: bool = False
+    """Whether rollouts that were cut short stay out of the loss; their rewards count in their groups."""
     teacher_weight: float = 0.0
     """Weight of a teacher's log-probabilities beside rewards, per token; 0 is no teacher."""
     counts_rewards: bool = True
     """Without them the teacher is all that is learned from."""
 
-    def advantages(self, rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"], *, lengths: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """Per rollout, in float64; `lengths` in generated tokens."""
-        penalty = advantages.overlong_penalty(
-            lengths, max_length=self.max_length, buffer=self.overlong_buffer, penalty=self.overlong_penalty
-        )
+    def advantages(self, rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"], *, room: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+        """Per rollout, in float64; `room` is what its answers left of their limits, in tokens."""
+        penalty = advantages.overlong_penalty(room, buffer=self.overlong_buffer, penalty=self.overlong_penalty)
         compared: Callable[[Tensor, Tensor], Tensor] = getattr(advantages, ADVANTAGES[self.advantage].function)
         return compared(rewards + penalty, groups)
 
@@ -191,7 +189,8 @@ def step_tokens(
     _check_missing(int(missing.sum()), int(batch.loss_mask.sum()), max_share=max_missing_share)
     rollout_of_token = np.repeat(batch.row_rollout, np.diff(batch.row_offsets)).astype(np.int64)
     unscored = batch.loss_mask & ~missing & ~np.isfinite(batch.rewards)[rollout_of_token]
-    mask = batch.loss_mask & ~missing & ~unscored
+    truncated = batch.loss_mask & ~missing & ~unscored & batch.truncated[rollout_of_token] & scoring.mask_truncated
+    mask = batch.loss_mask & ~missing & ~unscored & ~truncated
     admitted = shift(mask, batch.row_offsets)
     rollout = shift(rollout_of_token, batch.row_offsets)[admitted]
     return LossTokens(
@@ -203,7 +202,11 @@ def step_tokens(
         rollout=on_device(rollout, device),
         group=batch.rollout_group[rollout].astype(np.int64),
         num_rollouts=len(batch.rewards),
-        masked={reason: n for reason, n in ((Reason.NOT_FINITE, int(missing.sum())), (Reason.NO_REWARD, int(unscored.sum()))) if n},
+        masked={
+            reason: int(kept_out.sum())
+            for reason, kept_out in ((Reason.NOT_FINITE, missing), (Reason.NO_REWARD, unscored), (Reason.TRUNCATED, truncated))
+            if kept_out.any()
+        },
     )
 
 
@@ -221,7 +224,7 @@ def check_staleness(batch: PackedBatch, *, max_staleness: int) -> None:
 def _token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
     """[N - R], shifted: the rollout's advantage on each of its tokens, and what the teacher thinks of that token."""
     rollout = shift(rollout_of_token, batch.row_offsets)
-    of_rewards = _advantages(batch, scoring, rollout_of_token)[rollout] if scoring.counts_rewards else np.zeros(len(rollout))
+    of_rewards = _advantages(batch, scoring)[rollout] if scoring.counts_rewards else np.zeros(len(rollout))
     if not scoring.teacher_weight:
         return of_rewards
     if batch.teacher_logprobs is None:
@@ -235,14 +238,17 @@ def _token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: In
     return of_rewards + scoring.teacher_weight * advantages.distillation_advantage(teacher, behaviour).numpy()
 
 
-def _advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
+def _advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
     """[M]. Rollouts without a finite reward get 0 and are no part of their group's baseline."""
     scored = np.flatnonzero(np.isfinite(batch.rewards))
-    lengths = np.bincount(rollout_of_token[batch.loss_mask], minlength=len(batch.rewards))[scored]
+    if scoring.overlong_buffer and batch.room is None:
+        raise RunFailed(f"the batch of version {batch.train_version} does not say how near to their limits its answers came (`room`), and "
+                        "objective.overlong_buffer needs that. Send `room` with each batch, or set objective.overlong_buffer = 0.")  # fmt: skip
+    room = np.zeros(len(scored), np.int32) if batch.room is None else batch.room[scored]
     found = scoring.advantages(
         torch.from_numpy(batch.rewards[scored].astype(np.float64)),
         torch.from_numpy(batch.rollout_group[scored].astype(np.int64)),
-        lengths=torch.from_numpy(lengths),
+        room=torch.from_numpy(room),
     )
     of_rollouts = np.zeros(len(batch.rewards), np.float64)
     of_rollouts[scored] = found.numpy()

@@ -301,16 +301,16 @@ class Update:
 def trainer_of(
     config: Config, model: PreTrainedModel, *, reference: PreTrainedModel | None = None, version: Version = 0, ranks: Ranks | None = None
 ) -> Trainer:
-    """The trainer a configuration asks for. The longest answer is the environment's `max_tokens`."""
+    """The trainer a configuration asks for."""
     section, c = config.trainer, config.critic
     return Trainer(
         model,
         objective_of(config),
         scoring=Scoring(
             advantage=config.objective.advantage,
-            max_length=config.environment.max_tokens,
             overlong_buffer=config.objective.overlong_buffer,
             overlong_penalty=config.objective.overlong_penalty,
+            mask_truncated=config.objective.mask_truncated,
             teacher_weight=0.0 if config.distillation.teacher is None else config.distillation.weight,
             counts_rewards=config.distillation.teacher is None or config.distillation.rewards,
         ),

@@ -20,11 +20,14 @@ Value: TypeAlias = "int | float | str | bytes | None"
 
 APPLICATION_ID = 0x4D464C54
 """Marks the file as ours ("MFLT")."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 TABLES = """
 CREATE TABLE runs (name TEXT NOT NULL);
 CREATE TABLE numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE forks (                -- where a trainer went on from a checkpoint under a number that was not its own
+    checkpoint INTEGER NOT NULL, version INTEGER NOT NULL
+);
 CREATE TABLE groups (
     epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL,
     task BLOB NOT NULL,
@@ -39,7 +42,7 @@ CREATE INDEX groups_by_state ON groups (state, finished);
 CREATE INDEX groups_by_lease ON groups (lease) WHERE lease IS NOT NULL;
 CREATE TABLE rollouts (             -- those that have ended
     epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL, sample INTEGER NOT NULL,
-    reward REAL, truncated INTEGER NOT NULL, error TEXT, seconds REAL NOT NULL,
+    reward REAL, truncated INTEGER NOT NULL, room INTEGER, error TEXT, seconds REAL NOT NULL,
     num_trainable INTEGER NOT NULL, rows BLOB NOT NULL,
     PRIMARY KEY (epoch, position, attempt, sample)
 );

@@ -30,12 +30,18 @@ _ROLLOUTS: Mapping[str, type[np.generic]] = {"rewards": np.float32, "rollout_gro
 _ARRAYS = {**_TOKENS, **_ROWS, **_ROLLOUTS}
 _TEACHER: Mapping[str, type[np.generic]] = {"teacher_logprobs": np.float32}
 """As long as `_TOKENS`, and there or not."""
+_ROOM: Mapping[str, type[np.generic]] = {"room": np.int32}
+"""As long as `_ROLLOUTS`, and there or not."""
+_OPTIONAL = {**_TEACHER, **_ROOM}
+NO_ANSWER = 2**31 - 1
+"""The room of a rollout without an answer."""
 
 
 def pack(batch: Batch) -> PackedBatch:
     """Groups, their rollouts and the rollouts' rows, in the order of the batch; see `PackedBatch` for the shapes.
 
-    A rollout without rows keeps its place among the rewards: it counts in its group's baseline.
+    A rollout without rows keeps its place among the rewards: it counts in its group's baseline. A version above the batch's is of a way
+    that a trainer left when it went back to its checkpoint: its tokens count as of age 0.
     """
     rollouts = [(number, t) for number, group in enumerate(batch.groups) for t in group.trajectories]
     rows = [(number, row) for number, (_, t) in enumerate(rollouts) for row in t.rows]
@@ -45,13 +51,14 @@ def pack(batch: Batch) -> PackedBatch:
         token_ids=_flat(rows, lambda row: row.token_ids, np.int32),
         loss_mask=_flat(rows, lambda row: row.loss_mask, np.bool_),
         logprobs=_flat(rows, lambda row: row.logprobs, np.float32),
-        versions=_flat(rows, lambda row: row.versions, np.int32),
-        kv_versions=_flat(rows, lambda row: row.kv_versions, np.int32),
+        versions=_flat(rows, lambda row: row.versions, np.int32).clip(max=batch.train_version),
+        kv_versions=_flat(rows, lambda row: row.kv_versions, np.int32).clip(max=batch.train_version),
         row_offsets=np.array(list(accumulate((len(row.token_ids) for _, row in rows), initial=0)), dtype=np.int32),
         row_rollout=np.array([number for number, _ in rows], dtype=np.int32),
         rewards=np.array([t.reward for _, t in rollouts], dtype=np.float32),
         rollout_group=np.array([number for number, _ in rollouts], dtype=np.int32),
         truncated=np.array([t.truncated for _, t in rollouts], dtype=np.bool_),
+        room=np.array([NO_ANSWER if t.room is None else t.room for _, t in rollouts], dtype=np.int32),
     )
 
 
@@ -61,7 +68,7 @@ def _flat(rows: list[tuple[int, Row]], part: Callable[[Row], NDArray[Any]], dtyp
 
 def to_bytes(packed: PackedBatch) -> bytes:
     """A safetensors file whose metadata names the format, the lease and the version it trains at."""
-    parts = _ARRAYS if packed.teacher_logprobs is None else {**_ARRAYS, **_TEACHER}
+    parts = {**_ARRAYS, **{name: dtype for name, dtype in _OPTIONAL.items() if getattr(packed, name) is not None}}
     arrays = {name: np.ascontiguousarray(getattr(packed, name), dtype=dtype) for name, dtype in parts.items()}
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, "lease": str(packed.lease), "train_version": str(packed.train_version)}
     return save(arrays, metadata=header)
@@ -108,11 +115,11 @@ def _number(header: Mapping[str, str], name: str) -> int:
 
 def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
     """Every array is there, flat, of its type, and as long as those beside it."""
-    _require(arrays.keys() - _TEACHER.keys() == _ARRAYS.keys(), f"arrays are {sorted(arrays)}, expected {sorted(_ARRAYS)}")
+    _require(arrays.keys() - _OPTIONAL.keys() == _ARRAYS.keys(), f"arrays are {sorted(arrays)}, expected {sorted(_ARRAYS)}")
     for name, found in arrays.items():
-        dtype = {**_ARRAYS, **_TEACHER}[name]
+        dtype = {**_ARRAYS, **_OPTIONAL}[name]
         _require(found.ndim == 1 and found.dtype == dtype, f"{name} is {found.dtype}{list(found.shape)}, expected flat {np.dtype(dtype)}")
-    for beside in ({**_TOKENS, **_TEACHER}, _ROLLOUTS):
+    for beside in ({**_TOKENS, **_TEACHER}, {**_ROLLOUTS, **_ROOM}):
         lengths = {name: len(arrays[name]) for name in beside if name in arrays}
         _require(len(set(lengths.values())) == 1, f"lengths disagree: {lengths}")
 

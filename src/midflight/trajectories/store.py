@@ -39,6 +39,11 @@ class Unfinished:
     turns: Mapping[RolloutKey, tuple[Turn, ...]]
     """Completed turns, in order, of rollouts that had not ended."""
 
+    def versions(self) -> Iterator[Version]:
+        """Those that a token of it may be the oldest of."""
+        yield from (oldest for trajectory in self.finished if (oldest := trajectory.oldest_version) is not None)
+        yield from (segment.version for turns in self.turns.values() for turn in turns for segment in turn.segments)
+
 
 class Store:
     """`run` names the run; a file of another run is refused, so that two runs never mix their groups."""
@@ -110,9 +115,9 @@ class Store:
         trajectory = kept.trajectory
         key, num_trainable = trajectory.key, trajectory.num_trainable
         self._db.execute(
-            "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *_rollout(key),
-            *(trajectory.reward, trajectory.truncated, trajectory.error, trajectory.seconds, num_trainable),
+            *(trajectory.reward, trajectory.truncated, trajectory.room, trajectory.error, trajectory.seconds, num_trainable),
             database.encode_rows(trajectory.rows),
         )
         self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
@@ -205,6 +210,8 @@ class Store:
         for lease in self._leases("1"):
             self._take_back(lease)
         self._wait_again(_LEARNT_LATER, back.checkpoint)
+        if back.version != back.checkpoint:
+            self._db.execute("INSERT INTO forks VALUES (?, ?)", back.checkpoint, back.version)
         self._db.raise_number("version", back.version)
         self._db.set_number("next", back.version)
 
@@ -239,6 +246,8 @@ class Store:
 
         Of what is final only the sums are told.
         """
+        for checkpoint, version in self._db.execute("SELECT checkpoint, version FROM forks ORDER BY rowid"):
+            yield facts.WentBack(checkpoint, version, ())
         for key in self._keys("state IN (?, ?, ?)", State.RUNNING, State.WAITING, State.LEASED):
             yield facts.Admitted(key, self._task(key))
         for key in self._keys("state IN (?, ?, ?, ?)", State.IN_LINE, State.RUNNING, State.WAITING, State.LEASED):
@@ -261,6 +270,14 @@ class Store:
     def unfinished(self) -> tuple[Unfinished, ...]:
         """In the order of their keys."""
         return tuple(self._unfinished(key) for key in sorted(self._keys("state IN (?, ?)", State.RUNNING, State.IN_LINE)))
+
+    def rollouts(self) -> Iterator[tuple[str, int, int, float]]:
+        """Of each group of which one has ended: its source; how many were scored, and how many not; the sum of their rewards."""
+        for task, scored, ended, rewards in self._db.execute(
+            "SELECT task, COUNT(reward), COUNT(*), TOTAL(reward) FROM rollouts JOIN groups USING (epoch, position, attempt) "
+            "GROUP BY epoch, position, attempt"
+        ):
+            yield self._decoded(database.decode_task, task).source, scored, ended - scored, rewards
 
     def next_position(self) -> tuple[int, int]:
         """(epoch, index) of the next task to draw. An index past the end of its epoch means the start of the next."""
@@ -319,12 +336,12 @@ class Store:
         return Unfinished(key, finished, {rollout: tuple(made) for rollout, made in turns.items()})
 
     def _trajectories(self, key: GroupKey, task: Task) -> Iterator[Trajectory]:
-        columns = "sample, reward, rows, truncated, error, seconds"
-        for sample, reward, rows, truncated, error, seconds in self._db.execute(
+        columns = "sample, reward, rows, truncated, error, seconds, room"
+        for sample, reward, rows, truncated, error, seconds, room in self._db.execute(
             f"SELECT {columns} FROM rollouts WHERE {_GROUP} ORDER BY sample", *_group(key)
         ):
             decoded = self._decoded(database.decode_rows, rows)
-            yield Trajectory(RolloutKey(key, sample), task.id, task.source, reward, decoded, bool(truncated), error, seconds)
+            yield Trajectory(RolloutKey(key, sample), task.id, task.source, reward, decoded, bool(truncated), error, seconds, room)
 
     def _task(self, key: GroupKey) -> Task:
         (blob,) = self._db.execute(f"SELECT task FROM groups WHERE {_GROUP}", *_group(key))[0]

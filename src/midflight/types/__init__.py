@@ -18,9 +18,10 @@ from midflight.types.names import (
     StalePolicy,
     Version,
 )
-from midflight.types.rollouts import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SessionRecord, Task, Trajectory
+from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SessionRecord, Task, Trajectory
 
 __all__ = [
+    "Accounts",
     "Attestation",
     "Batch",
     "Bool",

@@ -14,7 +14,7 @@ import msgspec
 
 from midflight.types.generation import Turn
 from midflight.types.names import Fate, Reason, Version
-from midflight.types.rollouts import Batch, Group, GroupKey, RolloutKey, Task, Trajectory
+from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, RolloutKey, Task, Trajectory
 
 
 class EngineStepped(msgspec.Struct, frozen=True, gc=False):
@@ -200,6 +200,18 @@ class CarriedOver(msgspec.Struct, frozen=True):
     num_finished: int
 
 
+class Resumed(msgspec.Struct, frozen=True):
+    """A run goes on from its store, whose processes had died. Counts of rollouts are by source."""
+
+    accounts: Accounts
+    unfinished_tokens: int
+    """Of recorded turns of rollouts that had not ended: they are not generated again."""
+    scored: Mapping[str, int]
+    failed: Mapping[str, int]
+    rewards: Mapping[str, float]
+    """Their sum over those scored."""
+
+
 class VersionServed(msgspec.Struct, frozen=True):
     """Every routable engine serves `version` or a newer one. Engines say it anew after a crash, so it is not stored."""
 
@@ -296,6 +308,7 @@ Fact: TypeAlias = (
     | RequestFailed
     | RolloutEnded
     | Waited
+    | Resumed
     | WeightsCommitted
     | Quarantined
     | Rejoined

@@ -100,6 +100,8 @@ class Reason(StrEnum):
     OVERSHOOT = "overshoot"
     UNCHOSEN = "unchosen"
     NOT_POLICY_SAMPLED = "not_policy_sampled"
+    TRUNCATED = "truncated"
+    """The rollout was cut short by a limit, and such are not trained on."""
     NO_REWARD = "no_reward"
     TOO_FEW = "too_few"
     ZERO_SPREAD = "zero_spread"

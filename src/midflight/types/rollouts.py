@@ -67,6 +67,11 @@ class Row:
         return int(self.loss_mask.sum())
 
     @property
+    def num_bytes(self) -> int:
+        """Of its arrays in memory."""
+        return sum(a.nbytes for a in (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions))
+
+    @property
     def oldest_version(self) -> Version | None:
         """The smallest version among trainable tokens, `None` if there is none."""
         return int(self.versions[self.loss_mask].min()) if self.loss_mask.any() else None
@@ -82,6 +87,8 @@ class SessionRecord:
     num_branches: int
     truncated: bool
     """Some turn ended by `length`."""
+    room: int | None = None
+    """Tokens that its answers left of their own limits, the one that came nearest. None without an answer of the policy."""
     masked: Mapping[Reason, int] = field(default_factory=dict[Reason, int])
     """Generated tokens kept as context but not trained, by reason."""
     dropped: Mapping[Reason, int] = field(default_factory=dict[Reason, int])
@@ -107,10 +114,16 @@ class Trajectory:
     truncated: bool = False
     error: str | None = None
     seconds: float = 0.0
+    room: int | None = None
+    """As in `SessionRecord`."""
 
     @property
     def num_trainable(self) -> int:
         return sum(row.num_trainable for row in self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.rows)
 
     @property
     def oldest_version(self) -> Version | None:
@@ -155,6 +168,27 @@ class Batch:
     groups: tuple[Group, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """Where all groups are (I1), and all tokens of rollouts that have ended (I3): of the whole run, whatever died meanwhile.
+
+    Submitted are those running, waiting, leased, trained and dropped; received are those waiting (of leased groups too), trained, masked
+    and dropped. `dropped` and `masked` are by reason.
+    """
+
+    submitted: int = 0
+    running: int = 0
+    waiting: int = 0
+    leased: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    received_tokens: int = 0
+    waiting_tokens: int = 0
+    trained_tokens: int = 0
+    masked_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """A batch as flat arrays, for the wire and the trainer. N tokens, R rows, M rollouts.
@@ -174,4 +208,5 @@ class PackedBatch:
     rewards: Float32  # [M]
     rollout_group: Int32  # [M], groups numbered from 0 in the batch
     truncated: Bool  # [M]
+    room: Int32 | None = None  # [M], tokens that the answer nearest to its own limit left of it; a number above all limits without answers
     teacher_logprobs: Float32 | None = None  # [N], of a teacher, for the token after those before it; None in a run without one

@@ -120,6 +120,11 @@ class Answer:
         return len(self.request.input_ids) + max(len(self.output_ids), self.request.sampling.max_tokens)
 
     @property
+    def room(self) -> int:
+        """Tokens left of its own limit."""
+        return self.request.sampling.max_tokens - len(self.output_ids)
+
+    @property
     def num_resumes(self) -> int:
         return max(0, self.num_attempts - 1)
 
@@ -240,7 +245,7 @@ class Answer:
 
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, Finish | None]:
         """How many new tokens stand, and the finish that cuts them there, if any does. The matcher has read them then."""
-        room = self.request.sampling.max_tokens - len(self.output_ids)
+        room = self.room
         if self._matcher is not None:
             match = self._matcher.feed(token_ids if len(token_ids) <= room else token_ids[:room])
             if match is not None:

@@ -122,6 +122,11 @@ class UnderWay(Protocol):
     @property
     def output_ids(self) -> Sequence[int]: ...
     @property
+    def room(self) -> int:
+        """Tokens left of its own limit."""
+        ...
+
+    @property
     def num_overshoot(self) -> int: ...
     @property
     def versions(self) -> Set[Version]:
@@ -161,6 +166,7 @@ class Session:
         """How often each prompt was asked, by the digest of its ids."""
         self._dropped: Counter[Reason] = Counter()
         self._num_requests = self._num_answered = 0
+        self._room: int | None = None
 
     def plan(self, source: Source) -> Prompt:
         match source:
@@ -197,6 +203,7 @@ class Session:
             self.abandoned(answer)
         self.recorded = self.recorded.and_those_of(self.tree.nodes)
         self.tree = self.tree.emptied()
+        self._room = None
         self._asked.clear()
         self._num_requests = self._num_answered = 0
 
@@ -225,6 +232,8 @@ class Session:
             return False
         self._end(answer)
         self._num_answered = max(self._num_answered, answer.number)
+        if turn.policy_sampled:
+            self._room = answer.room if self._room is None else min(self._room, answer.room)
         if self.key is not None:
             self.tree.record(answer.prompt, turn, reply=reply, request=answer.number, message=message)
         return True
@@ -249,6 +258,7 @@ class Session:
             num_turns=len(nodes),
             num_branches=self.tree.num_branches,
             truncated=any(node.finish.reason is FinishReason.LENGTH for node in nodes),
+            room=self._room,
             masked=dict(result.masked),
             dropped=dict(result.dropped + +self._dropped + +Counter({Reason.ABANDONED: not_given_again})),
             failed_requests=self.failed_requests,

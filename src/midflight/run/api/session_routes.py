@@ -24,7 +24,7 @@ from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
 from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.service import PREFIX
-from midflight.trajectories.packing import pack, to_bytes
+from midflight.trajectories.packing import NO_ANSWER, pack, to_bytes
 from midflight.types import Batch, Group, Json, PackedBatch, Row, SamplingParams, Trajectory, Version
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_STOPS, PARAMETERS
 from midflight.wire.edge import JSON, PACKED, StrictBody, bearer_of, body_of, holds, json_answer, local_address, route, wants, with_client
@@ -53,6 +53,7 @@ class RolloutFacts(msgspec.Struct, frozen=True):
     group: int
     reward: float
     truncated: bool
+    room: int | None
 
 
 class BatchLists(msgspec.Struct, frozen=True):
@@ -71,12 +72,13 @@ def rows_as_lists(rows: Iterable[Row]) -> list[RowLists]:
 
 
 def batch_as_lists(batch: PackedBatch) -> BatchLists:
-    facts = zip(batch.rollout_group.tolist(), batch.rewards.tolist(), batch.truncated.tolist(), strict=True)
+    left = [None] * len(batch.rewards) if batch.room is None else [None if room == NO_ANSWER else room for room in batch.room.tolist()]
+    facts = zip(batch.rollout_group.tolist(), batch.rewards.tolist(), batch.truncated.tolist(), left, strict=True)
     spans = [slice(*span) for span in zip(batch.row_offsets[:-1].tolist(), batch.row_offsets[1:].tolist(), strict=True)]
     return BatchLists(
         lease=batch.lease,
         train_version=batch.train_version,
-        rollouts=[RolloutFacts(group, reward, truncated) for group, reward, truncated in facts],
+        rollouts=[RolloutFacts(*each) for each in facts],
         rows=[
             RolloutRow(
                 batch.token_ids[span].tolist(),
@@ -302,6 +304,6 @@ def _record(ended: OwnedRecord) -> dict[str, object]:
 def _packed(ended: OwnedRecord, served: Version) -> bytes:
     """A batch of one group with one rollout; its `lease` is 0, and its `train_version` the version served now."""
     record = ended.record
-    rollout = Trajectory(ended.key, record.session_id, "session", ended.reward, record.rows, record.truncated)
+    rollout = Trajectory(ended.key, record.session_id, "session", ended.reward, record.rows, record.truncated, room=record.room)
     newest = max((int(row.versions.max()) for row in record.rows), default=served)
     return to_bytes(pack(Batch(0, max(served, newest), (Group(ended.key.group, record.session_id, "session", (rollout,)),))))

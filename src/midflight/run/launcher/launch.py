@@ -19,7 +19,7 @@ from midflight.errors import ConfigError, disk_full, every_error, first_error
 from midflight.observe.memory import PeakMemory
 from midflight.observe.plot import drawn_by_itself
 from midflight.observe.status import Phase, Status, WarmStartStatus, heldout
-from midflight.observe.summary import Said, Summary, summarise, summary_table, write_summary
+from midflight.observe.summary import Said, Summary, past_seconds, summarise, summary_table, write_summary
 from midflight.observe.terminal import Terminal
 from midflight.run.launcher import opening
 from midflight.run.launcher.budgets import Budgets
@@ -57,6 +57,7 @@ class Run:
         self._config, self._terminal, self._token, self._lock, self._loss = config, terminal, token, lock, loss
         self._folder = Path(config.run.folder)
         self._began = time.monotonic()
+        self._before = 0.0
         self._memory = PeakMemory(os.getpid())
         self.status = Status(name=config.run.name, steps=config.run.steps)
 
@@ -66,7 +67,8 @@ class Run:
         return time.monotonic() - self._began
 
     async def train(self, *, resume: bool) -> None:
-        """Restarts the ring from its last checkpoint when a part dies, within the budget. Ended by the last step, or an error."""
+        """Goes on from an earlier start with `resume`. Restarts the ring from its last checkpoint when a part dies, within the budget. Ended by the last step, or an error."""
+        self._before = past_seconds(self._folder) if resume else 0.0
         await serve_while(self._attempts(resume=resume), self._watch_memory())
 
     async def roll_out(self, model: ModelReady, hear: Callable[[Message], None]) -> None:
@@ -112,7 +114,7 @@ class Run:
                 if (said := sentence(message)) is not None:
                     self._terminal.say(said)
                 return
-        self.status = replace(self.status, seconds=self.seconds)
+        self.status = replace(self.status, seconds=self._before + self.seconds, start_seconds=self.seconds)
         self._terminal.show(self.status)
 
     async def _watch_memory(self) -> None:
@@ -125,7 +127,9 @@ class Run:
         """Writes summary and plot of what there is, also after an interruption or a failure, which wait less for the plot."""
         primary = self._config.environment.sources[0].dataset
         said = Said(tuple(self._loss), opening.remarks(self._config))
-        summary = summarise(self.status, primary=primary, seconds=self.seconds, peak_memory_mb=self._memory.peak_mb, said=said)
+        summary = summarise(
+            self.status, primary=primary, seconds=self.seconds, before=self._before, peak_memory_mb=self._memory.peak_mb, said=said
+        )
         try:
             write_summary(summary, self._folder / "summary.json")
         except OSError as error:  # must not hide why the run ended

@@ -35,7 +35,7 @@ from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
-from midflight.run.rollout.system import RolloutSystem, held_out
+from midflight.run.rollout.system import RolloutSystem, accounts, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import SamplingParams, facts
@@ -115,6 +115,7 @@ class RolloutProcess:
                 teacher=teacher,
             )
             self._standing.watch(agents, system.queue)
+            self._state.accounts = self._metrics.accounts = lambda: accounts(system.books)
             finished = asyncio.Event()  # the trainer's last answer was sent
             trainer = TrainerRoutes(
                 system,

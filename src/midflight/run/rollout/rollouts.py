@@ -93,6 +93,11 @@ class GroupAges:
         live = (self._sessions.oldest_version(session) for session in self._live.get(key, ()))
         return min((v for v in (*live, self._ended.get(key)) if v is not None), default=None)
 
+    def restore(self, key: GroupKey, versions: Iterable[Version]) -> None:
+        """A group that will go on after a crash: the versions of its recorded tokens."""
+        if (oldest := min(versions, default=None)) is not None:
+            self._ended[key] = oldest
+
     def forget(self, key: GroupKey) -> None:
         """The group has finished: the buffer knows its age from now on."""
         self._live.pop(key, None)

@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 from midflight.buffer.books import Books
 from midflight.buffer.groups import Limits
@@ -25,9 +26,9 @@ from midflight.run.parts import serve_while
 from midflight.run.rollout.rollouts import Evaluations, Fates, GroupAges, Phases, Recorded, RolloutStream
 from midflight.run.rollout.serving import Agents
 from midflight.trajectories.packing import pack
-from midflight.trajectories.store import Store
+from midflight.trajectories.store import Store, Unfinished
 from midflight.trajectories.writer import StoreWriter
-from midflight.types import Batch, PackedBatch, Task, Version, WeightManifest, facts
+from midflight.types import Accounts, Batch, PackedBatch, Task, Version, WeightManifest, facts
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -42,10 +43,43 @@ def buffer_limits(rollout: RolloutSection) -> Limits:
         policy=rollout.stale_policy,
         max_in_flight=derived.in_flight(rollout),
         buffer_groups=derived.buffer_groups(rollout),
+        buffer_bytes=derived.buffer_bytes(rollout),
         min_group_size=derived.min_group_size(rollout),
         requeues=rollout.requeues,
         drop_zero_spread=rollout.drop_zero_spread,
     )
+
+
+def accounts(books: Books) -> Accounts:
+    """All of them as values; the reasons as words."""
+    tokens = books.tokens
+    dropped, masked_tokens, dropped_tokens = (
+        {reason.value: n for reason, n in counts.items()} for counts in (books.dropped, tokens.masked, tokens.dropped)
+    )
+    return Accounts(
+        submitted=books.submitted,
+        running=books.num_running,
+        waiting=books.num_waiting,
+        leased=books.num_leased,
+        trained=books.trained,
+        dropped=dropped,
+        received_tokens=tokens.received,
+        waiting_tokens=books.tokens_waiting,
+        trained_tokens=tokens.trained,
+        masked_tokens=masked_tokens,
+        dropped_tokens=dropped_tokens,
+    )
+
+
+def resumed(books: Books, store: Store, unfinished: Iterable[Unfinished]) -> facts.Resumed:
+    """What is true of the run so far, for those who count."""
+    scored, failed, rewards = Counter[str](), Counter[str](), defaultdict[str, float](float)
+    for source, num_scored, num_failed, total in store.rollouts():
+        scored[source] += num_scored
+        failed[source] += num_failed
+        rewards[source] += total
+    turns = (turn for group in unfinished for made in group.turns.values() for turn in made)
+    return facts.Resumed(accounts(books), sum(len(turn.output_ids) for turn in turns), scored, failed, rewards)
 
 
 class RolloutSystem:
@@ -116,8 +150,11 @@ class RolloutSystem:
         for fact in store.facts():
             self.books.apply(fact)
         self._stream.seek(*store.next_position())
-        for unfinished in store.unfinished():
+        going_on = store.unfinished()
+        self._observe(resumed(self.books, store, going_on))
+        for unfinished in going_on:
             recorded.restore(unfinished.finished)
+            self._ages.restore(unfinished.key, unfinished.versions())
             for key, turns in unfinished.turns.items():
                 self._gateway.replay(key, turns)
 

@@ -109,17 +109,17 @@ def gae(
     return advantages, advantages + values
 
 
-def overlong_penalty(lengths: Int[Tensor, " M"], *, max_length: int, buffer: int, penalty: float) -> Float[Tensor, " M"]:
-    """What DAPO adds to the reward of an answer that comes close to its limit L = max_length, in tokens; all of it from there on.
+def overlong_penalty(room: Int[Tensor, " M"], *, buffer: int, penalty: float) -> Float[Tensor, " M"]:
+    """What DAPO adds to the reward of an answer that comes close to its limit L, in tokens; all of it at the limit.
 
-        -clip((len - (L - buffer)) / buffer, 0, 1) * penalty
+        -clip((len - (L - buffer)) / buffer, 0, 1) * penalty = -clip(1 - room / buffer, 0, 1) * penalty,   room = L - len
 
-    Yu et al. 2025 (2503.14476), eq. 13. `buffer = 0` is no penalty.
+    Yu et al. 2025 (2503.14476), eq. 13, where a rollout is one answer. With several turns `room` is that of the answer that came nearest
+    to its own limit, so that many short answers cost nothing. `buffer = 0` is no penalty.
     """
     if buffer == 0:
-        return torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
-    excess = lengths.to(torch.float64) - (max_length - buffer)
-    return -(excess / buffer).clamp(0, 1) * penalty
+        return torch.zeros(room.shape, dtype=torch.float64, device=room.device)
+    return -(1 - room.to(torch.float64) / buffer).clamp(0, 1) * penalty
 
 
 def distillation_advantage(teacher: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
