@@ -46,6 +46,8 @@ class Life:
         self.saved: Version = checkpoint or 0
         """Version of the last checkpoint on disk; version 0 is the model the run began with."""
         self.stepped: list[Batch] = []
+        self.finished = set[tuple[int, ...]]()
+        """Groups that waited for a step, or were in one, when it died."""
 
     def _on_step(self, batch: PackedBatch) -> None:
         self.stepped.append(next(taken for taken in self.site.taken if taken.lease == batch.lease))
@@ -72,6 +74,10 @@ class Life:
         if seconds is None:
             return
         await asyncio.sleep(seconds)
+        with sqlite3.connect(self.site.folder / "store.sqlite") as file:
+            self.finished.update(
+                file.execute("SELECT epoch, position, attempt FROM groups WHERE state IN (?, ?)", (State.WAITING, State.LEASED))
+            )
         grave.mkdir()
         for file in self.site.folder.glob("store.sqlite*"):
             shutil.copy(file, grave / file.name)
@@ -97,6 +103,11 @@ def states(folder: Path) -> dict[Place, list[tuple[State, Reason | None]]]:
         ):
             found.setdefault((epoch, index), []).append((State(state), Reason(reason) if reason else None))
     return found
+
+
+def closed_as_too_old(folder: Path) -> set[tuple[int, ...]]:
+    with sqlite3.connect(folder / "store.sqlite") as file:
+        return set(file.execute("SELECT epoch, position, attempt FROM groups WHERE reason = ?", (Reason.REQUEUED,)))
 
 
 def lives(folder: Path, seed: int, staleness: int) -> list[Life]:
@@ -131,14 +142,14 @@ def test_i8_after_any_deaths_no_prompt_is_lost_and_none_is_trained_twice(tmp_pat
             f"seed {seed}: a prompt lost"
         )
         for place, attempts in found.items():
-            too_old = [reason for _, reason in attempts if reason is Reason.REQUEUED]
-            assert staleness == 1 or not too_old, f"seed {seed}: {place} was finished, and closed as too old"
             last, reason = attempts[-1]
             assert (last is State.TRAINED) == (place in trained), f"seed {seed}: {place} is {last}, trained {trained[place]} times"
             assert last is not State.DROPPED or reason in (Reason.NO_REWARD, Reason.TOO_FEW), f"seed {seed}: {place} dropped for {reason}"
             if place[0] == 0 and last is not State.DROPPED:
                 assert last is State.TRAINED, f"seed {seed}: the epoch is over, but {place} is {last}"
         for life in made:
+            lost = life.finished & closed_as_too_old(made[-1].site.folder)
+            assert not lost, f"seed {seed}: {lost} had finished when it died, and were closed as too old"
             life.site.check_answers()
             for batch in life.trainer.batches:
                 ages = batch.train_version - batch.versions[batch.loss_mask]
