@@ -83,8 +83,7 @@ class RolloutProcess:
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
-        observers += [self._tell_alarm, self._alarms().apply]
-        self._record = Observers(observers).apply
+        self._record = Observers([*observers, self._alarms().apply]).apply
         self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
         self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
 
@@ -249,14 +248,14 @@ class RolloutProcess:
     def _alarms(self) -> Alarms:
         learns_from_rewards = self._config.distillation.teacher is None
         return Alarms(
-            lambda alarm: self._record(alarm),
+            self._alarmed,
             log=str(Path(self._config.run.folder) / "logs" / "rollout.log"),
             step_rollouts=batch_rollouts(self._config.rollout) if learns_from_rewards else None,
         )
 
-    def _tell_alarm(self, fact: facts.Fact) -> None:
-        if isinstance(fact, facts.Alarmed):
-            self._launcher.tell(Alarm(fact.text))
+    def _alarmed(self, alarm: facts.Alarmed) -> None:
+        self._launcher.tell(Alarm(alarm.text))
+        self._record(alarm)
 
     def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
         self._state.begin_phase(phase, num_tasks=num_tasks)
