@@ -53,18 +53,21 @@ def test_a_batch_is_taken_only_if_the_rest_fits_the_batches_before_each_deadline
 
 
 @pytest.mark.parametrize(
-    ("finished", "shed"),
+    ("finished", "shed"),  # in the order of finishing
     [
-        ([3, 3, 4, 4, 5, 5], 0),  # two each for the steps at 5, 6 and 7
-        ([2], 1),  # age 3 at step 5, whatever else
-        ([2, 3, 3], 1),
-        ([3, 3, 3], 1),  # three for one batch of two
-        ([2, 3, 3, 3, 5], 2),
-        ([4, 4, 4, 4, 4], 1),  # five for the steps at 5 and 6
+        ([3, 3, 4, 4, 5, 5], []),  # two each for the steps at 5, 6 and 7
+        ([2], [0]),  # age 3 at step 5, whatever else
+        ([2, 3, 3], [0]),
+        ([3, 3, 3], [2]),  # three for one batch of two
+        ([2, 3, 3, 3, 5], [0, 3]),
+        ([4, 4, 4, 4, 4], [4]),  # five for the steps at 5 and 6
+        ([3, 3, 4, 4, 5, 4], [5]),  # whichever was last of those that are too many, not the oldest
+        ([5, 4, 4, 3, 4, 4, 3, 3], [5, 6, 7]),
     ],
 )
-def test_groups_that_no_batch_can_take_in_time_are_counted(finished: list[int], shed: int) -> None:
-    assert surplus(finished, 5, max_staleness=2, groups_per_step=2) == shed
+def test_of_groups_that_no_batch_can_take_in_time_the_last_to_finish_are_shed(finished: list[int], shed: list[int]) -> None:
+    ordered = [(oldest, order) for order, oldest in enumerate(finished)]
+    assert surplus(reversed(ordered), 5, max_staleness=2, groups_per_step=2) == set(shed)
 
 
 def test_ages_count_trainable_tokens_by_versions_before_the_step() -> None:

@@ -157,14 +157,13 @@ class Books:
         limits, floor = self._limits, train_version - self._limits.max_staleness
         match limits.policy:
             case StalePolicy.WAIT:
-                ordered = sorted(self._waiting.values(), key=lambda f: (f.oldest, f.order))
-                excess = surplus(
-                    [f.oldest for f in ordered],
+                shed = surplus(
+                    [(f.oldest, f.order) for f in self._waiting.values()],
                     train_version,
                     max_staleness=limits.max_staleness,
                     groups_per_step=limits.groups_per_step,
                 )
-                return [self.closing(f.group.key, Reason.REQUEUED, again=True) for f in ordered[:excess]]
+                return [self.closing(key, Reason.REQUEUED, again=True) for key, f in self._waiting.items() if f.order in shed]
             case StalePolicy.REQUEUE:
                 stale = [key for key, f in self._waiting.items() if f.oldest < floor]
                 left = {key: key.attempt < limits.requeues for key in stale}

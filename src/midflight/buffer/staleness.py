@@ -35,18 +35,19 @@ A trainer that goes on from its checkpoint of version c as r > c skipped numbers
 counted along the steps, so every earlier version moves up by r - c (`Lineage`), in groups that wait and in those that run. The c + k
 that was lost becomes r + k, which is made again of groups that waited for the first one too. Moving all up alike changes no difference
 between versions, so the claim for the step at c says for r what it said before: the steps that are made again have batches enough, in
-time, and nothing is shed. A token may then be trained by weights that are younger, at most S steps behind those that sampled it on the
-lost way; it counts as of age 0. While such groups wait, admission counts them as open, so none is generated beyond what is due.
+time, for all that had finished. A token may then be trained by weights that are younger, at most S steps behind those that sampled it
+on the lost way; it counts as of age 0. While such groups wait, admission counts them as open, so none is generated beyond what is due.
+Only a group that runs across the restart may come in excess: it was admitted for a later step, and what it samples now is of r.
 
 What the proof needs from outside: tokens are known here before v_served rises past their version, and steps are taken in the
 order of their versions. Where that fails (a token overtaken by its engine's attestation), more groups can be due than batches are
-left. `surplus` counts them; they are closed, and never trained too old.
+left. `surplus` names them; they are closed, and never trained too old: the last to finish, so that what finished before is kept.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,17 +113,17 @@ def overfull(left_behind: Iterable[Version], train_version: Version, *, max_stal
     return None
 
 
-def surplus(finished: Sequence[Version], train_version: Version, *, max_staleness: int, groups_per_step: int) -> int:
-    """How many of the oldest finished groups no batch can take in time: 0 while the proof's assumptions hold.
+def surplus(finished: Iterable[tuple[Version, int]], train_version: Version, *, max_staleness: int, groups_per_step: int) -> frozenset[int]:
+    """Which finished groups no batch can take in time: none while the proof's assumptions hold.
 
-    `finished` holds the oldest versions of finished groups, ascending. For k = -1..S at most (k + 1) B of them may be
-    <= v + k - S, the batches of steps v..v + k; k = -1 says that over-age groups cannot be trained at all.
+    `finished` holds the oldest version of each and its place in the order of finishing, which is told. For k = -1..S at most (k + 1) B of
+    them may be <= v + k - S, the batches of steps v..v + k; k = -1 says that over-age groups cannot be trained at all.
     """
-    shed = 0
+    left, shed = sorted(finished, key=lambda one: one[1]), set[int]()
     for k in range(-1, max_staleness + 1):
-        due = bisect_right(finished, train_version + k - max_staleness)
-        shed = max(shed, due - (k + 1) * groups_per_step)
-    return shed
+        due = [order for oldest, order in left if oldest <= train_version + k - max_staleness and order not in shed]
+        shed.update(due[(k + 1) * groups_per_step :])
+    return frozenset(shed)
 
 
 def ages(trajectories: Iterable[Trajectory], train_version: Version) -> Mapping[int, int]:

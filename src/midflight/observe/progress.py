@@ -117,8 +117,7 @@ class RunState:
                 self._waits[fact.who, fact.for_whom] += fact.seconds
             case facts.Leased(staleness=ages):
                 self._ages.append(ages)
-                oldest = max((age for age, count in ages.items() if count), default=0)
-                self._counts["max_token_staleness"] = max(self._counts["max_token_staleness"], oldest)
+                self._counts["max_token_staleness"] = max(self._counts["max_token_staleness"], 0, *(age for age, n in ages.items() if n))
             case facts.Stepped():
                 self._stepped(fact)
             case facts.WeightsCommitted(version=version) if version > self._live:
