@@ -76,7 +76,8 @@ def handover(checkout: Checkout) -> Costs:
 
 
 def overlap(checkout: Checkout) -> Costs:
-    printed = checkout.run("overlap.py", "--rounds", 1, "--folder", checkout.folder / "overlap")
+    steps = ("--steps", 30, "--sync-steps", 5, "--warmup", 5)
+    printed = checkout.run("overlap.py", "--rounds", 1, *steps, "--folder", checkout.folder / "overlap")
     rows = re.findall(r"^(synchronous|asynchronous) .* ([\d.]+)$", printed, re.MULTILINE)
     return {f"{name}, CPU s/step": float(seconds) for name, seconds in rows}
 
