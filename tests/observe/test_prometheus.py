@@ -6,6 +6,7 @@ from tests.observe.facts import decode, rollout
 from tests.observe.test_observers import tell_everything
 
 from midflight.observe.prometheus import Metrics
+from midflight.observe.status import LearningStatus
 from midflight.types import Accounts
 from midflight.types.facts import Resumed
 
@@ -33,6 +34,15 @@ def test_every_fact_reaches_the_text() -> None:
         "midflight_turns_spanning_versions_total 1.0",
     ):
         assert line in text, line
+
+
+def test_what_there_is_to_learn_from_is_told_once_it_is_known() -> None:
+    metrics = Metrics()
+    assert "midflight_truncated_share" not in metrics.text().decode()
+    metrics.learning = lambda: LearningStatus(generated_length=12.5, truncated_share=0.0)
+    text = metrics.text().decode()
+    assert "midflight_generated_length 12.5" in text and "midflight_truncated_share 0.0" in text
+    assert "midflight_reward_spread " not in text
 
 
 def test_negative_rewards_count_in_the_sum_of_rewards() -> None:

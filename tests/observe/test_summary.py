@@ -60,6 +60,7 @@ def test_the_summary_holds_every_number_by_which_a_run_is_judged(tmp_path: Path)
     }
     assert (found["advice"], found["loss"], found["notes"]) == ("more engines", ["loss = -r A [1]"], ["too few cores"])
     assert found["failures"] == {"ToolError": 7, "no reward": 1}
+    assert (found["learning"]["truncated_share"], found["learning"]["reward_spread"]) == (0.25, 0.4)
     assert found["waits"] == {"trainer for engines": 4.5}
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from .processes import CONFIG, Command, alive, children, steps
+from .test_train import at_step, check_no_step_twice, check_store
 
 pytestmark = pytest.mark.timeout(170)
 
 ASKED = "c = {wait}client.chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])"
 BEGIN = f"""
-import os, sys, threading, time
+import openai, os, sys, threading, time
 async def asked(client):
     {ASKED.format(wait="await ")}
     return sum(map(ord, c.choices[0].message.content))
@@ -39,7 +40,8 @@ async def every_fault(task, client):
     if n == 3: await client.close()
     if n == 4: time.sleep(3600)
     if n == 5: threading.Thread(target=time.sleep, args=(3600,)).start()
-    if n == 6: print("x" * 10_000_000)
+    if n == 6: print("x" * 100_000_000)
+    if n == 7: openai.OpenAI(base_url=client.base_url, api_key=client.api_key).models.list()  # on the loop
     return float(n % 2)
 
 async def blocks(task, client):
@@ -130,3 +132,20 @@ def test_i8_workers_that_are_killed_again_and_again_lose_no_rollout(run, tmp_pat
         time.sleep(0.5)
     assert command.wait() == 0, command.said
     assert len(steps(tmp_path / "run")) == 30
+
+
+@pytest.mark.timeout(900)
+def test_i8_random_kills_of_any_part_lose_nothing(run, tmp_path: Path) -> None:
+    """Fifty of them in the nightly run."""
+    kills = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 6
+    last, folder = 8 * (kills + 1), tmp_path / "run"
+    command = run("two_turns", f"run.steps={last}", "run.restarts=100", "rollout.retries=0", "trainer.checkpoint_every=2", FEW)
+    chosen = random.Random(7)
+    for number in range(kills):
+        at_step(command, folder, 8 * number + chosen.randint(1, 8))
+        part = chosen.choice(("worker", "worker", "engine", "trainer", "rollout"))
+        os.kill(chosen.choice(command.until(lambda part=part: command.parts().get(part), part)), signal.SIGKILL)
+    assert command.wait(120) == 0, command.said
+    check_no_step_twice(folder, num_steps=last)
+    check_store(folder)
+    assert json.loads((folder / "summary.json").read_text())["failed_rollouts"] == 0

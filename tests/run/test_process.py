@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from midflight.errors import ConfigError, RunFailed, StoreFailed
 from midflight.run.heart import Beat
+from midflight.run.launcher import child as child_module
 from midflight.run.launcher.child import Child, failure_of
 from midflight.run.parts import Failed, Message, PartLost, ProcessKind, Verdict
 
@@ -43,6 +44,21 @@ def test_a_part_whose_log_is_on_a_full_disk_still_says_why_it_ended() -> None:
 
     (said,) = asyncio.run(main())
     assert isinstance(said, Failed) and said.verdict is Verdict.CONFIG and "no module 'no_such_module'" in said.error
+
+
+def test_a_log_that_grew_too_long_is_cut_to_its_end_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(child_module, "KEPT_LOG_BYTES", 10)
+    child = Child(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ={})
+    child.cut_log()  # there is none yet
+    with child.log.open("ab", buffering=0) as log:
+        log.write(b"a" * 95 + b"12345")
+        child.cut_log()
+        assert child.log.stat().st_size == 100
+        log.write(b"6789\n")
+        child.cut_log()
+        log.write(b"next\n")
+    assert child.log.read_text().splitlines()[1:] == ["123456789", "next"]
 
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "/run/checkpoints/x")

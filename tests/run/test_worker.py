@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -108,6 +109,12 @@ def test_an_agent_ends_with_its_reward_or_its_error_and_each_task_is_its_own() -
         assert isinstance(first, AgentFailed) and first.trace is not None and 'LookupError("no key")' in first.trace
 
     with_worker(main)
+
+
+def test_of_a_long_traceback_the_last_whole_lines_are_told() -> None:
+    error = ValueError("\n".join(f"/s/{number}.secret/v1" for number in range(5000)))
+    lines = worker_process._failed("s", error).trace.splitlines()
+    assert 1000 < len(lines) < 5000 and all(re.fullmatch(r"/s/\d+\.secret/v1", line) for line in lines)
 
 
 def test_an_agent_that_swallows_its_cancellation_is_cancelled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

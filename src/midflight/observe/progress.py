@@ -76,7 +76,7 @@ class RunState:
         self._waits: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._dropped: Counter[str] = Counter()
         self._quarantined: dict[str, str] = {}
-        self._failures, self._learning = Failures(), Learning(REWARD_ROLLOUTS)
+        self._failures, self.learning = Failures(), Learning(REWARD_ROLLOUTS)
         self._trainer: dict[str, float | None] = {}
 
     # --- What the assembling code tells, because no station knows it -------------------------------------------------
@@ -100,7 +100,7 @@ class RunState:
 
     def apply(self, fact: facts.Fact) -> None:
         if isinstance(fact, LEARNED_FROM):
-            self._learning.apply(fact)
+            self.learning.apply(fact)
         match fact:
             case facts.EngineStepped():
                 self.overlap.add(ENGINE, fact.started, fact.ended)
@@ -228,7 +228,7 @@ class RunState:
             num_running=num_running,
             quarantined=tuple(self._quarantined),
             failures=dict(self._failures.counts.most_common()),
-            learning=self._learning.status(),
+            learning=self.learning.status(),
             trainer=self._trainer,
             waits=self._wait_shares(now),
             dropped=dict(self._dropped),

@@ -8,10 +8,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from midflight.observe.failures import Failures
+from midflight.observe.status import LearningStatus
 from midflight.types import Accounts, Fate, facts
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+
+LEARNING = (
+    ("generated_length", "midflight_generated_length", "Mean output tokens of a recent rollout."),
+    ("trained_length", "midflight_trained_length", "Mean tokens that a recent rollout was trained on."),
+    ("truncated_share", "midflight_truncated_share", "Recent rollouts that a limit cut short."),
+    ("reward_spread", "midflight_reward_spread", "Mean standard deviation of the rewards within a recent group."),
+    ("zero_spread_share", "midflight_zero_spread_share", "Recent groups whose rewards are all alike."),
+)
 
 
 class Metrics:
@@ -32,6 +41,7 @@ class Metrics:
         self._mismatches = Counter("midflight_retokenisation_mismatches", "Prompts that tokenising anew would have changed.", registry=r)
         self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
         self.accounts: Callable[[], Accounts] | None = None
+        self.learning: Callable[[], LearningStatus] = LearningStatus
         r.register(self)
         self._turns = Counter("midflight_turns", "Answers given to agents.", registry=r)
         self._prompt_tokens = Counter("midflight_prompt_tokens", "Prompt tokens of those answers.", registry=r)
@@ -65,7 +75,11 @@ class Metrics:
         return found
 
     def collect(self) -> Iterable[Metric]:
-        """The accounts as they are when somebody asks, over all starts of the run."""
+        """As it is when somebody asks: what there is to learn from of late, and the accounts over all starts of the run."""
+        learning = self.learning()
+        for field, name, text in LEARNING:
+            if (value := getattr(learning, field)) is not None:
+                yield GaugeMetricFamily(name, text, value=value)
         if self.accounts is None:
             return
         a = self.accounts()

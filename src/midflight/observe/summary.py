@@ -13,7 +13,7 @@ from rich.text import Text
 
 from midflight.observe.failures import most_common
 from midflight.observe.journal import read_journal, write_whole
-from midflight.observe.status import Status, duration, heldout, percent
+from midflight.observe.status import LearningStatus, Status, duration, heldout, percent
 from midflight.observe.terminal import learning
 from midflight.types import Accounts
 
@@ -68,6 +68,7 @@ class Summary:
     advice: str
     loss: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    learning: LearningStatus = field(default_factory=LearningStatus)
     failures: dict[str, int] = field(default_factory=dict[str, int])
     sources: dict[str, SourceSummary] = field(default_factory=dict[str, SourceSummary])
     waits: dict[str, float] = field(default_factory=dict[str, float])
@@ -109,6 +110,7 @@ def summarise(
         advice=status.advice,
         loss=said.loss,
         notes=said.notes,
+        learning=status.learning,
         failures=status.failures,
         sources=sources,
         waits={f"{wait.who} for {wait.for_whom}": round(wait.seconds, 3) for wait in status.waits},

@@ -37,6 +37,9 @@ STOP_SECONDS = 2.5
 MAX_STACKS = 20_000
 """Bytes of stacks that are shown; a hundred threads make more, and are in the log."""
 
+MAX_LOG_BYTES, KEPT_LOG_BYTES = 64 * 2**20, 2**20
+"""A log that grows beyond the first, by what agents print for instance, is cut down to the last of it."""
+
 GC_THRESHOLD = 50_000
 """Allocations between two collections: one request of an agent makes thousands of objects, nearly all freed by counting."""
 
@@ -136,6 +139,16 @@ class Child:
         with self.log.open("rb") as log:
             log.seek(before)
             return log.read(MAX_STACKS).decode(errors="replace")
+
+    def cut_log(self) -> None:
+        """The process goes on writing at its end: it is open for appending."""
+        with suppress(OSError), self.log.open("r+b") as log:
+            if (size := log.seek(0, os.SEEK_END)) > MAX_LOG_BYTES:
+                log.seek(size - KEPT_LOG_BYTES)
+                last = log.read()
+                log.truncate(0)
+                log.seek(0)
+                log.write(b"(what was here before grew too long and was cut)\n" + last)
 
     def condemn(self, why: str) -> None:
         """Ends it at once, for a reason that is then said to be that of its end."""

@@ -149,9 +149,11 @@ class Ring:
         await self._last_words()
 
     async def _watch(self) -> None:
-        """Waits for the interval to pass, for ever; ended by its task group. Whoever hangs is shown and ended: its own task starts it again."""
+        """Waits for the interval to pass, for ever; ended by its task group. Who hangs is shown and ended: its own task starts it again."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            for child in self.children.values():
+                child.cut_log()
             found = self._watchdog.look()
             if not found and self._watchdog.due():
                 stood = f"nothing has moved for {self._watchdog.stood():.0f} s, and nothing is known to hang"

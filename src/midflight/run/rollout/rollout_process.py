@@ -80,6 +80,7 @@ class RolloutProcess:
         self._config = config = Config.model_validate_json(spec.config)
         self._state = RunState(name=config.run.name, steps=config.run.steps, start_version=spec.version)
         self._metrics = Metrics()
+        self._metrics.learning = self._state.learning.status
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)

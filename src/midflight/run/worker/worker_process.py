@@ -139,7 +139,9 @@ class Worker:
 
 
 def _failed(session_id: str, error: BaseException, *, said: str | None = None) -> wire.AgentEnded:
-    trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+    trace = "".join(traceback.format_exception(error))
+    if len(trace) > MAX_TRACE:  # whole lines: half of a secret would not be known as one, and be shown
+        trace = trace[-MAX_TRACE:].partition("\n")[2]
     ends_run = isinstance(error, MidflightError) and error.cost is Cost.RUN
     text = said or (str(error) if ends_run else f"{type(error).__name__}: {error}")
     return wire.AgentEnded(session_id, error=text, trace=trace, ends_run=ends_run)
