@@ -172,7 +172,7 @@ def test_i9_ctrl_c_in_training_ends_within_five_seconds_and_the_death_of_the_lau
     at_step(again, run, made[-1]["step"] + 3)
     parts = [pid for found in again.parts().values() for pid in found]
     os.kill(again.process.pid, signal.SIGKILL)
-    assert gone(parts, seconds=5)
+    assert gone([*parts, again.process.pid], seconds=5)
     assert segments(run)
     remove_left()  # as the next run of anyone does
     assert not segments(run)

@@ -83,9 +83,9 @@ def test_tasks_that_take_hours_to_draw_are_refused_and_minutes_are_said(tmp_path
     (problem,) = look(tmp_path, *endless, "environment.sources.1.heldout=100000000").problems
     assert "about" in problem and "heldout = 100000000" in problem
     began = time.monotonic()
-    found = look(tmp_path, *endless, "environment.sources.1.heldout=100000")
+    found = look(tmp_path, *endless, "environment.sources.1.heldout=10000")
     assert not found.problems and "at every start" in found.notes[0] and found.prompt is not None
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -25,7 +25,7 @@ from midflight.run.engine.companion import attached, check_interpreter, reserve_
 from midflight.run.parts import TOKEN_VARIABLE, ServerLost
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 SIZES = {"vocab_size": 262, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}
 
 
