@@ -20,6 +20,8 @@ from midflight.types import GroupKey, RolloutKey, SamplingParams
 from midflight.types.facts import unheard
 
 SESSIONS = 10_000
+WEIGHED = 1_000
+"""Of them: what notes every allocation takes three times as long."""
 PROMPT, ANSWER = 100, 100
 
 
@@ -40,7 +42,7 @@ def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_i
         generator = InstantGenerator()
         gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262), max_sessions=SESSIONS)
         tracemalloc.start()
-        before, _ = tracemalloc.get_traced_memory()
+        before, after = tracemalloc.get_traced_memory()[0], 0
         handles = []
         for number in range(SESSIONS):
             handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
@@ -48,9 +50,10 @@ def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_i
             question = f"{number:06}" + "q" * (PROMPT - 9)
             await gateway.answers(gateway.prepare(session, CompletionCall((Messages(({"role": "user", "content": question},)),))))
             handles.append(handle)
-        after, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert (after - before) / SESSIONS < 8_000, "a session of 200 tokens: its tokens, its tree, its address"
+            if len(handles) == WEIGHED:
+                after, _ = tracemalloc.get_traced_memory()
+                tracemalloc.stop()
+        assert (after - before) / WEIGHED < 8_000, "a session of 200 tokens: its tokens, its tree, its address"
         with pytest.raises(Overloaded, match="10000 are open") as refused:
             gateway.open(RolloutKey(GroupKey(0, SESSIONS), 0), sampling=DEFAULTS, tracked=True)
         assert refused.value.status == 429 and refused.value.retry_after_seconds >= 1
