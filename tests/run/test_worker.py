@@ -18,6 +18,7 @@ from midflight.environments.agents import AgentsHere
 from midflight.environments.crew import Crew
 from midflight.errors import AgentFailed, ConfigError, first_error
 from midflight.run.api.worker_routes import WorkerRoutes
+from midflight.run.heart import Situation
 from midflight.run.parts import PartLost, Ready, WorkerSpec, serve_while
 from midflight.run.worker import worker_process
 from midflight.run.worker.worker_process import LoopWatch, Worker
@@ -77,7 +78,7 @@ def with_worker(main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str
     async def run() -> None:
         crew = Crew(Recorder())
         with listen("127.0.0.1", 0) as listener:
-            spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token)
+            spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token, 60.0)
             app = Starlette(routes=[*WorkerRoutes(crew, token=TOKEN).routes()])
             host = AgentsHere(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
             async with HttpClient(spec.url, lost=PartLost, token=token) as http:
@@ -149,6 +150,22 @@ def test_a_blocked_loop_is_told_with_the_agent_and_the_place(monkeypatch: pytest
         name, session_id, where = told[0]
         assert (name, session_id) == ("worker0", "blocks") and where.startswith("blocking (") and "test_worker.py" in where
 
+    with_worker(main)
+
+
+def test_an_agent_may_hold_the_loop_for_as_long_as_its_rollout_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(crew: Crew) -> None:
+        (worker,) = workers
+        assert worker.situation(limit=90.0) == Situation()
+        running = asyncio.ensure_future(outcome(crew, "blocks"))
+        while not worker.situation(limit=90.0).doing:
+            await asyncio.sleep(0)
+        (doing,) = worker.situation(limit=90.0).doing
+        assert doing.what == "runs agents (1)" and doing.heavy and doing.limit == 90.0 and time.monotonic() - doing.since < 5
+        assert await running == 1.0 and worker.situation(limit=90.0) == Situation()
+
+    workers: list[Worker] = []
+    monkeypatch.setattr(Worker, "__init__", lambda self, *a, made=Worker.__init__, **k: (made(self, *a, **k), workers.append(self))[0])
     with_worker(main)
 
 

@@ -235,7 +235,7 @@ class Ring:
         while failed_starts < MAX_FAILED_STARTS:
             worker = await self._start(ProcessKind.WORKER, name, arguments=[self._config.environment.entry])
             try:
-                await worker.tell(WorkerSpec(name, self.url, self._worker_token))
+                await worker.tell(WorkerSpec(name, self.url, self._worker_token, self._config.environment.rollout_seconds))
                 await self._follow(worker)
                 error = f"{name} ended, though nobody asked it to"
             except (PartFailed, PartLost) as failure:

@@ -20,6 +20,7 @@ import time
 import traceback
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +33,7 @@ from midflight.environments.registry import Environment
 from midflight.environments.rollout import checked_reward
 from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
+from midflight.run.heart import Doing, Situation
 from midflight.run.parts import Launcher, PartLost, Ready, WorkerSpec
 from midflight.types import Task
 from midflight.wire.client import LOSSES, HttpClient
@@ -41,6 +43,8 @@ HEARTBEAT_SECONDS = 600.0
 """For the rollout process to answer a ping: long, because the worker dies with the launcher and the ring anyway."""
 AGAIN_SECONDS = 5.0
 """After which an agent that has swallowed its cancellation is cancelled once more."""
+END_SECONDS = 30.0
+"""For the rollout process to end a worker whose rollout is past its deadline, before the launcher takes it for hung."""
 LOOK_SECONDS = 0.25
 BLOCKED_SECONDS = 1.0
 """A loop that has not turned for so long is blocked: the rollout process is told by whom, now and every second."""
@@ -69,8 +73,9 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher, environment: Environm
     http_client = HttpClient(spec.url, lost=lambda deed: PartLost(f"the rollout process {deed}"), token=spec.token)
     async with http_client, SharedClients() as clients:
         host = AgentsHere(environment, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
-        watch = LoopWatch(spec, loop)
-        await Worker(spec.name, host, http_client, watch, cancels=is_async(environment)).run(launcher)
+        worker = Worker(spec.name, host, http_client, LoopWatch(spec, loop), cancels=is_async(environment))
+        launcher.heart.ask = partial(worker.situation, limit=spec.rollout_seconds + END_SECONDS)
+        await worker.run(launcher)
 
 
 class Worker:
@@ -79,7 +84,15 @@ class Worker:
     def __init__(self, name: str, host: AgentsHere, http_client: HttpClient, watch: LoopWatch, *, cancels: bool) -> None:
         self._name, self._host, self._http, self._watch, self._cancels = name, host, http_client, watch, cancels
         self._agents: dict[str, asyncio.Task[None]] = {}
+        self._began: dict[str, float] = {}
+        """When each agent was given, the earliest first."""
         self._outbox: asyncio.Queue[wire.Joined | wire.BeatOfLoop | wire.AgentEnded] = asyncio.Queue()
+
+    def situation(self, *, limit: float) -> Situation:
+        """An agent may hold the loop for `limit` seconds."""
+        if not self._began:
+            return Situation()
+        return Situation((Doing(f"runs agents ({len(self._began)})", next(iter(self._began.values())), limit=limit, heavy=True),))
 
     async def run(self, launcher: Launcher) -> None:
         """Waits for rollouts; ended by the loss of the connection."""
@@ -113,7 +126,7 @@ class Worker:
         if isinstance(said, wire.RunAgent):
             _running.set(said.session_id)  # for the task, which copies it; this one starts no other
             agent = tasks.create_task(self._agent(said), name=f"agent of {said.session_id}")
-            self._agents[said.session_id] = agent
+            self._agents[said.session_id], self._began[said.session_id] = agent, time.monotonic()
         elif self._cancels and (agent := self._agents.get(said.session_id)) is not None:
             agent.cancel()
             asyncio.get_running_loop().call_later(AGAIN_SECONDS, agent.cancel)
@@ -135,6 +148,7 @@ class Worker:
             ended = _failed(given.session_id, error)
         finally:
             self._agents.pop(given.session_id, None)
+            self._began.pop(given.session_id, None)
             self._outbox.put_nowait(ended)
 
 
