@@ -10,7 +10,7 @@ costs nothing: configuration and commands never need torch, and only `Objective`
 | `environment` | the decorator that marks a function or class as an environment |
 | `Task` | one problem: id, source and data |
 | `Client` | what an agent talks to: `openai.AsyncOpenAI`, bound to one session |
-| `Reward` | what an environment returns |
+| `Reward`, `Result` | what an environment returns: a number, or more than that |
 | `Rollout` | the token record of one attempt at a task, with its reward |
 | `Engine` | the port that an inference server implements |
 | `Objective` | the effective loss of a step |
@@ -33,18 +33,19 @@ if TYPE_CHECKING:
     from midflight.ports import Engine
     from midflight.run.launcher.launch import serve, train
     from midflight.trainer.objective import Objective
-    from midflight.types import Task
+    from midflight.types import Result, Task
     from midflight.types import Trajectory as Rollout
 
 Reward: TypeAlias = "float | None"
 """A finite number, or `None` if the rollout cannot be scored: a failure of the infrastructure is never a reward (I10)."""
 
-__all__ = ["Client", "Engine", "Objective", "Reward", "Rollout", "Task", "environment", "load_config", "serve", "train"]
+__all__ = ["Client", "Engine", "Objective", "Result", "Reward", "Rollout", "Task", "environment", "load_config", "serve", "train"]
 
 _HOMES = {
     "Client": "openai:AsyncOpenAI",
     "Engine": "midflight.ports:Engine",
     "Objective": "midflight.trainer.objective:Objective",
+    "Result": "midflight.types:Result",
     "Rollout": "midflight.types:Trajectory",
     "Task": "midflight.types:Task",
     "environment": "midflight.environments.registry:environment",

@@ -36,6 +36,7 @@ from midflight.errors import ConfigError
         (["objective.kind=gmpo", "objective.reduction=token_mean"], "is a mean over each rollout"),
         (["objective.kind=mirror_descent"], "is derived for reward - mean"),
         (["objective.kind=cispo", "objective.proximal=interpolated"], "has no proximal policy"),
+        (["objective.normalise=component", "objective.advantage=rloo"], "compares each component as GRPO does"),
         (["trainer.compute_dtype=bfloat16", "model.dtype=bfloat16"], "is for full-precision weights"),
         (["distillation.teacher=x", "objective.kind=gmpo"], "takes one advantage for a whole rollout"),
         (["distillation.teacher=x", "correction.opsm=0.1"], "goes by the sign of a whole rollout's advantage"),

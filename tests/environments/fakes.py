@@ -69,6 +69,7 @@ class FakeSessions:
             truncated=True,
             masked={Reason.NOT_POLICY_SAMPLED: 2},
             dropped={Reason.OVERSHOOT: 1},
+            num_answers=1,
         )
 
     def oldest_version(self, session_id: str) -> int | None:

@@ -103,7 +103,7 @@ def test_rollouts_wait_in_line_for_a_worker_and_that_time_is_excused() -> None:
         assert it.of("w0") == ["a", "b"]
         await beating(it.crew, seat, seconds=5)
         assert it.crew.excused("a") == pytest.approx(7, abs=0.01)
-        it.crew.ended(seat, "a", reward=0.5)
+        it.crew.ended(seat, "a", result=0.5)
         it.crew.ended(seat, "b", error=AgentFailed("LookupError: no"))
         assert await it.outcome("a") == 0.5 and str(await it.outcome("b")) == "LookupError: no"
         assert it.crew.excused("a") == 0
@@ -153,8 +153,8 @@ def test_i8_who_waited_for_the_gateway_begins_again_elsewhere_and_who_did_not_be
         assert it.of("w3") == ["acts too"]
         await it.rollout("new")
         assert it.of("w1") == ["waits", "new"], "nobody joins one that is to be alone"
-        it.crew.ended(fourth, "acts too", reward=1.0)
-        it.crew.ended(other, "waits", reward=0.0)
+        it.crew.ended(fourth, "acts too", result=1.0)
+        it.crew.ended(other, "waits", result=0.0)
         assert (await it.outcome("acts too"), await it.outcome("waits")) == (1.0, 0.0)
 
     play(main)
@@ -217,8 +217,8 @@ def test_a_silence_that_ends_is_nobodys_time_but_the_blockers() -> None:
         assert it.crew.alone
         await it.rollout("next")
         assert it.of("w0") == ["blocks", "innocent"], "it waits for a worker without any"
-        it.crew.ended(seat, "blocks", reward=1.0)
-        it.crew.ended(seat, "innocent", reward=1.0)
+        it.crew.ended(seat, "blocks", result=1.0)
+        it.crew.ended(seat, "innocent", result=1.0)
         assert it.of("w0")[-1] == "next"
 
     play(main)

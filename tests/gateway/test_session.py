@@ -243,3 +243,16 @@ def test_defaults_of_a_session_are_its_own() -> None:
     assert Session("mf-2", TOKENIZER, key=KEY, sampling=SamplingParams(max_tokens=3), tracked=False).sampling == SamplingParams(
         max_tokens=3
     )
+
+
+def test_tokens_are_numbered_by_the_answer_that_they_are_of() -> None:
+    sessions = registry()
+    handle = sessions.open(KEY, sampling=DEFAULTS, tracked=True, address="")
+    session = sessions.get(handle.session_id)
+    for text, ids in (("x", (1,)), ("y", (2, 3))):
+        answer = begun(session, session.plan(Messages(({"role": "user", "content": text},))), number=session.next_request())
+        receive(answer, Chunk(ids, (-1.0,) * len(ids), 0, 0, Finish(FinishReason.STOP)))
+        session.finished(answer, answer.close(), reply=text, message=AssistantMessage(text))
+    record = sessions.close(handle.session_id)
+    assert record.num_answers == 2
+    assert [row.turns[row.generated].tolist() for row in record.rows if row.turns is not None] == [[0], [1, 1]]

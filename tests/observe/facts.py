@@ -37,9 +37,23 @@ def rollout(
     num_turns: int = 1,
     truncated: bool = False,
     error: str | None = None,
+    components: Mapping[str, float] = {},
+    metrics: Mapping[str, float] = {},
 ) -> None:
     observer.apply(
-        RolloutEnded(key, source, reward, num_tokens, num_versions, seconds=0.5, error=error, num_turns=num_turns, truncated=truncated)
+        RolloutEnded(
+            key,
+            source,
+            reward,
+            num_tokens,
+            num_versions,
+            seconds=0.5,
+            error=error,
+            num_turns=num_turns,
+            truncated=truncated,
+            components=components,
+            metrics=metrics,
+        )
     )
 
 

@@ -54,3 +54,12 @@ def test_the_window_forgets() -> None:
 def test_the_deviation_of_equal_numbers_is_exactly_zero() -> None:
     assert deviation([0.1] * 7) == 0.0
     assert deviation([1.0, 2.0, 3.0]) == 1.0
+
+
+def test_turns_components_and_metrics_are_means_over_the_rollouts_that_have_them() -> None:
+    learning = Learning()
+    rollout(learning, 1.0, num_turns=3, components={"right": 1.0}, metrics={"tools/calls": 2.0})
+    rollout(learning, 0.5, num_turns=1, components={"right": 0.0, "short": 0.5})
+    rollout(learning, None, num_turns=9, components={"right": 7.0})
+    status = learning.status()
+    assert (status.turns_mean, status.components, status.metrics) == (2.0, {"right": 0.5, "short": 0.5}, {"tools/calls": 2.0})

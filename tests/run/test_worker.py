@@ -22,7 +22,7 @@ from midflight.run.heart import Situation
 from midflight.run.parts import PartLost, Ready, WorkerSpec, serve_while
 from midflight.run.worker import worker_process
 from midflight.run.worker.worker_process import LoopWatch, Worker
-from midflight.types import Task
+from midflight.types import Result, Task
 from midflight.wire.client import HttpClient
 from midflight.wire.server import listen, serve_app
 
@@ -92,7 +92,8 @@ def with_worker(main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str
 
 async def outcome(crew: Crew, name: str) -> object:
     try:
-        return await crew.run(Task(name, "s", {"words": ["a"]}), Session(name))
+        ended = await crew.run(Task(name, "s", {"words": ["a"]}), Session(name))
+        return ended.reward if isinstance(ended, Result) else ended
     except (AgentFailed, ConfigError) as error:
         return error
 

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from midflight.trainer.formulas.advantages import (
     batch_normalised,
+    decoupled_advantages,
     dr_grpo_advantages,
     gae,
     grpo_advantages,
     overlong_penalty,
     reinforce_pp_advantages,
     rloo_advantages,
+    turn_advantages,
 )
 
 from .tensors import of, whole
@@ -108,3 +110,41 @@ def test_overlong_penalty_grows_over_the_buffer() -> None:
     found = overlong_penalty(torch.tensor([10, 20, 0, 90]), buffer=20, penalty=1.0)
     assert found.tolist() == pytest.approx([-0.5, 0.0, -1.0, 0.0])
     assert overlong_penalty(torch.tensor([0]), buffer=0, penalty=1.0).tolist() == [0.0]
+
+
+def test_components_are_compared_by_themselves_then_weighted_then_divided_by_the_deviation_of_the_batch() -> None:
+    # One group of two. Component a: 1, 0; component b: 0, 10, twenty times the spread. By itself each is +-.5 / std(.5 sqrt 2) = +-sqrt(.5).
+    components = torch.tensor([[1.0, 0.0], [0.0, 10.0], [3.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    found = decoupled_advantages(components, torch.tensor([0, 0, 1, 1]), weights=of(2.0, 1.0))
+    root = math.sqrt(0.5)
+    summed = [2 * root - root, -2 * root + root, 2 * root, -2 * root]  # b has no spread in the second group
+    deviation = math.sqrt(sum(x * x for x in summed) / 3)
+    assert found.tolist() == pytest.approx([x / deviation for x in summed], rel=1e-5)
+
+
+def test_a_component_that_does_not_apply_counts_for_nobody() -> None:
+    components = torch.tensor([[1.0, math.nan], [0.0, 5.0], [0.5, 7.0], [math.nan, math.nan]], dtype=torch.float64)
+    found = decoupled_advantages(components, torch.tensor([0, 0, 0, 0]), weights=of(1.0, 1.0))
+    # a among 1, 0, .5: 1, -1, 0 in deviations of .5. b among 5, 7: -sqrt(.5), sqrt(.5). The last has none, and is not counted.
+    summed = [1.0, -1 - math.sqrt(0.5), math.sqrt(0.5)]
+    mean = sum(summed) / 3
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in summed) / 2)
+    assert found.tolist() == pytest.approx([*((x - mean) / deviation for x in summed), 0.0], rel=1e-5)
+
+
+def test_an_answer_is_compared_by_what_is_still_to_come_from_it_on() -> None:
+    # Whole rewards 1, 1. The first rollout earned .5 with its first answer and -1 with its second, the other one nothing.
+    earned = torch.tensor([[0.5, -1.0], [0.0, 0.0]], dtype=torch.float64)
+    groups = torch.tensor([0, 0])
+    found = turn_advantages(lambda values: dr_grpo_advantages(values, groups), of(1, 1), earned)
+    # To come: 1, 1; then .5, 1; then 1.5, 1. Less the mean of the two.
+    assert found.tolist() == [[0.0, -0.25, 0.25], [0.0, 0.25, -0.25]]
+
+
+@pytest.mark.parametrize("advantages", OF_GROUPS)
+def test_where_no_answer_earned_anything_every_answer_has_the_advantage_of_its_rollout(
+    advantages: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    rewards, groups = of(1, 0, 0.5), torch.tensor([0, 0, 0])
+    found = turn_advantages(lambda values: advantages(values, groups), rewards, torch.zeros(3, 2, dtype=torch.float64))
+    assert found.tolist() == [[a, a, a] for a in advantages(rewards, groups).tolist()]

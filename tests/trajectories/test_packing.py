@@ -141,3 +141,30 @@ def test_damage_is_refused_or_leaves_a_batch_whose_parts_agree(data: st.DataObje
         except BatchCorrupt:
             continue
         assert len(packed.token_ids) == packed.row_offsets[-1]
+
+
+def test_what_answers_earned_and_what_rewards_are_made_of_go_along_a_line_for_each_rollout() -> None:
+    first, second = batch().groups
+    told = replace(first.trajectories[0], turn_rewards=(0.25, 0.5), components={"right": 1.0})
+    other = replace(first.trajectories[1], turn_rewards=(0.125,), components={"right": 0.0, "short": -1.0})
+    rows = (replace(told.rows[0], turns=np.array([0, 0, 1], np.int32)), told.rows[1])
+    told = replace(told, rows=rows)
+    packed = pack(Batch(12, 4, (replace(first, trajectories=(told, other)), second)))
+    assert packed.turn_rewards is not None and packed.turns is not None and packed.components is not None
+    assert packed.turn_rewards.reshape(3, 2).tolist() == [[0.25, 0.5], [0.125, 0.0], [0.0, 0.0]]
+    assert packed.turns.tolist() == [0, 0, 1, 0, 0, 0, 0]
+    assert packed.component_names == ("right", "short")
+    np.testing.assert_array_equal(packed.components.reshape(3, 2), [[1.0, np.nan], [0.0, -1.0], [np.nan, np.nan]])
+    assert_same(from_bytes(to_bytes(packed)), packed)
+
+
+def test_tables_that_fit_no_rollouts_are_refused() -> None:
+    packed = pack(batch())
+    for wrong, said in (
+        ({"turn_rewards": np.zeros(4, np.float32), "turns": np.zeros(7, np.int32)}, "4 turn_rewards for 3 rollouts"),
+        ({"turns": np.zeros(7, np.int32)}, "come together"),
+        ({"components": np.zeros(3, np.float32)}, "3 components for 3 rollouts and 0 names"),
+        ({"components": np.full(3, np.inf, np.float32), "component_names": ("a",)}, "a component is not finite"),
+    ):
+        with pytest.raises(BatchCorrupt, match=said):
+            from_bytes(to_bytes(replace(packed, **wrong)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -275,3 +276,23 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreFailed, match="permissions"):
         Keeper(tmp_path / "file" / "store.sqlite")
+
+
+def test_what_a_reward_is_made_of_and_the_answers_of_tokens_come_back(path: Path) -> None:
+    store = Keeper(path)
+    store.admit(key(0))
+    numbered = replace(trajectory(key(0), 0).rows[0], turns=np.array([0, 0, 1], np.int32))
+    told = replace(
+        trajectory(key(0), 0),
+        rows=(numbered,),
+        components={"right": 1.0},
+        metrics={"tools/calls": 2.0},
+        turn_rewards=(0.5, 0.25),
+        fields={"log": ["a", None]},
+    )
+    store.keep(told)
+    store.close()
+    ((found,),) = [each.finished for each in Keeper(path).unfinished()]
+    assert (found.components, found.metrics, found.turn_rewards) == ({"right": 1.0}, {"tools/calls": 2.0}, (0.5, 0.25))
+    assert found.fields == {"log": ["a", None]}
+    assert found.rows[0].turns is not None and found.rows[0].turns.tolist() == [0, 0, 1]

@@ -88,6 +88,27 @@ def _open_end(name: str) -> float:
     return 0.0 if name == "low" else float("inf")
 
 
+def component_weights(config: Config) -> Mapping[str, float] | None:
+    """Those that are not 1, by name, where components of the reward are compared by themselves."""
+    if config.objective.normalise == "reward":
+        return None
+    return {}
+
+
+def _whole_rollouts(config: Config) -> Iterator[str]:
+    """What takes one advantage for a whole rollout, so that answers cannot have rewards of their own."""
+    if config.objective.normalise == "component":
+        yield 'objective.normalise = "component"'
+    if formula_of(config.objective, config.correction).is_per_rollout:
+        yield f'objective.kind = "{config.objective.kind}"'
+    if config.correction.opsm is not None:
+        yield f"correction.opsm = {config.correction.opsm:g}"
+
+
+def takes_whole_rollouts(config: Config) -> str:
+    return next(_whole_rollouts(config), "")
+
+
 # --- As text ---------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +128,8 @@ def _lines(config: Config) -> Iterator[str]:
     if o.entropy_coefficient:
         yield f"loss -= {o.entropy_coefficient:g} entropy of π"
     yield from _advantage(config)
+    if o.normalise == "component":
+        yield "compared for each component of the reward by itself, summed by weight, then (A - mean) / std over the batch (GDPO)"
     yield f"reduction: {formulas.REDUCTIONS[loss.reduction].text.format(length=config.environment.max_tokens)}"
     if o.overlong_buffer:
         yield f"reward -= {o.overlong_penalty:g} * (1 - room / {o.overlong_buffer}) where an answer left room for less than {o.overlong_buffer} tokens"
@@ -234,6 +257,11 @@ def loss_contradictions(objective: ObjectiveSection, correction: CorrectionSecti
             f'set objective.{demand.option} = "{demand.value}"'
         )
     yield from _token_contradictions(objective, correction)
+    if objective.normalise == "component" and objective.advantage != "grpo":
+        yield (
+            f'objective.normalise = "component" compares each component as GRPO does, and objective.advantage is "{objective.advantage}"; '
+            'set objective.advantage = "grpo", or objective.normalise = "reward"'
+        )
     if objective.proximal == "interpolated" and formula.form == "bypass":
         yield f'objective.proximal = "interpolated" does nothing with objective.kind = "{objective.kind}", which has no proximal policy; remove it'
 

@@ -47,6 +47,8 @@ class ObjectiveSection(Section):
     """kl_cov: weight of the divergence on the tokens that are held back."""
     advantage: Advantage = "grpo"
     """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the others. reinforce_pp: reward - mean of the group, in deviations of the batch. gae: reward to come - what a critic expected, per token, in deviations of the batch; see `[critic]`."""
+    normalise: Literal["reward", "component"] = "reward"
+    """reward: compares weighted sums of components. component (GDPO): compares each component of the reward within its group, then sums by weight, then divides by the deviation over the batch; takes `advantage = "grpo"`."""
     reduction: Reduction | None = None
     """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment. Unset: the kind's own."""
     proximal: Literal["start", "interpolated"] = "start"

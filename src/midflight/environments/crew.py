@@ -54,7 +54,7 @@ class Assignment:
     began: float
     since: float
     """When it was put in line."""
-    ended: asyncio.Future[float | None]
+    ended: asyncio.Future[object]
     alone: bool = False
     seat: Seat | None = None
     excused: float = 0.0
@@ -115,7 +115,7 @@ class Crew:
 
     # --- AgentHost ---------------------------------------------------------------------------------------------------
 
-    async def run(self, task: Task, session: SessionHandle) -> float | None:
+    async def run(self, task: Task, session: SessionHandle) -> object:
         """As the port. Waits for a worker and for the agent there; ended also by the loss of workers, when the agent is to blame."""
         loop = asyncio.get_running_loop()
         job = Assignment(task, _written(task), session, loop.time(), loop.time(), loop.create_future())
@@ -169,12 +169,12 @@ class Crew:
         if seconds >= BLOCKING_SECONDS and session_id is not None:
             self._all_alone(f"an agent blocks the event loop of {name} since {seconds:.0f} s, in {where}")
 
-    def ended(self, seat: Seat, session_id: str, *, reward: float | None = None, error: Exception | None = None) -> None:
-        """The worker's agent has ended, with its reward or an error; or was cancelled, and nobody waits for it any more."""
+    def ended(self, seat: Seat, session_id: str, *, result: object = None, error: Exception | None = None) -> None:
+        """The worker's agent has ended, with its result or an error; or was cancelled, and nobody waits for it any more."""
         seat.left.pop(session_id, None)
         job = seat.jobs.pop(session_id, None)
         if job is not None and not job.ended.done():
-            job.ended.set_result(reward) if error is None else job.ended.set_exception(error)
+            job.ended.set_result(result) if error is None else job.ended.set_exception(error)
         self._assign()
 
     def leave(self, seat: Seat) -> None:

@@ -22,7 +22,7 @@ _NAME = "__environment_name__"
 
 
 class Environment(Protocol):
-    """What a rollout runs: a coroutine function or a plain one. The result is checked by `checked_reward`, so its type is anything."""
+    """What a rollout runs: a coroutine function or a plain one. The result is checked by `checked_result`, so its type is anything."""
 
     def __call__(self, task: Task, client: Any, /) -> Any: ...
 

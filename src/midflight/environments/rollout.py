@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ import numpy as np
 
 from midflight.allowance import Allowance, Expired
 from midflight.environments.agents import AgentHost, without_secrets
+from midflight.environments.scoring import UNSCORED, result_of, shown
 from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, RolloutAbandoned, RolloutTimeout, RunFailed
 from midflight.ports import SessionHandle, Sessions
-from midflight.types import GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
+from midflight.types import GroupKey, Reason, Result, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 from midflight.types.facts import Record, RolloutEnded
 
 
@@ -34,9 +34,9 @@ class FateSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the environment's part of a rollout ended: `reward` is None exactly if `error` says why, or the environment said None."""
+    """How the environment's part of a rollout ended: its reward is None exactly if `error` says why, or the environment said None."""
 
-    reward: float | None
+    result: Result
     error: str | None = None
     trace: str | None = None
 
@@ -105,7 +105,9 @@ class RolloutRunner:
         record = self._close(key, session, discard=False)
         if version is not None and record.versions - {version}:
             mixed = ", ".join(map(str, sorted(record.versions)))
-            outcome = Outcome(None, outcome.error or f"asked of version {version} alone, it was answered by version {mixed}")
+            outcome = Outcome(UNSCORED, outcome.error or f"asked of version {version} alone, it was answered by version {mixed}")
+        if len(outcome.result.turns) > record.num_answers:
+            outcome = _failure(_too_many_turns(task, outcome.result, record))
         return self._finish(key, task, outcome, record=record, started=started)
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
@@ -124,12 +126,12 @@ class RolloutRunner:
         if late is not None:
             return _failure(late)
         if attempt.cancelled():
-            return Outcome(None, "the environment let a CancelledError of its own escape; catch it where the inner task is awaited")
+            return Outcome(UNSCORED, "the environment let a CancelledError of its own escape; catch it where the inner task is awaited")
         return attempt.result()
 
     async def _attempt(self, task: Task, session: SessionHandle) -> Outcome:
         try:
-            return Outcome(checked_reward(await self._agents.run(task, session), task=task))
+            return Outcome(await result_of(await self._agents.run(task, session), task=task))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit too: it is the agent that exits
@@ -161,22 +163,28 @@ class RolloutRunner:
         return record
 
     def _finish(self, key: RolloutKey, task: Task, outcome: Outcome, *, record: SessionRecord | None, started: float) -> Trajectory:
+        result = outcome.result
+        assert result.reward is None or isinstance(result.reward, float)
         trajectory = Trajectory(
             key=key,
             task_id=task.id,
             source=task.source,
-            reward=outcome.reward,
+            reward=result.reward,
             rows=record.rows if record else (),
             truncated=record.truncated if record else False,
             room=record.room if record else None,
             error=outcome.error,
             seconds=asyncio.get_running_loop().time() - started,
+            components={name: value for name, value in result.components.items() if value is not None},
+            metrics=shown(result),
+            turn_rewards=tuple(result.turns),
+            fields=result.fields,
         )
         self._record(
             RolloutEnded(
                 key=key,
                 source=task.source,
-                reward=outcome.reward,
+                reward=trajectory.reward,
                 num_tokens=trajectory.num_trainable + (sum(record.masked.values()) if record else 0),
                 num_versions=num_versions(trajectory.rows),
                 seconds=trajectory.seconds,
@@ -184,6 +192,8 @@ class RolloutRunner:
                 trace=outcome.trace,
                 num_turns=record.num_turns if record else 0,
                 truncated=trajectory.truncated,
+                components=trajectory.components,
+                metrics=trajectory.metrics,
             )
         )
         return trajectory
@@ -191,6 +201,13 @@ class RolloutRunner:
 
 MAX_TRACE = 20_000
 """Characters kept of a traceback: the end, where the error is. One of a library's retries can have many times as many."""
+
+
+def _too_many_turns(task: Task, result: Result, record: SessionRecord) -> BadReward:
+    return BadReward(
+        f"scoring task {task.id} of {task.source}: turns has {len(result.turns)} rewards for {record.num_answers} answers of the model; "
+        "give one for each answer, in their order, or fewer."
+    )
 
 
 def num_versions(rows: tuple[Row, ...]) -> int:
@@ -223,9 +240,9 @@ def _failure(error: BaseException) -> Outcome:
     if isinstance(error, MidflightError) and error.cost is Cost.RUN:
         raise error
     if isinstance(error, AgentFailed):
-        return Outcome(None, without_secrets(str(error)), without_secrets(error.trace or "") or None)
+        return Outcome(UNSCORED, without_secrets(str(error)), without_secrets(error.trace or "") or None)
     trace = without_secrets("".join(traceback.format_exception(error)))
-    return Outcome(None, without_secrets(f"{type(error).__name__}: {error}"), trace[-MAX_TRACE:])
+    return Outcome(UNSCORED, without_secrets(f"{type(error).__name__}: {error}"), trace[-MAX_TRACE:])
 
 
 class Rollouts(Protocol):
@@ -278,24 +295,3 @@ class GroupRunner:
                     self._fates.rows_discarded(key, trajectory.rows, reason=Reason.NO_REWARD)
                 trajectory = await self._rollouts.run(key, task)
             return trajectory
-
-
-LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""Rewards travel as float32: beyond this they would arrive as infinity."""
-
-
-def checked_reward(value: object, *, task: Task) -> float | None:
-    """The reward as a float; `None` stays `None` (I10). Anything but a finite number is a `BadReward` that names the task."""
-    if value is None:
-        return None
-    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if abs(number) <= LARGEST_REWARD:
-            return number
-    raise BadReward(
-        f"scoring task {task.id} of {task.source}: reward was {value!r}, expected a finite number or None; "
-        "return a float, or None if the rollout cannot be scored."
-    )

@@ -40,6 +40,9 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     generated_length: float | None = None
     trained_length: float | None = None
     truncated_share: float | None = None
+    turns_mean: float | None = None
+    components: dict[str, float] | None = None
+    metrics: dict[str, float] | None = None
     failures: dict[str, int] | None = None
     staleness: dict[int, int] | None = None
     staleness_mean: float | None = None
@@ -241,6 +244,9 @@ class Journal:
             generated_length=learning.generated_length,
             trained_length=trained_length,
             truncated_share=learning.truncated_share,
+            turns_mean=learning.turns_mean,
+            components=learning.components or None,
+            metrics=learning.metrics or None,
             failures=dict(self._failures.counts.most_common()) or None,
             staleness=ages,
             staleness_mean=_mean_age(ages) if ages else None,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 
 from midflight.observe.status import LearningStatus
 from midflight.types import Kind, Reason, facts
@@ -17,14 +17,14 @@ class Learning:
     """Of the training rollouts with a reward, and of their groups: the last `window` of each, or all."""
 
     def __init__(self, window: int | None = None) -> None:
-        self._rollouts: deque[tuple[int, bool]] = deque(maxlen=window)  # output tokens, and whether some turn was cut short
+        self._rollouts: deque[facts.RolloutEnded] = deque(maxlen=window)
         self._trained: deque[int] = deque(maxlen=window)
         self._spreads: deque[float] = deque(maxlen=window)
 
     def apply(self, fact: facts.Fact) -> None:
         match fact:
             case facts.RolloutEnded() if fact.key.kind is Kind.TRAINING and fact.reward is not None:
-                self._rollouts.append((fact.num_tokens, fact.truncated))
+                self._rollouts.append(fact)
             case facts.GroupFinished(group=group) if len(group.trajectories) > 1:
                 self._spreads.append(deviation([t.reward for t in group.trajectories if t.reward is not None]))
             case facts.GroupClosed(reason=Reason.ZERO_SPREAD):  # it never waited for a step
@@ -36,11 +36,14 @@ class Learning:
 
     def status(self) -> LearningStatus:
         return LearningStatus(
-            generated_length=_mean([length for length, _ in self._rollouts]),
+            generated_length=_mean([rollout.num_tokens for rollout in self._rollouts]),
             trained_length=_mean(self._trained),
-            truncated_share=_mean([truncated for _, truncated in self._rollouts]),
+            truncated_share=_mean([rollout.truncated for rollout in self._rollouts]),
             reward_spread=_mean(self._spreads),
             zero_spread_share=_mean([spread == 0 for spread in self._spreads]),
+            turns_mean=_mean([rollout.num_turns for rollout in self._rollouts]),
+            components=_means(rollout.components for rollout in self._rollouts),
+            metrics=_means(rollout.metrics for rollout in self._rollouts),
         )
 
 
@@ -50,6 +53,15 @@ def deviation(numbers: Sequence[float]) -> float:
         return 0.0
     mean = math.fsum(numbers) / len(numbers)
     return math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def _means(said: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of each name, over those that have it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for each in said:
+        for name, value in each.items():
+            values[name].append(value)
+    return {name: math.fsum(found) / len(found) for name, found in sorted(values.items())}
 
 
 def _mean(numbers: Sequence[float]) -> float | None:

@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,10 +78,15 @@ def _draw_reward(axes: Axes, history: PastLines) -> None:
         axes.plot(steps, rewards, color=color, alpha=0.25, linewidth=0.8)
         axes.plot(steps, moving_average(rewards, MOVING_STEPS), color=color, linewidth=2, label=source)
         _mark_heldout(axes, [line for line in history.evaluations if line.source == source], color)
+    names = sorted({name for line in history.steps for name in line.components or {}})
+    for name, style in zip(names, cycle((":", "--", "-.")), strict=False):
+        there = [(line.step, line.components[name]) for line in history.steps if line.components and name in line.components]
+        means = moving_average([value for _, value in there], MOVING_STEPS)
+        axes.plot([step for step, _ in there], means, color=GREY, linestyle=style, linewidth=1.4, label=name)
     _style(axes, "reward")
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low), max(1.02, high))
-    if sources:
+    if sources or names:
         axes.legend(frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small")
 
 

@@ -19,6 +19,7 @@ LEARNING = (
     ("trained_length", "midflight_trained_length", "Mean tokens that a recent rollout was trained on."),
     ("truncated_share", "midflight_truncated_share", "Recent rollouts that a limit cut short."),
     ("reward_spread", "midflight_reward_spread", "Mean standard deviation of the rewards within a recent group."),
+    ("turns_mean", "midflight_turns_mean", "Mean answers of the model in a recent rollout."),
     ("zero_spread_share", "midflight_zero_spread_share", "Recent groups whose rewards are all alike."),
 )
 
@@ -80,6 +81,14 @@ class Metrics:
         for field, name, text in LEARNING:
             if (value := getattr(learning, field)) is not None:
                 yield GaugeMetricFamily(name, text, value=value)
+        for name, text, means in (
+            ("midflight_reward_component", "Mean of a component of the reward in recent rollouts.", learning.components),
+            ("midflight_environment_metric", "Mean of what environments measured in recent rollouts.", learning.metrics),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["name"])
+            for label, value in means.items():
+                family.add_metric([label], value)
+            yield family
         if self.accounts is None:
             return
         a = self.accounts()

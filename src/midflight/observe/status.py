@@ -109,6 +109,12 @@ class LearningStatus:
     """Standard deviation of the rewards within a group."""
     zero_spread_share: float | None = None
     """Groups whose rewards are all alike, which teach nothing."""
+    turns_mean: float | None = None
+    """Answers of the model in a rollout that got a reward."""
+    components: dict[str, float] = field(default_factory=dict[str, float])
+    """Means of what rewards are made of, over the rollouts that each applied to."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Means of what environments measured, over the rollouts that each was measured in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Summary:
     advice: str
     loss: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    turns_mean: float | None = None
     learning: LearningStatus = field(default_factory=LearningStatus)
     failures: dict[str, int] = field(default_factory=dict[str, int])
     sources: dict[str, SourceSummary] = field(default_factory=dict[str, SourceSummary])
@@ -110,6 +111,7 @@ def summarise(
         advice=status.advice,
         loss=said.loss,
         notes=said.notes,
+        turns_mean=status.learning.turns_mean,
         learning=status.learning,
         failures=status.failures,
         sources=sources,

@@ -1,6 +1,7 @@
 """A critic: a second model that predicts at each token the reward still to come, and so gives each token its own advantage.
 
-A reward arrives with the last trained token of its rollout. A rollout's tokens are taken in the order in which they lie in the batch, its rows
+A reward arrives with the last trained token of its rollout; what an answer earned by itself, with the last one of that answer. A
+rollout's tokens are taken in the order in which they lie in the batch, its rows
 one after the other, whatever prompts and tools wrote between.
 """
 
@@ -123,10 +124,12 @@ class Critic:
 
 
 def _at_the_end(tokens: LossTokens) -> Float[Tensor, " K"]:
-    """The reward of each rollout at the last of its tokens, 0 at the others."""
-    order = torch.arange(tokens.num_tokens, device=tokens.rollout.device).double()
-    last = reductions.maxima(order, tokens.rollout, num_sequences=tokens.num_rollouts)[tokens.rollout]
-    return tokens.advantage * (order == last)
+    """What is left to come at each token, less what is at the rollout's next: the reward at its last, 0 at most others."""
+    order = tokens.rollout.argsort(stable=True)
+    to_come, rollout = tokens.advantage[order], tokens.rollout[order]
+    is_last = torch.cat([rollout[1:] != rollout[:-1], rollout.new_ones(1, dtype=torch.bool)])
+    then = torch.cat([to_come[1:], to_come.new_zeros(1)]).masked_fill(is_last, 0)
+    return torch.empty_like(to_come).index_copy(0, order, to_come - then)
 
 
 def _explained(values: Float[Tensor, " K"], returns: Float[Tensor, " K"]) -> dict[str, float]:

@@ -145,12 +145,35 @@ class Scoring:
     """Weight of a teacher's log-probabilities beside rewards, per token; 0 is no teacher."""
     counts_rewards: bool = True
     """Without them the teacher is all that is learned from."""
+    component_weights: Mapping[str, float] | None = None
+    """Each component is compared by itself, with these weights, by the name before a `/`; 1 where there is none. None compares rewards."""
+    whole_rollouts: str = ""
+    """The option that takes one advantage for a whole rollout, if there is one."""
 
-    def advantages(self, rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"], *, room: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """Per rollout, in float64; `room` is what its answers left of their limits, in tokens."""
+    def advantages(
+        self,
+        rewards: Float[Tensor, " M"],
+        groups: Int[Tensor, " M"],
+        *,
+        room: Int[Tensor, " M"],
+        earned: Float[Tensor, "M K"],
+        components: Mapping[str, Float[Tensor, " M"]],
+    ) -> Float[Tensor, "M K+1"]:
+        """Per rollout and answer, in float64; `room` is what its answers left of their limits, in tokens, `earned` what each of them got.
+        Answers from K on have the last column."""
         penalty = advantages.overlong_penalty(room, buffer=self.overlong_buffer, penalty=self.overlong_penalty)
+        if self.component_weights is not None:
+            return self._decoupled(rewards, groups, {**components, **({"overlong": penalty} if self.overlong_buffer else {})})[:, None]
         compared: Callable[[Tensor, Tensor], Tensor] = getattr(advantages, ADVANTAGES[self.advantage].function)
-        return compared(rewards + penalty, groups)
+        return advantages.turn_advantages(lambda values: compared(values, groups), rewards + penalty, earned)
+
+    def _decoupled(self, rewards: Tensor, groups: Tensor, components: Mapping[str, Tensor]) -> Tensor:
+        """A rollout without components has its reward for one."""
+        assert self.component_weights is not None
+        has_any = torch.stack([*components.values(), torch.full_like(rewards, math.nan)]).isfinite().any(0)
+        columns = {**components, "reward": rewards.masked_fill(has_any, math.nan)}
+        weights = [self.component_weights.get(name, self.component_weights.get(name.partition("/")[0], 1.0)) for name in columns]
+        return advantages.decoupled_advantages(torch.stack([*columns.values()], dim=1), groups, weights=rewards.new_tensor(weights))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,7 +247,7 @@ def check_staleness(batch: PackedBatch, *, max_staleness: int) -> None:
 def _token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
     """[N - R], shifted: the rollout's advantage on each of its tokens, and what the teacher thinks of that token."""
     rollout = shift(rollout_of_token, batch.row_offsets)
-    of_rewards = _advantages(batch, scoring)[rollout] if scoring.counts_rewards else np.zeros(len(rollout))
+    of_rewards = _of_tokens(batch, _advantages(batch, scoring), rollout) if scoring.counts_rewards else np.zeros(len(rollout))
     if not scoring.teacher_weight:
         return of_rewards
     if batch.teacher_logprobs is None:
@@ -238,8 +261,15 @@ def _token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: In
     return of_rewards + scoring.teacher_weight * advantages.distillation_advantage(teacher, behaviour).numpy()
 
 
+def _of_tokens(batch: PackedBatch, found: NDArray[np.float64], rollout: Index) -> NDArray[np.float64]:
+    """Those of the answer that each token is of."""
+    if batch.turns is None:
+        return found[rollout, 0]
+    return found[rollout, np.minimum(shift(batch.turns, batch.row_offsets), found.shape[1] - 1)]
+
+
 def _advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
-    """[M]. Rollouts without a finite reward get 0 and are no part of their group's baseline."""
+    """[M, K + 1]. Rollouts without a finite reward get 0 and are no part of their group's baseline."""
     scored = np.flatnonzero(np.isfinite(batch.rewards))
     if scoring.overlong_buffer and batch.room is None:
         raise RunFailed(f"the batch of version {batch.train_version} does not say how near to their limits its answers came (`room`), and "
@@ -249,10 +279,30 @@ def _advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
         torch.from_numpy(batch.rewards[scored].astype(np.float64)),
         torch.from_numpy(batch.rollout_group[scored].astype(np.int64)),
         room=torch.from_numpy(room),
+        earned=torch.from_numpy(_earned(batch, scoring)[scored]),
+        components={name: torch.from_numpy(column[scored]) for name, column in components_of(batch).items()},
     )
-    of_rollouts = np.zeros(len(batch.rewards), np.float64)
+    of_rollouts = np.zeros((len(batch.rewards), found.shape[1]), np.float64)
     of_rollouts[scored] = found.numpy()
     return of_rollouts
+
+
+def _earned(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
+    """[M, K], by answer."""
+    if batch.turn_rewards is None or not len(batch.rewards):
+        return np.zeros((len(batch.rewards), 0))
+    if scoring.whole_rollouts and batch.turn_rewards.any():
+        raise RunFailed(f"the batch of version {batch.train_version} has rewards of single answers (`turns`), and {scoring.whole_rollouts} "
+                        "takes one advantage for a whole rollout. Remove that option, or return no turns.")  # fmt: skip
+    return batch.turn_rewards.astype(np.float64).reshape(len(batch.rewards), -1)
+
+
+def components_of(batch: PackedBatch) -> Mapping[str, NDArray[np.float64]]:
+    """[M] each, by name; NaN where one does not apply."""
+    if batch.components is None:
+        return {}
+    table = batch.components.astype(np.float64).reshape(len(batch.rewards), -1)
+    return dict(zip(batch.component_names, table.T, strict=True))
 
 
 def _is_logprob(values: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -356,6 +406,9 @@ def report_of(record: StepRecord, batch: PackedBatch, tokens: LossTokens, *, ver
     scored = batch.rewards[np.isfinite(batch.rewards)]
     if scored.size:
         metrics["reward/mean"] = float(scored.mean())
+    for name, column in components_of(batch).items():
+        if (there := column[np.isfinite(column)]).size:
+            metrics[f"reward/{name}"] = float(there.mean())
     skipped = record.skipped
     if skipped is Skip.NO_TOKENS:
         return StepReport(version, math.nan, 0, metrics, tokens.masked, skipped=skipped)

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from midflight.config.checks import component_weights, takes_whole_rollouts
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, RunFailed, StepSkipped
 from midflight.trainer.critic import Critic, Valuation, value_model_of
@@ -313,6 +314,8 @@ def trainer_of(
             mask_truncated=config.objective.mask_truncated,
             teacher_weight=0.0 if config.distillation.teacher is None else config.distillation.weight,
             counts_rewards=config.distillation.teacher is None or config.distillation.rewards,
+            component_weights=component_weights(config),
+            whole_rollouts=takes_whole_rollouts(config),
         ),
         schedule=Schedule(kind=section.schedule, warmup_steps=section.warmup_steps, total_steps=config.run.steps),
         adam=Adam(section.learning_rate, weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm),

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.errors import StoreCorrupt, StoreFailed
-from midflight.types import Json, Row, Task, Turn
+from midflight.types import Json, Row, Task, Trajectory, Turn
 
 Value: TypeAlias = "int | float | str | bytes | None"
 
 APPLICATION_ID = 0x4D464C54
 """Marks the file as ours ("MFLT")."""
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 TABLES = """
 CREATE TABLE runs (name TEXT NOT NULL);
@@ -44,6 +44,7 @@ CREATE TABLE rollouts (             -- those that have ended
     epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL, sample INTEGER NOT NULL,
     reward REAL, truncated INTEGER NOT NULL, room INTEGER, error TEXT, seconds REAL NOT NULL,
     num_trainable INTEGER NOT NULL, rows BLOB NOT NULL,
+    scored BLOB NOT NULL,           -- what its reward is made of
     PRIMARY KEY (epoch, position, attempt, sample)
 );
 CREATE TABLE turns (                -- completed turns of rollouts that have not ended
@@ -213,6 +214,16 @@ class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     logprobs: bytes
     versions: bytes
     kv_versions: bytes
+    turns: bytes | None = None
+
+
+class Scored(msgspec.Struct, array_like=True, frozen=True):
+    """Of a trajectory: what its reward is made of, and what was said beside it."""
+
+    components: dict[str, float]
+    metrics: dict[str, float]
+    turn_rewards: tuple[float, ...]
+    fields: dict[str, Any]
 
 
 class _StoredTask(msgspec.Struct, frozen=True):
@@ -223,6 +234,7 @@ class _StoredTask(msgspec.Struct, frozen=True):
 
 _ROWS = msgspec.msgpack.Decoder(tuple[_StoredRow, ...])
 _TURN = msgspec.msgpack.Decoder(Turn)
+_SCORED = msgspec.msgpack.Decoder(Scored)
 _TASK = msgspec.msgpack.Decoder(_StoredTask)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -234,6 +246,14 @@ def encode_rows(rows: tuple[Row, ...]) -> bytes:
 def decode_rows(blob: bytes) -> tuple[Row, ...]:
     """Raises `msgspec.MsgspecError` or `ValueError` if the blob is not what `encode_rows` made."""
     return tuple(_unpack_row(row) for row in _ROWS.decode(blob))
+
+
+def encode_scored(of: Trajectory) -> bytes:
+    return _encode(Scored(dict(of.components), dict(of.metrics), of.turn_rewards, dict(of.fields)))
+
+
+def decode_scored(blob: bytes) -> Scored:
+    return _SCORED.decode(blob)
 
 
 def encode_turn(turn: Turn) -> bytes:
@@ -261,6 +281,7 @@ def _pack_row(row: Row) -> _StoredRow:
         logprobs=row.logprobs.astype("<f4").tobytes(),
         versions=row.versions.astype("<i4").tobytes(),
         kv_versions=row.kv_versions.astype("<i4").tobytes(),
+        turns=None if row.turns is None else row.turns.astype("<i4").tobytes(),
     )
 
 
@@ -272,6 +293,7 @@ def _unpack_row(row: _StoredRow) -> Row:
         logprobs=_array(row.logprobs, "<f4"),
         versions=_array(row.versions, "<i4"),
         kv_versions=_array(row.kv_versions, "<i4"),
+        turns=None if row.turns is None else _array(row.turns, "<i4"),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from midflight.errors import BatchCorrupt
-from midflight.types import Batch, PackedBatch, Row
+from midflight.types import Batch, PackedBatch, Row, Trajectory
 
 FORMAT = "midflight.packed_batch"
 FORMAT_VERSION = "1"
@@ -32,7 +32,11 @@ _TEACHER: Mapping[str, type[np.generic]] = {"teacher_logprobs": np.float32}
 """As long as `_TOKENS`, and there or not."""
 _ROOM: Mapping[str, type[np.generic]] = {"room": np.int32}
 """As long as `_ROLLOUTS`, and there or not."""
-_OPTIONAL = {**_TEACHER, **_ROOM}
+_TURNS: Mapping[str, type[np.generic]] = {"turns": np.int32}
+"""As long as `_TOKENS`, and there or not."""
+_TABLES: Mapping[str, type[np.generic]] = {"turn_rewards": np.float32, "components": np.float32}
+"""Flat tables with a line for each rollout, each there or not."""
+_OPTIONAL = {**_TEACHER, **_ROOM, **_TURNS, **_TABLES}
 NO_ANSWER = 2**31 - 1
 """The room of a rollout without an answer."""
 
@@ -59,7 +63,24 @@ def pack(batch: Batch) -> PackedBatch:
         rollout_group=np.array([number for number, _ in rollouts], dtype=np.int32),
         truncated=np.array([t.truncated for _, t in rollouts], dtype=np.bool_),
         room=np.array([NO_ANSWER if t.room is None else t.room for _, t in rollouts], dtype=np.int32),
+        **_tables([t for _, t in rollouts], [row for _, row in rows]),
     )
+
+
+def _tables(rollouts: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, Any]:
+    """What their answers earned, and what their rewards are made of; nothing where no rollout says that."""
+    width = max((len(t.turn_rewards) for t in rollouts), default=0)
+    names = sorted({name for t in rollouts for name in t.components})
+    said: dict[str, Any] = {}
+    if width:
+        said["turn_rewards"] = np.array([(*t.turn_rewards, *[0.0] * (width - len(t.turn_rewards))) for t in rollouts], np.float32).ravel()
+        said["turns"] = np.concatenate(
+            [np.zeros(0, np.int32), *(np.zeros(len(row.token_ids), np.int32) if row.turns is None else row.turns for row in rows)]
+        ).astype(np.int32)
+    if names:
+        said["components"] = np.array([[t.components.get(name, np.nan) for name in names] for t in rollouts], np.float32).ravel()
+        said["component_names"] = tuple(names)
+    return said
 
 
 def _flat(rows: list[tuple[int, Row]], part: Callable[[Row], NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
@@ -71,6 +92,8 @@ def to_bytes(packed: PackedBatch) -> bytes:
     parts = {**_ARRAYS, **{name: dtype for name, dtype in _OPTIONAL.items() if getattr(packed, name) is not None}}
     arrays = {name: np.ascontiguousarray(getattr(packed, name), dtype=dtype) for name, dtype in parts.items()}
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, "lease": str(packed.lease), "train_version": str(packed.train_version)}
+    if packed.components is not None:
+        header["component_names"] = json.dumps(packed.component_names)
     return save(arrays, metadata=header)
 
 
@@ -82,7 +105,9 @@ def from_bytes(data: bytes) -> PackedBatch:
         raise BatchCorrupt(f"Reading a packed batch of {len(data)} bytes: {error}. Send the bytes of `to_bytes` whole.") from error
     header = _header(data)
     _check_arrays(arrays)
-    packed = PackedBatch(lease=_number(header, "lease"), train_version=_number(header, "train_version"), **arrays)
+    names = _component_names(header)
+    packed = PackedBatch(lease=_number(header, "lease"), train_version=_number(header, "train_version"), component_names=names, **arrays)
+    _check_tables(packed)
     _check_offsets(packed)
     _check_numbering(packed)
     _require(not (packed.versions[packed.loss_mask] > packed.train_version).any(), "a token is younger than train_version")
@@ -113,13 +138,35 @@ def _number(header: Mapping[str, str], name: str) -> int:
     return int(value)
 
 
+def _component_names(header: Mapping[str, str]) -> tuple[str, ...]:
+    try:
+        names = json.loads(header.get("component_names", "[]"))
+    except ValueError:
+        names = None
+    _require(isinstance(names, list) and all(isinstance(name, str) for name in names), "component_names is no list of names")
+    return tuple(cast("list[str]", names))
+
+
+def _check_tables(packed: PackedBatch) -> None:
+    """Each has a line for each rollout, all as long."""
+    num, names = len(packed.rewards), packed.component_names
+    _require((packed.turns is None) == (packed.turn_rewards is None), "turns and turn_rewards come together or not at all")
+    if packed.turn_rewards is not None and packed.turns is not None:
+        _require(num > 0 and len(packed.turn_rewards) % num == 0, f"{len(packed.turn_rewards)} turn_rewards for {num} rollouts")
+        _require(bool(np.isfinite(packed.turn_rewards).all()), "the reward of a turn is not finite")
+        _require(bool((packed.turns >= 0).all()), "a turn is below 0")
+    found = 0 if packed.components is None else len(packed.components)
+    _require(found == num * len(names), f"{found} components for {num} rollouts and {len(names)} names")
+    _require(packed.components is None or not np.isinf(packed.components).any(), "a component is not finite")
+
+
 def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
     """Every array is there, flat, of its type, and as long as those beside it."""
     _require(arrays.keys() - _OPTIONAL.keys() == _ARRAYS.keys(), f"arrays are {sorted(arrays)}, expected {sorted(_ARRAYS)}")
     for name, found in arrays.items():
         dtype = {**_ARRAYS, **_OPTIONAL}[name]
         _require(found.ndim == 1 and found.dtype == dtype, f"{name} is {found.dtype}{list(found.shape)}, expected flat {np.dtype(dtype)}")
-    for beside in ({**_TOKENS, **_TEACHER}, {**_ROLLOUTS, **_ROOM}):
+    for beside in ({**_TOKENS, **_TEACHER, **_TURNS}, {**_ROLLOUTS, **_ROOM}):
         lengths = {name: len(arrays[name]) for name in beside if name in arrays}
         _require(len(set(lengths.values())) == 1, f"lengths disagree: {lengths}")
 

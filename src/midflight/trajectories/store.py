@@ -115,10 +115,11 @@ class Store:
         trajectory = kept.trajectory
         key, num_trainable = trajectory.key, trajectory.num_trainable
         self._db.execute(
-            "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *_rollout(key),
             *(trajectory.reward, trajectory.truncated, trajectory.room, trajectory.error, trajectory.seconds, num_trainable),
             database.encode_rows(trajectory.rows),
+            database.encode_scored(trajectory),
         )
         self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
         for fate, counts in ((Fate.MASKED, kept.masked), (Fate.DROPPED, kept.dropped)):
@@ -336,12 +337,14 @@ class Store:
         return Unfinished(key, finished, {rollout: tuple(made) for rollout, made in turns.items()})
 
     def _trajectories(self, key: GroupKey, task: Task) -> Iterator[Trajectory]:
-        columns = "sample, reward, rows, truncated, error, seconds, room"
-        for sample, reward, rows, truncated, error, seconds, room in self._db.execute(
+        columns = "sample, reward, rows, scored, truncated, error, seconds, room"
+        for sample, reward, rows, scored, truncated, error, seconds, room in self._db.execute(
             f"SELECT {columns} FROM rollouts WHERE {_GROUP} ORDER BY sample", *_group(key)
         ):
             decoded = self._decoded(database.decode_rows, rows)
-            yield Trajectory(RolloutKey(key, sample), task.id, task.source, reward, decoded, bool(truncated), error, seconds, room)
+            of = self._decoded(database.decode_scored, scored)
+            said = (of.components, of.metrics, of.turn_rewards, of.fields)
+            yield Trajectory(RolloutKey(key, sample), task.id, task.source, reward, decoded, bool(truncated), error, seconds, room, *said)
 
     def _task(self, key: GroupKey) -> Task:
         (blob,) = self._db.execute(f"SELECT task FROM groups WHERE {_GROUP}", *_group(key))[0]

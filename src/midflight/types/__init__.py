@@ -18,7 +18,7 @@ from midflight.types.names import (
     StalePolicy,
     Version,
 )
-from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SessionRecord, Task, Trajectory
+from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, PackedBatch, Result, RolloutKey, Row, SessionRecord, Task, Trajectory
 
 __all__ = [
     "Accounts",
@@ -46,6 +46,7 @@ __all__ = [
     "PackedBatch",
     "PauseMode",
     "Reason",
+    "Result",
     "RolloutKey",
     "Row",
     "SamplingParams",

@@ -71,6 +71,8 @@ class RolloutEnded(msgspec.Struct, frozen=True):
     """Answers that the agent got. A try that was scored without one did not use the model."""
     truncated: bool = False
     """Some turn ended by `length`."""
+    components: Mapping[str, float] = {}
+    metrics: Mapping[str, float] = {}
 
 
 class Waited(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ Shapes: `T` is the number of tokens of a row. Times are seconds, on the clock of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, Version
@@ -18,6 +18,24 @@ class Task:
     id: str
     source: str
     data: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an environment may return in place of a number. Everything but `reward` may be left out."""
+
+    reward: float | Awaitable[float | None] | None
+    """Of the whole rollout: a finite number, or `None` if it cannot be scored (I10). A late one is an awaitable, which is waited for
+    until the rollout's deadline."""
+    components: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """What the reward is made of, by name, before weights. None says that a component does not apply here: it is left out."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers to be shown, which nothing is trained on."""
+    turns: Sequence[float] = ()
+    """How much of `reward` each answer of the model earned, in the order of the requests; what they leave of it, the whole rollout earned.
+    At most as many as there were answers."""
+    fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """What reward functions get by name, as if the task had it. Numbers among them are shown too."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,9 +75,11 @@ class Row:
     logprobs: Float32
     versions: Int32
     kv_versions: Int32
+    turns: Int32 | None = None
+    """The answer that the token is of, counted from 0 in the order of the session's requests."""
 
     def __post_init__(self) -> None:
-        lengths = {len(a) for a in (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions)}
+        lengths = {len(a) for a in self._arrays()}
         assert len(lengths) == 1, f"I6: per-token arrays of lengths {lengths}"
 
     @property
@@ -69,7 +89,11 @@ class Row:
     @property
     def num_bytes(self) -> int:
         """Of its arrays in memory."""
-        return sum(a.nbytes for a in (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions))
+        return sum(a.nbytes for a in self._arrays())
+
+    def _arrays(self) -> Sequence[Int32 | Bool | Float32]:
+        arrays = (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions)
+        return arrays if self.turns is None else (*arrays, self.turns)
 
     @property
     def oldest_version(self) -> Version | None:
@@ -100,6 +124,8 @@ class SessionRecord:
     """Answered prompts whose text, tokenised anew, would have had other ids than the recorded ones that were reused."""
     versions: frozenset[Version] = frozenset()
     """That sampled any token of the session, in a row or not."""
+    num_answers: int = 0
+    """Requests that were answered. One that asked for several choices made several turns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +142,11 @@ class Trajectory:
     seconds: float = 0.0
     room: int | None = None
     """As in `SessionRecord`."""
+    components: Mapping[str, float] = field(default_factory=dict[str, float])
+    """As in `Result`, and so are the next three."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    turn_rewards: tuple[float, ...] = ()
+    fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     @property
     def num_trainable(self) -> int:
@@ -208,5 +239,9 @@ class PackedBatch:
     rewards: Float32  # [M]
     rollout_group: Int32  # [M], groups numbered from 0 in the batch
     truncated: Bool  # [M]
+    turns: Int32 | None = None  # [N], the answer that the token is of, from 0; None where no rollout says what its answers earned
+    turn_rewards: Float32 | None = None  # [M * K], what the first K answers of each rollout earned; there exactly if `turns` is
+    components: Float32 | None = None  # [M * C], of each rollout's reward, NaN where one does not apply; None where there are none
+    component_names: tuple[str, ...] = ()  # [C]
     room: Int32 | None = None  # [M], tokens that the answer nearest to its own limit left of it; a number above all limits without answers
     teacher_logprobs: Float32 | None = None  # [N], of a teacher, for the token after those before it; None in a run without one

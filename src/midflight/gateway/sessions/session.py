@@ -265,6 +265,7 @@ class Session:
             num_rewritten=self.tree.num_rewritten,
             num_mismatches=self.tree.num_mismatches,
             versions=frozenset(self._versions),
+            num_answers=len({node.request for node in nodes}),
         )
 
     def _end(self, answer: UnderWay) -> None:

@@ -299,7 +299,8 @@ def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harves
     `count_all_choices`: choices that the agent did not continue are trained too, each as a row of its own.
     """
     unchosen = set[Node]() if count_all_choices else _unchosen(nodes)
-    result = Harvest(rows=_rows([node for node in nodes if node not in unchosen]))
+    turn_of = {request: turn for turn, request in enumerate(sorted({node.request for node in nodes}))}
+    result = Harvest(rows=_rows([node for node in nodes if node not in unchosen], turn_of))
     for node in nodes:
         if node in unchosen:
             result.dropped[Reason.UNCHOSEN] += node.num_output
@@ -315,7 +316,7 @@ def _unchosen(nodes: Sequence[Node]) -> set[Node]:
     return {node for node in nodes if node.request in continued and not node.children}
 
 
-def _rows(nodes: Sequence[Node]) -> tuple[Row, ...]:
+def _rows(nodes: Sequence[Node], turn_of: Mapping[int, int]) -> tuple[Row, ...]:
     claimed: set[Node] = set()
     rows: list[Row] = []
     for leaf in nodes:
@@ -324,11 +325,12 @@ def _rows(nodes: Sequence[Node]) -> tuple[Row, ...]:
             trained = {node for node in path if node not in claimed and node.policy_sampled and node.output}
             claimed.update(path)
             if trained:
-                rows.append(_row(leaf, path, trained=trained))
+                rows.append(_row(leaf, path, trained=trained, turn_of=turn_of))
     return tuple(rows)
 
 
-def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node]) -> Row:
+def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mapping[int, int]) -> Row:
+    """`turn_of`: the place of each request among those that were answered."""
     length = leaf.end
     row = Row(
         token_ids=np.frombuffer(leaf.packed_ids, dtype="<i4").astype(np.int32),
@@ -337,17 +339,20 @@ def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node]) -> Row:
         logprobs=np.zeros(length, dtype=np.float32),
         versions=np.zeros(length, dtype=np.int32),
         kv_versions=np.zeros(length, dtype=np.int32),
+        turns=np.zeros(length, dtype=np.int32),
     )
     for node in path:
-        _write(row, node, trained=node in trained)
+        _write(row, node, trained=node in trained, turn=turn_of[node.request])
     return row
 
 
-def _write(row: Row, node: Node, *, trained: bool) -> None:
+def _write(row: Row, node: Node, *, trained: bool, turn: int) -> None:
     start = node.num_prompt
     span = slice(start, node.end)
     row.generated[span] = True
     row.loss_mask[span] = trained
+    if row.turns is not None:
+        row.turns[span] = turn
     row.logprobs[span] = np.frombuffer(node.logprobs, dtype="<f4")
     for segment in node.segments:
         row.versions[start + segment.start : start + segment.end] = segment.version

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.environments.claimed import Board, Offer, claims
-from midflight.environments.rollout import LARGEST_REWARD
+from midflight.environments.scoring import LARGEST_REWARD
 from midflight.errors import NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
@@ -47,13 +47,17 @@ class RolloutRow(RowLists, frozen=True, omit_defaults=True):
     """Which of the batch's rollouts it is of."""
     teacher_logprobs: list[float] | None = None
     """Of a run with a teacher, as long as the others; meaningful where `loss_mask` is true."""
+    turns: list[int] | None = None
+    """The answer that each token is of, from 0, where some rollout has rewards for its answers."""
 
 
-class RolloutFacts(msgspec.Struct, frozen=True):
+class RolloutFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     group: int
     reward: float
     truncated: bool
     room: int | None
+    turn_rewards: list[float] | None = None
+    components: dict[str, float] = {}
 
 
 class BatchLists(msgspec.Struct, frozen=True):
@@ -73,7 +77,11 @@ def rows_as_lists(rows: Iterable[Row]) -> list[RowLists]:
 
 def batch_as_lists(batch: PackedBatch) -> BatchLists:
     left = [None] * len(batch.rewards) if batch.room is None else [None if room == NO_ANSWER else room for room in batch.room.tolist()]
-    facts = zip(batch.rollout_group.tolist(), batch.rewards.tolist(), batch.truncated.tolist(), left, strict=True)
+    num, named = len(batch.rewards), batch.component_names
+    earned = [None] * num if batch.turn_rewards is None else batch.turn_rewards.reshape(num, -1).tolist()
+    table = [()] * num if batch.components is None else batch.components.reshape(num, -1).tolist()
+    components = [{name: value for name, value in zip(named, line, strict=True) if value == value} for line in table]  # no NaN
+    facts = zip(batch.rollout_group.tolist(), batch.rewards.tolist(), batch.truncated.tolist(), left, earned, components, strict=True)
     spans = [slice(*span) for span in zip(batch.row_offsets[:-1].tolist(), batch.row_offsets[1:].tolist(), strict=True)]
     return BatchLists(
         lease=batch.lease,
@@ -88,6 +96,7 @@ def batch_as_lists(batch: PackedBatch) -> BatchLists:
                 batch.kv_versions[span].tolist(),
                 rollout,
                 None if batch.teacher_logprobs is None else batch.teacher_logprobs[span].tolist(),
+                None if batch.turns is None else batch.turns[span].tolist(),
             )
             for span, rollout in zip(spans, batch.row_rollout.tolist(), strict=True)
         ],

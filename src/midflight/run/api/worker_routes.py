@@ -61,7 +61,7 @@ class WorkerRoutes:
                 raise msgspec.DecodeError(f"{said} before the name")
             case wire.AgentEnded() as ended:
                 self._crew.hear(seat)
-                self._crew.ended(seat, ended.session_id, reward=ended.reward, error=_error(ended))
+                self._crew.ended(seat, ended.session_id, result=ended.result(), error=_error(ended))
             case _:
                 self._crew.hear(seat)
         return seat

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, cast
 
 import msgspec
+
+from midflight.types import Result
 
 PATH: Final = "/midflight/v1/worker"
 BLOCKED_PATH: Final = PATH + "/blocked"
@@ -40,7 +42,7 @@ class BeatOfLoop(msgspec.Struct, tag="beat", frozen=True):
 
 
 class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
-    """An agent has ended: with a reward, which is checked; or with an error, as its class and message."""
+    """An agent has ended: with a result, which is checked; or with an error, as its class and message."""
 
     session_id: str
     reward: float | None = None
@@ -48,6 +50,20 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
     trace: str | None = None
     ends_run: bool = False
     """Whether the error is a configuration's."""
+    components: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    turns: tuple[float, ...] = ()
+    fields: dict[str, Any] = {}
+
+    def result(self) -> Result:
+        return Result(self.reward, self.components, self.metrics, self.turns, self.fields)
+
+
+def ended_with(session_id: str, result: Result) -> AgentEnded:
+    """`result` is checked."""
+    components, reward = cast("dict[str, float]", result.components), cast("float | None", result.reward)
+    said = {"components": components, "metrics": dict(result.metrics), "turns": tuple(result.turns), "fields": dict(result.fields)}
+    return AgentEnded(session_id, reward, **cast(Any, said))
 
 
 class LoopBlocked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -30,7 +30,7 @@ import aiohttp
 
 from midflight.environments.agents import AgentsHere, SharedClients, is_async
 from midflight.environments.registry import Environment
-from midflight.environments.rollout import checked_reward
+from midflight.environments.scoring import result_of
 from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
 from midflight.run.heart import Doing, Situation
@@ -137,7 +137,7 @@ class Worker:
         session = Given(given.session_id, given.base_url, given.api_key)
         ended = wire.AgentEnded(given.session_id, error="the agent was cancelled")
         try:
-            ended = wire.AgentEnded(given.session_id, checked_reward(await self._host.run(task, session), task=task))
+            ended = wire.ended_with(given.session_id, await result_of(await self._host.run(task, session), task=task))
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None:

@@ -5,6 +5,8 @@ A reward that is not finite says that its rollout was not scored: its advantage 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -76,6 +78,36 @@ def batch_normalised(values: Float[Tensor, " N"], *, counted: Bool[Tensor, " N"]
     centred = (values - values.where(counted, 0).sum() / n.clamp(min=1)).where(counted, 0)
     deviation = ((centred**2).sum() / (n - 1).clamp(min=1)).sqrt()
     return centred / (deviation + 1e-8)
+
+
+def decoupled_advantages(
+    components: Float[Tensor, "M C"], groups: Int[Tensor, " M"], *, weights: Float[Tensor, " C"]
+) -> Float[Tensor, " M"]:
+    """Each component of the reward compared within its group by itself, so that one of large spread does not drown the others.
+
+        A_i = B(sum_c w_c A_ic),  A_ic = grpo_advantages of component c,  B = batch_normalised
+
+    GDPO: Liu et al. 2026 (2601.05242), section 3. A component that is NaN does not apply to its rollout: it counts in no mean of that
+    component, and adds nothing to the rollout. One without any finite component has advantage 0, and counts in no deviation.
+    """
+    found = torch.stack([grpo_advantages(column, groups) for column in components.unbind(1)], dim=1)
+    return batch_normalised(found @ weights, counted=components.isfinite().any(1))
+
+
+def turn_advantages(
+    compared: Callable[[Float[Tensor, " M"]], Float[Tensor, " M"]], rewards: Float[Tensor, " M"], earned: Float[Tensor, "M K"]
+) -> Float[Tensor, "M K+1"]:
+    """One advantage for each answer: rewards to come, compared with those of the group's rollouts at the same answer.
+
+        A_ik = compared(G_k)_i,  G_ik = R_i - sum_{j < k} r_ij
+
+    Return-based advantages of turns, without a discount: GTPO, Ding et al. 2025 (2511.14846), section 3; reward to go with a baseline:
+    Williams 1992. R is the rollout's whole reward, r_ij what its answer j earned of it; `compared` is any function of this file. Answers
+    from K on have the last column. A rollout that ended before keeps what it has left to the end as its part of the baseline, so that where
+    no answer earned anything all columns are `compared(R)`.
+    """
+    before = torch.cat([rewards.new_zeros(len(rewards), 1), earned.cumsum(1)], dim=1)
+    return torch.stack([compared(rewards - column) for column in before.unbind(1)], dim=1)
 
 
 def gae(
