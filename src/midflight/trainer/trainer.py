@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from midflight.config.checks import component_weights, takes_whole_rollouts
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, RunFailed, StepSkipped
+from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.formulas import diagnostics
 from midflight.trainer.model.microbatch import Index, MicroBatch, Predictions, predictions_of, split
@@ -29,7 +30,6 @@ from midflight.trainer.step import (
     Adam,
     LossTokens,
     Schedule,
-    Scoring,
     StepRecord,
     StepReport,
     adamw,
