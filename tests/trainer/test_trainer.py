@@ -141,8 +141,9 @@ def test_rollouts_that_were_cut_short_stay_out_of_the_loss_where_that_is_asked_a
 def test_the_overlong_penalty_goes_by_what_the_answer_nearest_to_its_limit_left_and_not_by_the_length_of_all_turns() -> None:
     """A rollout of 20 tokens, and limits of 8 for each answer: without `room` nobody could tell whether one was cut short."""
     scoring = Scoring("dr_grpo", overlong_buffer=4)
-    found = scoring.advantages(torch.tensor([1.0, 1.0, 1.0]).double(), torch.zeros(3).long(), room=torch.tensor([0, 2, 2**31 - 1]))
-    assert found.tolist() == pytest.approx([-0.5, 0.0, 0.5])  # penalties of 1, 0.5 and 0 less their mean
+    rewards, room = torch.ones(3, dtype=torch.float64), torch.tensor([0, 2, 2**31 - 1])
+    found = scoring.advantages(rewards, torch.zeros(3).long(), room=room, earned=torch.zeros(3, 0).double(), components={})
+    assert found[:, 0].tolist() == pytest.approx([-0.5, 0.0, 0.5])  # penalties of 1, 0.5 and 0 less their mean
     with pytest.raises(RunFailed, match="room"):
         trainer(tiny_model(), scoring=scoring).step(batch())
 
