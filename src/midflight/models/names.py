@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     These are parameters and persistent buffers; of a model with adapters (`models.load`) the adapters only. Tied weights appear
     once, under their first name. Where `transformers` fuses tensors of the checkpoint in memory (experts of
-    some mixtures), the names are those in memory: both ends of a handover are such models.
+    mixtures), the names are those in memory; `conversion` has those of files.
     """
     return {name: tensor.detach() for name, tensor in _targets(model).items()}
 
@@ -79,6 +79,13 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 def as_tensors(specs: Iterable[TensorSpec], views: Mapping[str, memoryview]) -> dict[str, Tensor]:
     """Tensors over the given bytes, without copying: they live as long as the views do. The views must be writable memory."""
     return {s.name: _tensor(s, views[s.name]) for s in specs}
+
+
+def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memoryview]]:
+    """Of each tensor its spec, at offset 0, and its bytes: its own memory where it lies in one piece, else a copy."""
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        yield TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, flat.numel()), flat.numpy().data
 
 
 def _tensor(spec: TensorSpec, view: memoryview) -> Tensor:

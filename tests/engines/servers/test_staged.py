@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engines.models import MemoryReceiver
+from tests.models.mixtures import tiny_mixture, tiny_seeing
 from tests.models.tiny import tiny_adapted, tiny_model
 
 from midflight.engines.servers.staged import StagingArea, tensor_shapes, write_first
@@ -127,3 +128,40 @@ def test_whole_weights_are_refused_where_adapters_are_expected(tmp_path: Path) -
     receiver = MemoryReceiver()
     with pytest.raises(WeightsCorrupt, match=r"no tensor 'model\.embed_tokens\.weight'"):
         area(tmp_path, tmp_path / "model", receiver).write(receiver.publish(1, tiny_model(seed=1)), beside=None)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_version_of_a_mixture_is_staged_with_one_tensor_for_each_expert(tmp_path: Path, kind: str) -> None:
+    save_model(tiny_mixture(kind), tmp_path / "model")
+    receiver = MemoryReceiver()
+    place = area(tmp_path, tmp_path / "model", receiver)
+    for version in (3, 4):
+        staged = place.write(receiver.publish(version, tiny_mixture(kind, seed=version)), beside=None)
+        save_model(tiny_mixture(kind, seed=version), tmp_path / "expected")
+        found, expected = (load_file(f / "model.safetensors") for f in (staged.folder, tmp_path / "expected"))
+        assert found.keys() == expected.keys() and sum(".experts.7." in name for name in found) == 2 * 3  # layers, matrices
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_version_of_a_mixture_that_lacks_its_experts_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    save_model(tiny_mixture("mixtral"), tmp_path / "model")
+    receiver = MemoryReceiver()
+    tensors = {n: t for n, t in named_tensors(tiny_mixture("mixtral")).items() if "experts.down_proj" not in n}
+    with pytest.raises(WeightsCorrupt, match=r"'model\.layers\.0\.block_sparse_moe\.experts\.0\.w2\.weight' is missing"):
+        area(tmp_path, tmp_path / "model", receiver).write(receiver.publish_tensors(1, tensors), beside=None)
+    assert not (tmp_path / "staging").exists()
+
+
+def test_what_is_not_trained_of_a_multimodal_folder_lies_beside_every_version(tmp_path: Path) -> None:
+    """The folder's text tower is a model of its own; its names in files begin with where it hangs in the whole."""
+    whole = tiny_seeing(tmp_path / "model")
+    receiver = MemoryReceiver()
+    place, before = area(tmp_path, tmp_path / "model", receiver), load_file(whole / "model.safetensors")
+    text = load_model(whole, dtype="float32")
+    trained = {name: tensor + 1 for name, tensor in named_tensors(text).items()}
+    for version in (1, 2):
+        staged = place.write(receiver.publish_tensors(version, trained), beside=None)
+        found = load_file(staged.folder / "model.safetensors") | load_file(staged.folder / "model-rest.safetensors")
+        assert found.keys() == before.keys()
+        for name, tensor in before.items():
+            assert torch.equal(found[name], tensor if ".visual." in name else tensor + 1), name

@@ -6,15 +6,14 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.errors import EngineError, WeightsCorrupt
-from midflight.models.names import as_tensors, assign, dtype_name, named_tensors
+from midflight.models.names import as_bytes, as_tensors, assign, named_tensors
 from midflight.models.sizes import fingerprint_views
 from midflight.ports import WeightReceiver
-from midflight.types import Attestation, TensorSpec, Version, WeightManifest
+from midflight.types import Attestation, Version, WeightManifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,10 +95,5 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """The fingerprint of tensors as they are in memory."""
-    specs: list[TensorSpec] = []
-    views: dict[str, memoryview] = {}
-    for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        views[name] = flat.numpy().data
-        specs.append(TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), offset=0, num_bytes=flat.numel()))
-    return fingerprint_views(specs, views)
+    pairs = list(as_bytes(tensors))
+    return fingerprint_views((spec for spec, _ in pairs), {spec.name: view for spec, view in pairs})

@@ -1,15 +1,20 @@
 """The weights that a server loads next: a model folder of our own in memory, written while it generates.
 
-A server loads whole weights. Where a version is adapters, they are merged into their base here (which imports torch).
+A server loads whole weights, by the names and shapes of the folder that it started from. Versions come as the trainer and the embedded
+engine have them in memory, which for mixtures of experts is another form: their conversion is here, at the last moment, and not
+where a version is published. So one version serves engines of every kind, the embedded one takes it by assignment without a copy, a
+fingerprint is of what was trained, and the work falls beside the steps of the trainer. Where a version is adapters, they are
+merged into their base here. Both import torch; a version whose names are those of the folder is written without it.
 """
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from safetensors import safe_open
@@ -19,8 +24,15 @@ from midflight.models.sizes import FOLDER, Adapter, adapter_of, served_weights
 from midflight.ports import WeightReceiver
 from midflight.types import TensorSpec, Version, WeightManifest
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from midflight.models.conversion import FileNames
+
 _ALIGNMENT = 8
 """Bytes, of the header of a safetensors file."""
+REST = "model-rest.safetensors"
+"""The file of the tensors that no version holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class StagingArea:
         self._place, self._model, self._receiver = place, model, receiver
         self._adapter, self.first = adapter_of(model), first_folder(model, place)
         self._shapes = tensor_shapes(model)
+        self._names: FileNames | None = None
+        """Where names in memory are not those in files; known after the first version."""
         self._writing = threading.Lock()
 
     def write(self, manifest: WeightManifest, *, beside: Path | None) -> StagedFolder:
@@ -53,10 +67,12 @@ class StagingArea:
             views = self._receiver.fetch(manifest)
             try:
                 _fresh_copy(self._model, folder)
-                if self._adapter is None:
-                    _write_tensors(folder / "model.safetensors", manifest.tensors, views)
-                else:
+                if self._adapter is not None:
                     _write_merged(self._model, self._adapter, folder, given=(manifest.tensors, views))
+                elif self._names is not None:
+                    self._write_converted(self._names, folder, manifest.tensors, views)
+                else:
+                    _write_tensors(folder / "model.safetensors", ((spec, views[spec.name]) for spec in manifest.tensors))
             except OSError as error:
                 raise EngineUnavailable(
                     f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
@@ -70,6 +86,9 @@ class StagingArea:
         """Before anything is fetched, so that a load in a pause cannot find it out half way."""
         deed = f"staging version {manifest.version}"
         given = {spec.name: spec.shape for spec in manifest.tensors}
+        needed = self._shapes.keys()
+        if self._adapter is None and given.keys() != needed:
+            given, needed = self._converted(given)
         for name, shape in given.items():
             if name not in self._shapes:
                 raise WeightsCorrupt(
@@ -80,8 +99,26 @@ class StagingArea:
                     f"{deed}: tensor {name!r} has shape {shape}, the server's model needs {self._shapes[name]}. "
                     "Trainer and engine must load the same model."
                 )
-        if missing := sorted(self._shapes.keys() - given.keys()):
+        if missing := sorted(needed - given.keys()):
             raise WeightsCorrupt(f"{deed}: tensor {missing[0]!r} is missing. Publish every tensor of the model.")
+
+    def _converted(self, given: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, ...]], Set[str]]:
+        """Names and shapes in files of tensors in memory, and the names that there must be."""
+        from midflight.models.conversion import FileNames
+
+        self._names = self._names or FileNames(self._model, self._shapes)
+        return self._names.shapes(given), self._shapes.keys() - self._names.unread
+
+    def _write_converted(self, names: FileNames, folder: Path, specs: tuple[TensorSpec, ...], views: Mapping[str, memoryview]) -> None:
+        """What is not trained of a multimodal model lies beside it, in one file for all versions."""
+        from midflight.models.names import as_bytes, as_tensors
+
+        _write_tensors(folder / "model.safetensors", as_bytes(names.tensors(as_tensors(specs, views))))
+        if not names.unread:
+            return
+        if not (rest := self._place / REST).exists():
+            _write_rest(self._model, rest, names.unread)
+        (folder / REST).hardlink_to(rest)
 
 
 def first_folder(model: Path, place: Path) -> Path:
@@ -116,19 +153,29 @@ def _fresh_copy(model: Path, folder: Path) -> None:
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", FOLDER))
 
 
-def _write_tensors(path: Path, specs: tuple[TensorSpec, ...], views: Mapping[str, memoryview]) -> None:
+def _write_tensors(path: Path, tensors: Iterable[tuple[TensorSpec, memoryview]]) -> None:
     """A safetensors file, from bytes as they lie: an 8-byte length, a JSON header, the tensors one after the other."""
-    entries: dict[str, object] = {}
-    end = 0
-    for spec in specs:
+    given, entries, end = list(tensors), dict[str, object](), 0
+    for spec, _ in given:
         entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (end, end + spec.num_bytes)}
         end += spec.num_bytes
     header = msgspec.json.encode(entries)
     header += b" " * (-len(header) % _ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for spec in specs:
-            file.write(views[spec.name])
+        for _, view in given:
+            file.write(view)
+
+
+def _write_rest(model: Path, path: Path, names: frozenset[str]) -> None:
+    """These tensors of a model folder, in one file."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    for source in sorted(model.glob("*.safetensors")):
+        with safe_open(source, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in names.intersection(file.keys())}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 _Given = tuple[tuple[TensorSpec, ...], Mapping[str, memoryview]]
@@ -140,7 +187,6 @@ def _write_merged(model: Path, adapter: Adapter, folder: Path, *, given: _Given 
     Imports torch, which a companion without adapters does without.
     """
     from safetensors.torch import load_file, save_file
-    from torch import Tensor
 
     from midflight.models.load import merged
     from midflight.models.names import as_tensors

@@ -1,0 +1,52 @@
+"""The names and shapes that tensors have in the files of a model folder, where `transformers` has others in memory.
+
+It fuses the experts of a layer into two tensors, and renames modules of older checkpoints. Servers of other people read files, so they get
+what `save_pretrained` would write. `transformers` notes with a model what it did to the tensors of its files, and can undo that; a
+part of a tensor stays a view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.modeling_utils import LoadStateDictConfig
+
+from midflight.models.load import check_folder
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class FileNames:
+    """Of the model in a folder. No weights are read: a model whose tensors have no memory goes through what loading does to names."""
+
+    def __init__(self, folder: Path, shapes: Shapes) -> None:
+        """`shapes` of the tensors in the folder's files. `ModelNotFound` where the folder is no model."""
+        check_folder(folder)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            self._model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        mapping = cast("list[WeightConverter | WeightRenaming]", get_model_conversion_mapping(self._model))
+        options = LoadStateDictConfig(device_map={"": "meta"}, dtype=self._model.dtype, weight_mapping=mapping)
+        convert_and_load_state_dict_in_model(self._model, _without_memory(shapes), options)
+        self.unread = frozenset(shapes.keys() - self.tensors(self._model.state_dict()).keys())
+        """Tensors of the files that the model has no place for: of a multimodal folder, what is not its text tower."""
+
+    def shapes(self, given: Shapes) -> dict[str, tuple[int, ...]]:
+        """Of tensors with these names and shapes in memory, the names and shapes in files."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors(_without_memory(given)).items()}
+
+    @torch.no_grad()
+    def tensors(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `save_pretrained` would write for these tensors of memory. Several that become one in files must be given together."""
+        return dict(revert_weight_conversion(self._model, dict(given)))
+
+
+def _without_memory(shapes: Shapes) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
