@@ -32,6 +32,8 @@ class Loader:
         model = self.model_runner.get_model()
         device = next(model.parameters()).device
         names: list[str] = []
+        if device.type == "cpu":
+            _forget_packed_experts(model)
         # The context makes every operation slower, so it is there only where it says something new.
         with nullcontext() if device.type == "cpu" else torch.device(device):
             initialize_layerwise_reload(model)
@@ -47,6 +49,15 @@ def _tensors(folder: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 names.append(name)
                 yield name, file.get_tensor(name)
+
+
+def _forget_packed_experts(model: nn.Module) -> None:
+    """On a CPU experts compute with packed weights too. They are packed where their kernel is made, and a kernel that is there already
+    would read the new weights as if they were packed."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _repack_heads(model: nn.Module) -> None:
