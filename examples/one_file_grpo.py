@@ -197,10 +197,10 @@ def run(
             share = token_losses(policy, behaviour, rollout.advantage).sum() / num_tokens
             share.backward()
             loss += float(share.detach())
-        clip_grad_norm_(model.parameters(), max_grad_norm)
         for options in optimizer.param_groups:
             options["lr"] = learning_rate * min(1.0, (number + 1) / max(1, warmup_steps))
-        optimizer.step()
+        if clip_grad_norm_(model.parameters(), max_grad_norm) > 0:  # else no group has a spread: nothing to learn
+            optimizer.step()
 
         history.append(Step(rollouts, loss))
         print(f"step {number + 1:3d}   mean reward {history[-1].mean_reward:.3f}   loss {loss:+.4f}", flush=True)

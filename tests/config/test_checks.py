@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from midflight.config import load_config
-from midflight.config.checks import loss_of, notes
+from midflight.config.checks import notes
+from midflight.config.loss import loss_of
 from midflight.errors import ConfigError
 
 
@@ -35,6 +36,13 @@ from midflight.errors import ConfigError
         (["correction.weight=icepop", "correction.low=6"], "correction.low (6) must be less than its upper bound (5)"),
         (["objective.kind=gmpo", "objective.reduction=token_mean"], "is a mean over each rollout"),
         (["objective.kind=mirror_descent"], "is derived for reward - mean"),
+        (
+            ["objective.kind=mirror_descent", "objective.advantage=dr_grpo", "objective.behaviour_coefficient=0.1"],
+            "adds what mirror_descent has already",
+        ),
+        (["objective.kind=clip_cov", "objective.cov_low=5", "objective.cov_high=1"], "objective.cov_low (5) must be less than"),
+        (["objective.advantage=maxrl", "objective.overlong_buffer=4"], "may make a reward negative"),
+        (["correction.product_low=2", "correction.product_high=1"], "must be less than its upper bound"),
         (["objective.kind=cispo", "objective.proximal=interpolated"], "has no proximal policy"),
         (["objective.normalise=component", "objective.advantage=rloo"], "compares each component as GRPO does"),
         (["trainer.compute_dtype=bfloat16", "model.dtype=bfloat16"], "is for full-precision weights"),

@@ -17,6 +17,7 @@ from midflight.trainer.formulas.advantages import (
     dr_grpo_advantages,
     gae,
     grpo_advantages,
+    maxrl_advantages,
     overlong_penalty,
     reinforce_pp_advantages,
     rloo_advantages,
@@ -25,7 +26,7 @@ from midflight.trainer.formulas.advantages import (
 
 from .tensors import of, whole
 
-OF_GROUPS = [grpo_advantages, dr_grpo_advantages, rloo_advantages, reinforce_pp_advantages]
+OF_GROUPS = [grpo_advantages, dr_grpo_advantages, rloo_advantages, reinforce_pp_advantages, maxrl_advantages]
 
 
 def test_grpo_divides_by_the_deviation_with_n_minus_one() -> None:
@@ -45,6 +46,18 @@ def test_reinforce_pp_divides_by_the_deviation_of_the_batch() -> None:
     found = reinforce_pp_advantages(of(1, 0, 4, 0), torch.tensor([0, 0, 1, 1]))
     deviation = math.sqrt(8.5 / 3)
     assert found.tolist() == pytest.approx([0.5 / deviation, -0.5 / deviation, 2 / deviation, -2 / deviation])
+
+
+def test_maxrl_divides_by_the_mean_so_that_a_rare_success_weighs_more() -> None:
+    # One of four solves it: mean .25, (1 - .25) / .25 = 3 and -1. Three of four: mean .75, a third and -1. None of two: nothing.
+    found = maxrl_advantages(of(1, 0, 0, 0, 1, 1, 1, 0, 0, 0), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2]))
+    assert found.tolist() == pytest.approx([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0])
+
+
+def test_equal_rewards_whose_mean_rounds_to_another_number_have_no_advantage() -> None:
+    # (.1 + .1 + .1) / 3 is .10000000000000002: in deviations of 1e-17 that would be -1e-11, and a gradient.
+    for advantages in OF_GROUPS:
+        assert advantages(of(0.1, 0.1, 0.1), torch.tensor([0, 0, 0])).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("advantages", OF_GROUPS)

@@ -93,6 +93,12 @@ def test_age_decays_a_weight_version_by_version() -> None:
     assert corrections.age_weight(torch.tensor([0, 1, 3]), decay=0.5).tolist() == [1.0, 0.5, 0.125]
 
 
+def test_the_age_weight_of_a_double_precision_loss_is_not_rounded_to_single() -> None:
+    # .9^2 = .81; float32 has .81000000238.
+    found = corrections.age_weight(torch.tensor([2]), decay=0.9)
+    assert found.dtype == torch.float64 and found.tolist() == pytest.approx([0.81], abs=1e-15)
+
+
 # --- Masks -----------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +112,12 @@ def test_a_divergence_by_hand_and_its_mask() -> None:
     log_rho = of(math.log(1.1), 0.0)
     assert corrections.k3(log_rho).tolist() == pytest.approx([0.00469, 0.0], abs=5e-6)
     assert corrections.k3_mask(log_rho, bound=0.0046).tolist() == [False, True]
+
+
+def test_a_product_mask_keeps_by_the_product_and_weighs_nothing() -> None:
+    # 1.5 * 1.5 = 2.25 leaves [.5, 2] though no token does; 4 * .25 = 1 stays though both tokens leave it; .45 leaves at the other end.
+    found = corrections.product_mask(of(1.5, 1.5, 4, 0.25, 0.45).log(), **whole(0, 0, 1, 1, 2), low=0.5, high=2.0)
+    assert found.tolist() == [False, False, True, True, False]
 
 
 def test_one_catastrophic_token_vetoes_its_rollout() -> None:
@@ -139,6 +151,7 @@ ASYMMETRIC: dict[str, Callable[[Tensor, dict], Tensor]] = {
     "masked_sequence_weight": lambda log_rho, of_whole: corrections.masked_sequence_weight(log_rho, **of_whole, low=0.9, high=4.0) > 0,
     "icepop_weight": lambda log_rho, _: corrections.icepop_weight(log_rho.exp(), low=0.9, high=4.0) > 0,
     "geometric_mask": lambda log_rho, of_whole: corrections.geometric_mask(log_rho, **of_whole, low=0.9, high=4.0),
+    "product_mask": lambda log_rho, of_whole: corrections.product_mask(log_rho, **of_whole, low=0.9, high=4.0),
     "veto_mask": lambda log_rho, of_whole: corrections.veto_mask(log_rho, **of_whole, low=0.9, high=4.0),
 }
 
@@ -154,6 +167,7 @@ OF_WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sequence_ratio": lambda x, s: corrections.sequence_ratio(x, s, num_sequences=4),
     "truncated_sequence_weight": lambda x, s: corrections.truncated_sequence_weight(x, s, num_sequences=4, cap=2.1),
     "geometric_mask": lambda x, s: corrections.geometric_mask(x, s, num_sequences=4, low=0.777, high=1.333),
+    "product_mask": lambda x, s: corrections.product_mask(x, s, num_sequences=4, low=0.333, high=3.33),
     "veto_mask": lambda x, s: corrections.veto_mask(x, s, num_sequences=4, low=0.333, high=3.33),
     "opsm_mask": lambda x, s: corrections.opsm_mask(x, of(1, -1, 1, -1)[s], s, num_sequences=4, bound=0.111),
     "m2po_mask": lambda x, _: corrections.m2po_mask(x, bound=0.0777),

@@ -33,6 +33,11 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kl_cov": ({"kind": "kl_cov", "share": 0.1}, {}),
     "sapo, reference and entropy": ({"kind": "sapo", "kl_coefficient": 0.1, "kl": "unbiased", "entropy_coefficient": 0.01}, {}),
     "interpolated": ({"proximal": "interpolated"}, {}),
+    "ipo, product mask and a pull to the behaviour policy": (
+        {"kind": "ipo", "delta": 0.003, "advantage": "maxrl", "behaviour_coefficient": 0.01, "kl_coefficient": 0.1, "kl": "abs_k1"},
+        {"product_low": 0.1, "product_high": 30.0},
+    ),
+    "clip_cov in a band": ({"kind": "clip_cov", "share": 0.1, "cov_low": 0.05, "cov_high": 0.6}, {}),
 }  # fmt: skip
 
 

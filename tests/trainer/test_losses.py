@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -147,12 +148,90 @@ def test_dppo_bounds_the_change_of_probability_and_not_of_the_ratio() -> None:
     assert gradient(loss, now) == pytest.approx([0.0, 1.6, -5.0, 0.0])
 
 
+def test_dppo_may_bound_a_fall_of_probability_apart_from_a_rise() -> None:
+    # p .5 -> .75 rises by .25 and .6 -> .45 falls by .15: delta .3 allows the first, delta_low .1 not the second.
+    now, before = of(0.75, 0.45).log().requires_grad_(), of(0.5, 0.6).log()
+    loss = losses.dppo_tv(now, before, advantage=of(1.0, -1.0), delta=0.3, cap=5.0, delta_low=0.1)
+    assert gradient(loss, now) == pytest.approx([-1.5, 0.0])
+
+
+def test_ipo_masks_what_moved_too_far_on_either_side_whatever_the_advantage() -> None:
+    # Gaps .3, .3, .009, -.3 and -.05, threshold .1. Where it is kept the gradient is -min(R, cap) A, R = .8 / .85 at the end.
+    now, before = of(0.8, 0.8, 0.01, 0.3, 0.8).log().requires_grad_(), of(0.5, 0.5, 0.001, 0.6, 0.85).log()
+    loss = losses.ipo(now, before, advantage=of(1.0, -1.0, 1.0, 1.0, -1.0), delta=0.1, cap=5.0)
+    assert gradient(loss, now) == pytest.approx([0.0, 0.0, -5.0, 0.0, 0.8 / 0.85])
+    assert loss.tolist() == pytest.approx([0.0, 0.0, -5.0 * math.log(0.01), 0.0, 0.8 / 0.85 * math.log(0.8)])
+    below, above = losses.ipo_clipped(now, before, delta=0.1, delta_low=0.04)
+    assert (below.tolist(), above.tolist()) == ([False, False, False, True, True], [True, True, False, False, False])
+
+
+def test_a_pull_to_the_behaviour_policy_by_hand() -> None:
+    # log R = log 2: .4805, and its gradient is 2 log 2.
+    policy = of(math.log(0.4)).requires_grad_()
+    found = losses.squared_log_ratio(policy, of(math.log(0.2)))
+    assert found.tolist() == pytest.approx([0.48045], abs=5e-6) and gradient(found, policy) == pytest.approx([2 * math.log(2)])
+
+
+POINT = {
+    "policy": of(-0.5, -1.4, -0.9, -2.2),
+    "behaviour": of(-0.6, -1.1, -1.0, -2.1),
+    "reference": of(-0.8, -1.2, -0.7, -2.5),
+    "advantage": of(1.0, -1.0, 0.5, -0.5),
+}
+"""No token lies where a mask, a clip or a kink begins."""
+
+WITH_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    # As a surrogate M R A, whose gradient these have in value (`sg` holds R at the point where it is looked at).
+    "dppo_tv": lambda p, at: losses.dppo_tv(p, POINT["behaviour"], advantage=POINT["advantage"], delta=0.2, cap=20.0, delta_low=0.01),
+    "ipo": lambda p, at: losses.ipo(p, POINT["behaviour"], advantage=POINT["advantage"], delta=0.05, cap=20.0),
+    "decoupled_cispo": lambda p, at: losses.cispo(
+        p, log_ratio(p, POINT["behaviour"]).exp(), advantage=POINT["advantage"], clip_low=0.2, clip_high=0.02
+    ),
+    "squared_log_ratio": lambda p, at: losses.squared_log_ratio(p, POINT["behaviour"]),
+    "k1": lambda p, at: losses.k1_divergence(p, POINT["reference"]),
+    "abs_k1": lambda p, at: losses.abs_k1_divergence(p, POINT["reference"]),
+    "clip_cov": lambda p, at: losses.clip_cov(
+        log_ratio(p, POINT["behaviour"]).exp(),
+        POINT["advantage"],
+        selected=losses.largest_covariance(at, POINT["advantage"], share=0.5, cov_low=0.1, cov_high=0.5),
+        **CLIPS,
+    ),
+}
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    # p - mu: .0577, -.0863, .0387, -.0117 by the probabilities of POINT; the second falls and A < 0 pushes it on.
+    "dppo_tv": lambda p: -of(1, 0, 1, 0) * (p - POINT["behaviour"]).exp() * POINT["advantage"],
+    "ipo": lambda p: -of(0, 0, 1, 1) * (p - POINT["behaviour"]).exp() * POINT["advantage"],
+    # R: 1.105, .741, 1.105, .905, clipped to [.8, 1.02] as a weight.
+    "decoupled_cispo": lambda p: -of(1.02, 0.8, 1.02, math.exp(-0.1)) * POINT["advantage"] * p,
+    "squared_log_ratio": lambda p: (p - POINT["behaviour"]) ** 2,
+    "k1": lambda p: p - POINT["reference"],
+    "abs_k1": lambda p: of(1, -1, -1, 1) * (p - POINT["reference"]),
+    # mean log pi -1.25, mean A 0: covariances .75, .15, .175, .475; in the band the last three, of which half of four are the largest two.
+    "clip_cov": lambda p: (
+        -of(1, 1, 0, 0)
+        * torch.minimum(
+            (p - POINT["behaviour"]).exp() * POINT["advantage"], (p - POINT["behaviour"]).exp().clamp(0.8, 1.2) * POINT["advantage"]
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WITH_GRADIENT))
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    policy = POINT["policy"].clone().requires_grad_()
+    found = gradient(WITH_GRADIENT[name](policy, policy.detach()), policy)
+    at, step = policy.detach(), 1e-6
+    differences = [(PLAIN[name](at + d).sum() - PLAIN[name](at - d).sum()) / (2 * step) for d in torch.eye(4, dtype=torch.float64) * step]
+    assert found == pytest.approx([float(d) for d in differences], abs=1e-8)
+
+
 def test_the_tokens_of_largest_covariance_are_selected_from_the_whole_batch() -> None:
     # mean log pi -2, mean A 0: covariances (log pi + 2) A = 1, -1, 0, 2, -2 of which 40 % are two tokens.
     policy, advantage = of(-1, -1, -2, -4, -2 + 0.0), of(1, -1, 0, -1, 1)
     assert losses.largest_covariance(policy, advantage, share=0.4).tolist() == [True, False, False, True, False]
     assert losses.largest_covariance(policy, advantage, share=1e-4).tolist() == [False, False, False, True, False]
-    banded = losses.largest_covariance(policy, advantage, share=0.4, low=0.5, high=1.5)
+    banded = losses.largest_covariance(policy, advantage, share=0.4, cov_low=0.5, cov_high=1.5)
     assert banded.tolist() == [True, False, False, False, False]
 
 
@@ -168,8 +247,9 @@ def test_clip_cov_takes_selected_tokens_out_and_kl_cov_holds_them_back() -> None
 def test_divergences_from_a_reference_by_hand() -> None:
     # log pi - log ref = log 2: k1 .693, k2 .240, k3 = 1/2 - 1 + .693.
     policy, reference = of(math.log(0.4)), of(math.log(0.2))
-    found = [float(k(policy, reference)) for k in (log_ratio, losses.k2_divergence, losses.k3_divergence)]
-    assert found == pytest.approx([0.6931, 0.2402, 0.1931], abs=5e-5)
+    estimators = (losses.k1_divergence, losses.abs_k1_divergence, losses.k2_divergence, losses.k3_divergence)
+    assert [float(k(policy, reference)) for k in estimators] == pytest.approx([0.6931, 0.6931, 0.2402, 0.1931], abs=5e-5)
+    assert [float(k(reference, policy)) for k in estimators] == pytest.approx([-0.6931, 0.6931, 0.2402, 0.3069], abs=5e-5)
 
 
 def distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -190,7 +270,7 @@ def test_the_gradients_of_the_plain_estimators_are_those_their_docstrings_say() 
     logits, policy, reference, _ = distributions()
     on_policy = policy.detach().exp()
     forward, reverse = gradient(policy.exp() * (policy - reference), logits), gradient(-reference.exp() * policy, logits)
-    assert gradient(on_policy * log_ratio(policy, reference), logits) == pytest.approx([0.0] * 4)
+    assert gradient(on_policy * losses.k1_divergence(policy, reference), logits) == pytest.approx([0.0] * 4)
     assert gradient(on_policy * losses.k2_divergence(policy, reference), logits) == pytest.approx(forward)
     assert gradient(on_policy * losses.k3_divergence(policy, reference), logits) == pytest.approx(reverse)
 

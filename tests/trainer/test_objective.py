@@ -76,7 +76,14 @@ def test_every_objective_on_fresh_tokens_is_the_policy_gradient(kind: str) -> No
 
 @pytest.mark.parametrize(
     ("kind", "knobs"),
-    [("decoupled_ppo", {}), ("ppo", {"dual_clip": 1.4}), ("gspo", {}), ("gmpo", {"clip_low": 0.2, "clip_high": 0.2}), ("rollout_is", {})],
+    [
+        ("decoupled_ppo", {}),
+        ("ppo", {"dual_clip": 1.4}),
+        ("gspo", {}),
+        ("gmpo", {"clip_low": 0.2, "clip_high": 0.2}),
+        ("rollout_is", {}),
+        ("ipo", {"delta": 0.05, "delta_low": 0.04}),
+    ],
 )
 @pytest.mark.parametrize("log_ratio", [-0.5, -0.1, 0.1, 0.5])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
@@ -111,6 +118,38 @@ def test_each_version_of_age_multiplies_by_the_decay() -> None:
     policy = of(-1.0).requires_grad_()
     objective = Objective.of(correction=CorrectionSection(age_decay=0.5))
     assert float(losses(objective, policy, known(policy, of(-1.0), of(1.0), age=3)).detach()) == pytest.approx(-0.125)
+
+
+def test_a_pull_to_the_behaviour_policy_stands_beside_any_objective_and_is_not_masked() -> None:
+    # The first token is masked (k3 of 2.5 is .58): its loss is the pull alone, .5 log^2 2.5. The second has r A and the pull.
+    policy = of(math.log(0.5), math.log(0.2)).requires_grad_()
+    given = known(policy, of(math.log(0.2), math.log(0.19)), of(1.0, 1.0))
+    objective = Objective.of(ObjectiveSection(behaviour_coefficient=0.5), CorrectionSection(k3_max=0.01))
+    loss = losses(objective, policy, given)
+    near = math.log(0.2 / 0.19)
+    assert loss.tolist() == pytest.approx([0.5 * math.log(2.5) ** 2, -0.2 / 0.19 + 0.5 * near**2])
+    loss.sum().backward()
+    assert policy.grad is not None and policy.grad.tolist() == pytest.approx([math.log(2.5), -0.2 / 0.19 + near])
+    assert not objective.needs_advantage
+
+
+def test_the_decoupled_cispo_clips_the_ratio_to_the_proximal_policy_and_takes_a_weight() -> None:
+    # rho = .2 / .1 = 2, at the cap of 1.5; r = .5 / .2 = 2.5, clipped to 1.2. The gradient is -1.5 * 1.2 A.
+    policy = of(math.log(0.5)).requires_grad_()
+    given = known(policy, of(math.log(0.1)), of(1.0), proximal=of(math.log(0.2)))
+    objective = Objective.of(ObjectiveSection(kind="decoupled_cispo", clip_low=0.2, clip_high=0.2), CorrectionSection(cap=1.5))
+    losses(objective, policy, given).sum().backward()
+    assert policy.grad is not None and policy.grad.tolist() == pytest.approx([-1.8])
+
+
+def test_a_product_mask_goes_with_a_loss_that_has_no_weight() -> None:
+    # One rollout, rho 2 and 2: its product 4 is outside, and takes both tokens out of `ppo`, whose own clip would leave them one.
+    policy = of(math.log(0.4), math.log(0.4)).requires_grad_()
+    given = known(policy, of(math.log(0.2), math.log(0.2)), of(-1.0, -1.0))
+    for high, expected in ((5.0, [2.0, 2.0]), (3.0, [0.0, 0.0])):
+        objective = Objective.of(ObjectiveSection(kind="ppo"), CorrectionSection(product_low=0.2, product_high=high))
+        assert objective.looks_beyond
+        assert losses(objective, policy, given).tolist() == pytest.approx(expected)
 
 
 def test_the_interpolated_proximal_policy_needs_no_forward_and_is_the_policy_for_tokens_of_the_step() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.trainer.model.attention import Runs, attend_raggedly
-from midflight.trainer.step import Schedule, Scoring, Skip, step_tokens
+from midflight.trainer.step import Schedule, Scoring, Skip, clear_gradients, clipped_step, step_tokens
 from midflight.trainer.trainer import trainer_of
 from midflight.types import PackedBatch, Reason
 
@@ -183,12 +183,35 @@ def test_several_updates_use_the_proximal_policy_of_the_start_of_the_step() -> N
     assert report.version == 1
 
 
+def test_a_batch_whose_advantages_are_all_0_leaves_weights_and_moments_and_is_no_skip() -> None:
+    model = tiny_model()
+    ours = trainer(model, weight_decay=0.5, learning_rate=0.1)
+    ours.step(batch())  # It leaves momentum.
+    before, moments = weights(model), ours.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    data = batch(version=1)
+    data.rewards[:] = 0.1
+    report = ours.step(data)
+    assert torch.equal(weights(model), before)
+    assert torch.equal(ours.optimizer.state_dict()["state"][0]["exp_avg"], moments)
+    assert (report.version, report.skipped, report.metrics["grad_norm"]) == (2, None, 0.0)
+    assert report.metrics["tokens/zero_advantage_share"] == 1.0 and report.num_tokens > 0
+
+
+def test_a_reward_below_0_is_refused_where_its_mean_divides() -> None:
+    data = batch()
+    data.rewards[3] = -0.5
+    with pytest.raises(RunFailed, match=r"has a reward of -0\.5, and objective\.advantage = \"maxrl\" divides by the mean"):
+        trainer(tiny_model(), scoring=Scoring(advantage="maxrl")).step(data)
+
+
 def test_weights_are_decayed_but_norms_are_not() -> None:
-    data, model = batch(), tiny_model()
-    data.rewards[:] = 1.0
+    model = tiny_model()
     norms = {n: p.detach().clone() for n, p in model.named_parameters() if p.ndim == 1}
     matrices = {n: p.detach().clone() for n, p in model.named_parameters() if p.ndim == 2}
-    trainer(model, weight_decay=0.5, learning_rate=0.1).step(data)
+    ours = trainer(model, weight_decay=0.5)
+    clear_gradients(model)
+    next(model.parameters()).grad.view(-1)[0] = 1e-30  # A gradient of 0 would be no step; this one moves nothing by itself.
+    clipped_step(ours.optimizer, learning_rate=0.1, max_norm=1.0)
     now = dict(model.named_parameters())
     assert all(torch.equal(now[n], p) for n, p in norms.items())
     assert all(torch.allclose(now[n], p * 0.95) for n, p in matrices.items())

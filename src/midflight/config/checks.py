@@ -1,91 +1,22 @@
 """What single bounds cannot say: options that contradict each other are refused, and surprising ones get a note. And the loss that a
-configuration asks for, with every default filled in, and the same as text, which is printed at the start, so that nothing is counted
-twice unseen.
+configuration asks for as text, which is printed at the start, so that nothing is counted twice unseen.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 from midflight.config import formulas
 from midflight.config.derived import batch_bytes, batch_rollouts, engine_slots, in_flight, served_dtype
-from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS, ObjectiveFormula
-from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
+from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
+from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
 from midflight.config.sections import Config
 from midflight.entries import ENTRY
 from midflight.types import StalePolicy
 
 # --- The loss ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Both sections with every default filled in."""
-
-    formula: ObjectiveFormula
-    options: Mapping[str, float]
-    """The objective's options with their values, without those that are left out."""
-    weight: str
-    bounds: Mapping[str, float]
-    """The weight's bounds."""
-    masks: Mapping[str, Mapping[str, float]]
-    """Bounds of each mask in force."""
-    reduction: formulas.Reduction
-
-    @property
-    def is_bypass(self) -> bool:
-        return self.formula.form == "bypass"
-
-
-def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
-    """What the two sections ask for. They are free of `checks.loss_contradictions`."""
-    formula, weight = formula_of(objective, correction), weight_of(objective, correction)
-    given = {name: value for name in formula.all_options if (value := getattr(objective, name)) is not None}
-    return Loss(
-        formula=formula,
-        options={**formula.options, **given},
-        weight=weight,
-        bounds=weight_bounds(weight, correction),
-        masks=_masks(correction),
-        reduction=objective.reduction or formula.reduction,
-    )
-
-
-def formula_of(objective: ObjectiveSection, correction: CorrectionSection) -> ObjectiveFormula:
-    """The row of the objective. A loss of the user's own takes a weight if one is asked for, and any options."""
-    if objective.kind in OBJECTIVES:
-        return OBJECTIVES[objective.kind]
-    return ObjectiveFormula(
-        "bypass" if correction.weight in (None, "off") else "decoupled",
-        objective.kind,
-        objective.kind,
-        at_will={name: f", {name} = {{{name}:g}}" for name in formulas.OBJECTIVE_OPTIONS},
-        is_zero_without_advantage=False,
-    )
-
-
-def weight_of(objective: ObjectiveSection, correction: CorrectionSection) -> str:
-    return correction.weight or ("off" if formula_of(objective, correction).form == "bypass" else "tis")
-
-
-def weight_bounds(weight: str, correction: CorrectionSection) -> Mapping[str, float]:
-    return {name: default if (given := getattr(correction, name)) is None else given for name, default in WEIGHTS[weight].options.items()}
-
-
-def _masks(correction: CorrectionSection) -> Mapping[str, Mapping[str, float]]:
-    found: dict[str, Mapping[str, float]] = {}
-    for mask, row in MASKS.items():
-        given: dict[str, float | None] = {name: getattr(correction, option) for name, option in row.bounds.items()}
-        if any(value is not None for value in given.values()):
-            found[mask] = {name: _open_end(name) if value is None else value for name, value in given.items()}
-    return found
-
-
-def _open_end(name: str) -> float:
-    return 0.0 if name == "low" else float("inf")
 
 
 def component_weights(config: Config) -> Mapping[str, float] | None:
@@ -125,6 +56,8 @@ def _lines(config: Config) -> Iterator[str]:
         yield f"masked unless {MASKS[name].text.format(**bounds)}"
     if o.kl_coefficient:
         yield f"loss += {o.kl_coefficient:g} {formulas.DIVERGENCES[o.kl].text},  π_ref = the weights that the run began with"
+    if o.behaviour_coefficient:
+        yield f"loss += {o.behaviour_coefficient:g} log²(π / µ)"
     if o.entropy_coefficient:
         yield f"loss -= {o.entropy_coefficient:g} entropy of π"
     yield from _advantage(config)
@@ -262,8 +195,25 @@ def loss_contradictions(objective: ObjectiveSection, correction: CorrectionSecti
             f'objective.normalise = "component" compares each component as GRPO does, and objective.advantage is "{objective.advantage}"; '
             'set objective.advantage = "grpo", or objective.normalise = "reward"'
         )
+    yield from _added_contradictions(objective)
     if objective.proximal == "interpolated" and formula.form == "bypass":
         yield f'objective.proximal = "interpolated" does nothing with objective.kind = "{objective.kind}", which has no proximal policy; remove it'
+
+
+def _added_contradictions(objective: ObjectiveSection) -> Iterator[str]:
+    if objective.behaviour_coefficient and objective.kind == "mirror_descent":
+        yield (
+            f"objective.behaviour_coefficient ({objective.behaviour_coefficient:g}) adds what mirror_descent has already, log² R; "
+            "remove it, and set objective.tau to twice of both together"
+        )
+    low, high = objective.cov_low, objective.cov_high
+    if low is not None and high is not None and low >= high:
+        yield f"objective.cov_low ({low:g}) must be less than objective.cov_high ({high:g})"
+    if objective.advantage == "maxrl" and objective.overlong_buffer:
+        yield (
+            f'objective.overlong_buffer ({objective.overlong_buffer}) may make a reward negative, and objective.advantage = "maxrl" divides by their '
+            "mean; remove it (objective.mask_truncated leaves such rollouts out), or choose another advantage"
+        )
 
 
 def _token_contradictions(objective: ObjectiveSection, correction: CorrectionSection) -> Iterator[str]:
@@ -286,6 +236,7 @@ def _weight_contradictions(objective: ObjectiveSection, correction: CorrectionSe
     for name, (below, above) in {
         "low": (bounds.get("low"), bounds.get("high")),
         "geometric_low": (correction.geometric_low, correction.geometric_high),
+        "product_low": (correction.product_low, correction.product_high),
         "veto_low": (correction.veto_low, correction.veto_high),
     }.items():
         if below is not None and above is not None and below >= above:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl", "gae"]
+Divergence = Literal["k1", "abs_k1", "k2", "k3", "unbiased"]
 WeightKind = Literal["tis", "tis_sequence", "mis", "mis_sequence", "icepop", "off"]
 
 
@@ -61,6 +62,8 @@ class ObjectiveFormula:
 
 
 _CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
+_DOWNWARDS = {"delta_low": ", {delta_low:g} downwards"}
+_BAND = {"cov_low": ", above {cov_low:g}", "cov_high": ", below {cov_high:g}"}
 _DUAL = {"dual_clip": ", at most -{dual_clip:g} A where A < 0"}
 
 OBJECTIVES: Mapping[str, ObjectiveFormula] = {
@@ -91,6 +94,9 @@ OBJECTIVES: Mapping[str, ObjectiveFormula] = {
         {"tau_positive": 1.0, "tau_negative": 1.05},
     ),
     "cispo": ObjectiveFormula("bypass", "cispo", "-sg[clip(R, {low:g}, {high:g})] A log π", {"clip_low": 1.0, "clip_high": 4.0}),
+    "decoupled_cispo": ObjectiveFormula(
+        "decoupled", "cispo", "-sg[clip(r, {low:g}, {high:g})] A log π", {"clip_low": 1.0, "clip_high": 4.0}
+    ),
     "rollout_is": ObjectiveFormula("bypass", "rollout_is", "-sg[R if {low:g} < R < {high:g} else 0] A log π", _CLIPS, clip="outside"),
     "topr": ObjectiveFormula("bypass", "topr", "-sg[1 if A > 0 else min(product of R, 1)] A log π", is_per_rollout=True),
     "mirror_descent": ObjectiveFormula(
@@ -106,12 +112,23 @@ OBJECTIVES: Mapping[str, ObjectiveFormula] = {
         "dppo_tv",
         "-sg[min(R, {cap:g}) if π - µ is within {delta:g} towards A else 0] A log π",
         {"delta": 0.2, "cap": 20.0},
+        _DOWNWARDS,
+        clip="dppo_clipped",
+    ),
+    "ipo": ObjectiveFormula(
+        "bypass",
+        "ipo",
+        "-sg[min(R, {cap:g}) if |π - µ| is within {delta:g} else 0] A log π",
+        {"delta": 0.1, "cap": 20.0},
+        _DOWNWARDS,
+        clip="ipo_clipped",
     ),
     "clip_cov": ObjectiveFormula(
         "decoupled",
         "clip_cov",
         "-min(r A, clip(r, {low:g}, {high:g}) A), without gradient on {share:g} of the tokens, of largest cov(log π, A)",
         {**_CLIPS, "share": 2e-4},
+        _BAND,
         clip="clipped",
     ),
     "kl_cov": ObjectiveFormula(
@@ -162,6 +179,9 @@ MASKS: Mapping[str, MaskFormula] = {
         "geometric mean of ρ over the rollout within [{low:g}, {high:g}]",
         {"low": "geometric_low", "high": "geometric_high"},
     ),
+    "product": MaskFormula(
+        "product_mask", "product of ρ over the rollout within [{low:g}, {high:g}]", {"low": "product_low", "high": "product_high"}
+    ),
     "veto": MaskFormula("veto_mask", "every ρ of the rollout within [{low:g}, {high:g}]", {"low": "veto_low", "high": "veto_high"}),
     "k3": MaskFormula("k3_mask", "ρ - 1 - log ρ <= {bound:g}", {"bound": "k3_max"}),
     "m2po": MaskFormula("m2po_mask", "mean of log² ρ over the batch below {bound:g}, the largest go first", {"bound": "m2po"}),
@@ -169,7 +189,9 @@ MASKS: Mapping[str, MaskFormula] = {
 }
 
 
-DIVERGENCES: Mapping[str, Formula] = {
+DIVERGENCES: Mapping[Divergence, Formula] = {
+    "k1": Formula("k1_divergence", "log(π / π_ref)"),
+    "abs_k1": Formula("abs_k1_divergence", "|log(π / π_ref)|"),
     "k2": Formula("k2_divergence", "log²(π / π_ref) / 2"),
     "k3": Formula("k3_divergence", "(x - 1 - log x),  x = π_ref / π"),
     "unbiased": Formula("unbiased_divergence", "R (x - 1 - log x),  x = π_ref / π"),
@@ -181,6 +203,7 @@ ADVANTAGES: Mapping[Advantage, Formula] = {
     "dr_grpo": Formula("dr_grpo_advantages", "A = reward - mean of group"),
     "rloo": Formula("rloo_advantages", "A = reward - mean of the others of the group"),
     "reinforce_pp": Formula("reinforce_pp_advantages", "A = (reward - mean of group) / std of the batch"),
+    "maxrl": Formula("maxrl_advantages", "A = (reward - mean of group) / mean of group"),
     "gae": Formula(
         "rewards_as_they_are",
         "A_t = (Â_t - mean) / std over the batch's tokens,  Â_t = δ_t + {trace:g} Â_t+1,  δ_t = {discount:g} V_t+1 - V_t, at the end reward - V_t",

@@ -1,12 +1,24 @@
-"""The sections that say what a token's loss is: objective, correction, critic. Nothing here imports torch."""
+"""The sections that say what a token's loss is (objective, correction, critic), and the loss that they ask for. Nothing here imports torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from midflight.config.formulas import OBJECTIVES, Advantage, Reduction, WeightKind
+from midflight.config.formulas import (
+    MASKS,
+    OBJECTIVE_OPTIONS,
+    OBJECTIVES,
+    WEIGHTS,
+    Advantage,
+    Divergence,
+    ObjectiveFormula,
+    Reduction,
+    WeightKind,
+)
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Section
 from midflight.entries import ENTRY
 
@@ -38,25 +50,33 @@ class ObjectiveSection(Section):
     tau: Above0 | None = None
     """mirror_descent: weight of the squared log-ratio; larger keeps the policy nearer to the behaviour policy."""
     delta: Above0 | None = None
-    """dppo_tv: how far a token's probability may have moved; larger masks fewer tokens."""
+    """dppo_tv, ipo: how far a token's probability may have moved; larger masks fewer tokens."""
+    delta_low: Above0 | None = None
+    """dppo_tv, ipo: the same downwards, where that is to be another bound."""
     cap: Above0 | None = None
-    """dppo_tv: bound of the ratio; larger varies more."""
+    """dppo_tv, ipo: bound of the ratio; larger varies more."""
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
     """clip_cov, kl_cov: share of the batch's tokens that are held back; larger keeps more entropy."""
+    cov_low: float | None = None
+    """clip_cov: only tokens whose covariance of log π and A is above this are held back (1.0 in the paper); larger spares more."""
+    cov_high: float | None = None
+    """clip_cov: only tokens whose covariance is below this (5.0 in the paper); larger spares fewer."""
     penalty: NonNegative | None = None
     """kl_cov: weight of the divergence on the tokens that are held back."""
     advantage: Advantage = "grpo"
-    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the others. reinforce_pp: reward - mean of the group, in deviations of the batch. gae: reward to come - what a critic expected, per token, in deviations of the batch; see `[critic]`."""
+    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the others. reinforce_pp: reward - mean of the group, in deviations of the batch. maxrl: (reward - mean) / mean, for rewards of at least 0. gae: reward to come - what a critic expected, per token, in deviations of the batch; see `[critic]`."""
     normalise: Literal["reward", "component"] = "reward"
     """reward: compares weighted sums of components. component (GDPO): compares each component of the reward within its group, then sums by weight, then divides by the deviation over the batch; takes `advantage = "grpo"`."""
     reduction: Reduction | None = None
     """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment. Unset: the kind's own."""
     proximal: Literal["start", "interpolated"] = "start"
     """start: log-probabilities under the weights that begin the step, by a forward when a step has several updates. interpolated (A-3PO): between behaviour and policy by their versions, without a forward."""
-    kl: Literal["k2", "k3", "unbiased"] = "k3"
-    """Estimator of the divergence from the reference, the weights that the run began with; `unbiased` weighs k3 by the ratio to the behaviour policy."""
+    kl: Divergence = "k3"
+    """Estimator of the divergence from the reference, the weights that the run began with; `unbiased` weighs k3 by the ratio to the behaviour policy, `k1` and `abs_k1` are the log-ratio and its size."""
     kl_coefficient: NonNegative = 0.0
     """Weight of that divergence; larger keeps the policy nearer to the reference. 0 keeps no reference in memory."""
+    behaviour_coefficient: NonNegative = 0.0
+    """Weight of log²(π / µ), which pulls each token back to the policy that sampled it, beside any objective (0.001 is usual); larger keeps nearer."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus; larger explores longer."""
     overlong_buffer: Count = 0
@@ -86,6 +106,10 @@ class CorrectionSection(Section):
     """Masks rollouts whose geometric mean of rho is less (0.99 to 0.999 are usual)."""
     geometric_high: Above0 | None = None
     """Masks rollouts whose geometric mean of rho is more."""
+    product_low: Above0 | None = None
+    """Masks rollouts whose product of rho is less; without a weight of its own."""
+    product_high: Above0 | None = None
+    """Masks rollouts whose product of rho is more."""
     k3_max: Above0 | None = None
     """Masks tokens whose rho - 1 - log(rho) is more (0.001 to 0.01 are usual)."""
     veto_low: Above0 | None = None
@@ -109,3 +133,73 @@ class CriticSection(Section):
     """λ of the advantages: 1 goes by the reward alone, smaller trusts the critic more and varies less."""
     clip: Above0 = 0.2
     """How far one step may move a value before its loss stops counting that as better, in units of the reward; acts when a step has several updates."""
+
+
+# --- The loss ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Both sections with every default filled in."""
+
+    formula: ObjectiveFormula
+    options: Mapping[str, float]
+    """The objective's options with their values, without those that are left out."""
+    weight: str
+    bounds: Mapping[str, float]
+    """The weight's bounds."""
+    masks: Mapping[str, Mapping[str, float]]
+    """Bounds of each mask in force."""
+    reduction: Reduction
+
+    @property
+    def is_bypass(self) -> bool:
+        return self.formula.form == "bypass"
+
+
+def loss_of(objective: ObjectiveSection, correction: CorrectionSection) -> Loss:
+    """What the two sections ask for. They are free of `checks.loss_contradictions`."""
+    formula, weight = formula_of(objective, correction), weight_of(objective, correction)
+    given = {name: value for name in formula.all_options if (value := getattr(objective, name)) is not None}
+    return Loss(
+        formula=formula,
+        options={**formula.options, **given},
+        weight=weight,
+        bounds=weight_bounds(weight, correction),
+        masks=_masks(correction),
+        reduction=objective.reduction or formula.reduction,
+    )
+
+
+def formula_of(objective: ObjectiveSection, correction: CorrectionSection) -> ObjectiveFormula:
+    """The row of the objective. A loss of the user's own takes a weight if one is asked for, and any options."""
+    if objective.kind in OBJECTIVES:
+        return OBJECTIVES[objective.kind]
+    return ObjectiveFormula(
+        "bypass" if correction.weight in (None, "off") else "decoupled",
+        objective.kind,
+        objective.kind,
+        at_will={name: f", {name} = {{{name}:g}}" for name in OBJECTIVE_OPTIONS},
+        is_zero_without_advantage=False,
+    )
+
+
+def weight_of(objective: ObjectiveSection, correction: CorrectionSection) -> str:
+    return correction.weight or ("off" if formula_of(objective, correction).form == "bypass" else "tis")
+
+
+def weight_bounds(weight: str, correction: CorrectionSection) -> Mapping[str, float]:
+    return {name: default if (given := getattr(correction, name)) is None else given for name, default in WEIGHTS[weight].options.items()}
+
+
+def _masks(correction: CorrectionSection) -> Mapping[str, Mapping[str, float]]:
+    found: dict[str, Mapping[str, float]] = {}
+    for mask, row in MASKS.items():
+        given: dict[str, float | None] = {name: getattr(correction, option) for name, option in row.bounds.items()}
+        if any(value is not None for value in given.values()):
+            found[mask] = {name: _open_end(name) if value is None else value for name, value in given.items()}
+    return found
+
+
+def _open_end(name: str) -> float:
+    return 0.0 if name == "low" else float("inf")

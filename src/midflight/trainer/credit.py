@@ -93,12 +93,17 @@ def _advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
     if scoring.overlong_buffer and batch.room is None:
         raise RunFailed(f"the batch of version {batch.train_version} does not say how near to their limits its answers came (`room`), and "
                         "objective.overlong_buffer needs that. Send `room` with each batch, or set objective.overlong_buffer = 0.")  # fmt: skip
+    earned = _earned(batch, scoring)[scored]
+    left = batch.rewards[scored, None] - np.cumsum(np.pad(earned, ((0, 0), (1, 0))), axis=1)
+    if scoring.advantage == "maxrl" and (left < 0).any():
+        raise RunFailed(f"the batch of version {batch.train_version} has a reward of {left.min():g}, and objective.advantage = \"maxrl\" divides by "
+                        "the mean of a group's rewards. Make rewards that are at least 0, or choose another advantage.")  # fmt: skip
     room = np.zeros(len(scored), np.int32) if batch.room is None else batch.room[scored]
     found = scoring.advantages(
         torch.from_numpy(batch.rewards[scored].astype(np.float64)),
         torch.from_numpy(batch.rollout_group[scored].astype(np.int64)),
         room=torch.from_numpy(room),
-        earned=torch.from_numpy(_earned(batch, scoring)[scored]),
+        earned=torch.from_numpy(earned),
         components={name: torch.from_numpy(column[scored]) for name, column in components_of(batch).items()},
     )
     of_rollouts = np.zeros((len(batch.rewards), found.shape[1]), np.float64)

@@ -27,9 +27,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from midflight.config.checks import Loss, loss_contradictions, loss_of
-from midflight.config.formulas import DIVERGENCES, MASKS, REDUCTIONS, WEIGHTS
-from midflight.config.loss import CorrectionSection, ObjectiveSection
+from midflight.config.checks import loss_contradictions
+from midflight.config.formulas import DIVERGENCES, MASKS, REDUCTIONS, WEIGHTS, Divergence
+from midflight.config.loss import CorrectionSection, Loss, ObjectiveSection, loss_of
 from midflight.errors import ConfigError
 from midflight.trainer.formulas import corrections, losses, reductions
 from midflight.trainer.formulas.corrections import log_ratio
@@ -129,8 +129,9 @@ class Objective:
     age_decay: float = 1.0
     is_interpolated: bool = False
     """The proximal policy lies between behaviour and policy (A-3PO)."""
-    kl: str = "k3"
+    kl: Divergence = "k3"
     kl_coefficient: float = 0.0
+    behaviour_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     constant_length: int = 1
     """Divisor of the `constant` reduction, in tokens."""
@@ -157,6 +158,7 @@ class Objective:
             is_interpolated=objective.proximal == "interpolated",
             kl=objective.kl,
             kl_coefficient=objective.kl_coefficient,
+            behaviour_coefficient=objective.behaviour_coefficient,
             entropy_coefficient=objective.entropy_coefficient,
             constant_length=constant_length,
         )
@@ -175,7 +177,8 @@ class Objective:
     @property
     def needs_advantage(self) -> bool:
         """A token of advantage 0 has a gradient of exactly 0: it need not go through the backward."""
-        return self.loss.formula.is_zero_without_advantage and self.kl_coefficient == 0 and self.entropy_coefficient == 0
+        added = (self.kl_coefficient, self.behaviour_coefficient, self.entropy_coefficient)
+        return self.loss.formula.is_zero_without_advantage and not any(added)
 
     # --- Without gradient --------------------------------------------------------------------------------------------
 
@@ -229,6 +232,8 @@ class Objective:
             assert known.reference is not None, "a divergence has its reference"
             divergence: Callable[..., Tensor] = getattr(losses, DIVERGENCES[self.kl].function)
             loss = loss + self.kl_coefficient * call(divergence, {**values, "reference": known.reference})
+        if self.behaviour_coefficient:
+            loss = loss + self.behaviour_coefficient * losses.squared_log_ratio(policy, known.behaviour)
         if self.entropy_coefficient:
             assert entropy is not None, "an entropy bonus has its entropy"
             loss = loss - self.entropy_coefficient * entropy

@@ -66,10 +66,14 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def clipped_step(optimizer: AdamW, *, learning_rate: float, max_norm: float) -> float:
-    """Clips gradients to an L2 norm and steps. Returns the norm before clipping; if it is not finite nothing is changed."""
+    """Clips gradients to an L2 norm and steps. Returns the norm before clipping; if it is not finite nothing is changed.
+
+    Nor if it is 0: a batch that says nothing, with all advantages 0 or all tokens masked, must not move the weights by the momentum of
+    earlier ones and by decay.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if not bool(norm.isfinite()):
+    if not bool(norm.isfinite()) or not bool(norm):
         return float(norm)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     for group in optimizer.param_groups:

@@ -21,11 +21,11 @@ def dr_grpo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) 
         A_i = R_i - mean(R of the group of i)
 
     Liu et al. 2025 (2503.20783), section 3: without the division by the deviation, which favours tasks of little spread.
-    A group of one has advantage 0, not its reward.
+    A group of one has advantage 0, not its reward; so has a group of equal rewards, whatever their mean rounds to.
     """
     scored = rewards.isfinite()
-    means = _sums(rewards.where(scored, 0), groups) / _counts(rewards, groups)
-    return (rewards - means[groups]).where(scored, 0)
+    least, most = (_extremes(rewards.where(scored, empty), groups, how=how) for how, empty in (("amin", torch.inf), ("amax", -torch.inf)))
+    return (rewards - _means(rewards, groups)[groups]).where(scored & (least < most)[groups], 0)
 
 
 def grpo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
@@ -61,6 +61,19 @@ def reinforce_pp_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " 
     lifted by a large deviation of its own. Every rollout counts once, however long.
     """
     return batch_normalised(dr_grpo_advantages(rewards, groups), counted=rewards.isfinite())
+
+
+def maxrl_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """Reward minus the mean of its group, in means of that group.
+
+        A_i = (R_i - mean) / mean;  0 where the mean is 0
+
+    MaxRL: Tajwar et al. 2026 (2602.02710), whose policy gradient is that of the log-likelihood of success, to the order that the group
+    allows: a task that is seldom solved weighs more. Rewards must not be negative, or a mean near 0 would blow up its group.
+    A group of one has advantage 0.
+    """
+    means = _means(rewards, groups)[groups]
+    return torch.where(means > 0, dr_grpo_advantages(rewards, groups) / means, 0)
 
 
 def rewards_as_they_are(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
@@ -176,6 +189,18 @@ def _ranks(sequence: Int[Tensor, " T"], position: Int[Tensor, " T"], *, num_sequ
 def _sums(values: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " G"]:
     num_groups = int(groups.max()) + 1 if groups.numel() else 0
     return torch.zeros(num_groups, dtype=values.dtype, device=values.device).index_add(0, groups, values)
+
+
+def _extremes(values: Float[Tensor, " M"], groups: Int[Tensor, " M"], *, how: str) -> Float[Tensor, " G"]:
+    num_groups = int(groups.max()) + 1 if groups.numel() else 0
+    return torch.zeros(num_groups, dtype=values.dtype, device=values.device).scatter_reduce(
+        0, groups, values, reduce=how, include_self=False
+    )
+
+
+def _means(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " G"]:
+    """Of the scored rollouts of each group; 0 where none is."""
+    return _sums(rewards.where(rewards.isfinite(), 0), groups) / _counts(rewards, groups)
 
 
 def _counts(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> Float[Tensor, " G"]:

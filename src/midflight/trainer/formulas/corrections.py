@@ -101,8 +101,8 @@ def icepop_weight(rho: Float[Tensor, " T"], *, low: float, high: float) -> Float
 
 
 def age_weight(age: Int[Tensor, " T"], *, decay: float) -> Float[Tensor, " T"]:
-    """w = decay^age per token, age in versions: a token of the version that begins the step has weight 1. `decay` in (0, 1]."""
-    return torch.pow(decay, age)
+    """w = decay^age per token in float64, age in versions: a token of the version that begins the step has weight 1. `decay` in (0, 1]."""
+    return torch.pow(decay, age.double())
 
 
 # --- Masks -----------------------------------------------------------------------------------------------------------
@@ -130,6 +130,15 @@ def geometric_mask(
     """
     mean = reductions.means(log_rho.detach(), sequence, num_sequences=num_sequences).exp()
     return ((low <= mean) & (mean <= high))[sequence]
+
+
+def product_mask(
+    log_rho: Float[Tensor, " T"], sequence: Int[Tensor, " T"], *, num_sequences: int, low: float, high: float
+) -> Bool[Tensor, " T"]:
+    """Keeps rollouts whose product of ratios has low <= prod rho <= high, and weighs them by nothing: `masked_sequence_weight` without
+    its weight. The product wanders farther the longer a rollout is, so bounds are wide, 0.1 and 10 or more."""
+    product = sequence_ratio(log_rho, sequence, num_sequences=num_sequences)
+    return (low <= product) & (product <= high)
 
 
 def veto_mask(

@@ -71,6 +71,7 @@ def cispo(
         L_t = -sg(clip(R_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta
 
     MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). The usual range of R, [0, 5], is clip_low 1 and clip_high 4.
+    On the ratio to the proximal policy this is the decoupled form, as in verl.
     """
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantage * policy
 
@@ -210,36 +211,86 @@ def mirror_descent(
 
 
 def dppo_tv(
-    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], delta: float, cap: float
+    policy: Float[Tensor, " T"],
+    behaviour: Float[Tensor, " T"],
+    *,
+    advantage: Float[Tensor, " T"],
+    delta: float,
+    cap: float,
+    delta_low: float | None = None,
 ) -> Float[Tensor, " T"]:
     """Trust region on the probabilities, not on their ratio: rare tokens may move, likely ones may not run off.
 
         L_t = -sg(min(R_t, cap) M_t) A_t log pi_theta
-        M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta]
+        M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta_low]
 
-    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20. The gradient is that of M R A.
+    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20, `delta_low` as `delta` where it is left out. The
+    gradient is that of M R A.
     """
-    now = policy.detach()
-    gap = now.exp() - behaviour.exp()
-    kept = torch.where(advantage > 0, gap <= delta, gap >= -delta)
+    below, above = dppo_clipped(policy, behaviour, advantage=advantage, delta=delta, delta_low=delta_low)
+    return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
+
+
+def dppo_clipped(
+    policy: Float[Tensor, " T"],
+    behaviour: Float[Tensor, " T"],
+    *,
+    advantage: Float[Tensor, " T"],
+    delta: float,
+    delta_low: float | None = None,
+) -> Clipped:
+    """Where `dppo_tv` leaves a token out: its probability has moved too far already, and A would move it on."""
+    below, above = ipo_clipped(policy, behaviour, delta=delta, delta_low=delta_low)
+    return below & (advantage <= 0), above & (advantage > 0)
+
+
+def ipo(
+    policy: Float[Tensor, " T"],
+    behaviour: Float[Tensor, " T"],
+    *,
+    advantage: Float[Tensor, " T"],
+    delta: float,
+    cap: float,
+    delta_low: float | None = None,
+) -> Float[Tensor, " T"]:
+    """`dppo_tv` with a mask on both sides, whichever way the advantage points: a token that went too far has no gradient back either.
+
+        L_t = -sg(min(R_t, cap) [-delta_low <= p_theta - p_b <= delta]) A_t log pi_theta
+
+    IPO of Prime Intellect's prime-rl, which has no paper: threshold 0.1, the ratio not capped, and beside it 0.001 log^2 R
+    (`squared_log_ratio`).
+    """
+    below, above = ipo_clipped(policy, behaviour, delta=delta, delta_low=delta_low)
+    return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
+
+
+def ipo_clipped(policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, delta: float, delta_low: float | None = None) -> Clipped:
+    """Where a token's probability has moved beyond the bounds."""
+    gap = policy.detach().exp() - behaviour.exp()
+    return gap < -(delta if delta_low is None else delta_low), gap > delta
+
+
+def _weighted_within(
+    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, advantage: Float[Tensor, " T"], kept: Bool[Tensor, " T"], cap: float
+) -> Float[Tensor, " T"]:
     # From the logarithm, so that no ratio overflows before it is capped.
-    ratio = (now - behaviour).clamp(max=math.log(cap)).exp()
+    ratio = (policy.detach() - behaviour).clamp(max=math.log(cap)).exp()
     return -torch.where(kept, ratio, 0.0) * advantage * policy
 
 
 def largest_covariance(
-    policy: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, share: float, low: float = -math.inf, high: float = math.inf
+    policy: Float[Tensor, " T"], advantage: Float[Tensor, " T"], *, share: float, cov_low: float = -math.inf, cov_high: float = math.inf
 ) -> Bool[Tensor, " T"]:
     """True on the share of the batch's tokens, at least one, that add most to cov(log pi, A): entropy falls fastest there.
 
-        cov_t = (log pi_t - mean) (A_t - mean), low < cov_t < high
+        cov_t = (log pi_t - mean) (A_t - mean), cov_low < cov_t < cov_high
 
     Cui et al. 2025 (2505.22617), Clip-Cov and KL-Cov; usual share 2e-4, and for Clip-Cov a band from 1 to 5. Over the
     tokens of the whole batch. Clip-Cov draws from its band at random; we take the largest, so that ranks and resumed runs agree.
     """
     policy = policy.detach()
     covariance = (policy - policy.mean()) * (advantage - advantage.mean())
-    eligible = torch.where((low < covariance) & (covariance < high), covariance, -torch.inf)
+    eligible = torch.where((cov_low < covariance) & (covariance < cov_high), covariance, -torch.inf)
     selected = torch.zeros_like(eligible, dtype=torch.bool)
     selected[eligible.topk(min(len(policy), max(1, int(share * len(policy))))).indices] = True
     return selected & (eligible > -torch.inf)
@@ -270,6 +321,18 @@ def kl_cov(
 # Divergences estimate KL(policy, reference) on tokens that the policy sampled. They carry the gradient of `policy`, never of `reference`.
 
 
+def k1_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """log(pi / pi_ref), in nats: an unbiased value of either sign. Schulman 2020. Its gradient is that of log pi alone, which on policy is
+    0 in expectation: it pulls nowhere. It is the right one to read; to learn from, `k2_divergence` has what k1 in the reward has."""
+    return corrections.log_ratio(policy, reference)
+
+
+def abs_k1_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """|log(pi / pi_ref)|, in nats: a pull to the reference of the same strength near and far; its gradient is +-1, and 0 at the reference.
+    `abs` in verl."""
+    return corrections.log_ratio(policy, reference).abs()
+
+
 def k2_divergence(policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """Half the square of k1: a biased value, and on policy the right gradient. Schulman 2020."""
     return corrections.log_ratio(policy, reference) ** 2 / 2
@@ -292,6 +355,16 @@ def unbiased_divergence(
     DeepSeek-V3.2 (2512.02556), eq. 7.
     """
     return corrections.log_ratio(policy, behaviour).exp() * k3_divergence(policy, reference)
+
+
+def squared_log_ratio(policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """A pull back to the policy that sampled the token, masked or not; weighs nothing.
+
+        log^2(pi_theta / mu)
+
+    Kimi K2.5 (2602.02276), and beside DPPO in prime-rl, there at 0.001. Its gradient is 2 log R.
+    """
+    return corrections.log_ratio(policy, behaviour) ** 2
 
 
 def value_loss(
