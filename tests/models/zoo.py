@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from midflight.models.proof import draw_weights
 
 VOCABULARY = 262
 """Of the byte tokenizer."""
@@ -238,15 +239,5 @@ def tiny(name: str, *, vocab_size: int = VOCABULARY, seed: int = 0, dtype: torch
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=dtype).eval()
-        _draw(model)
+        draw_weights(model)
     return model
-
-
-@torch.no_grad()
-def _draw(model: nn.Module) -> None:
-    """Matrices give sums of unit variance; vectors (norms, biases, sinks) leave what they begin with by a tenth."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or "A_log" in name:
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        else:
-            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)

@@ -1,0 +1,211 @@
+"""Whether a part computes what a model computes: rows to try it on, the model's own forward to hold it against, and what was found.
+
+The reference is the model alone with one row: its eager attention, its own mask and positions, no cache. A part is right where no
+log-probability is more than `TOLERANCE` nats away from it, and no gradient more than that share of its size, in float32.
+
+A large model is not tried itself: `stand_in` is a copy of its configuration with random weights, a layer or two of each kind, and short
+windows, which goes through the same code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+TOLERANCE = 1e-3
+"""Nats of a log-probability, and share of a gradient. Rounding in float32 gives 1e-5; what is computed wrongly gives more than 1e-2."""
+Row = NDArray[np.int64]
+
+
+class Way(StrEnum):
+    """How a part computes a model."""
+
+    PACKED = "packed"
+    """As it computes most models: the trainer rows laid end to end, the engine sequences in slots, the export every tensor by its name."""
+    FALLBACK = "fallback"
+    """Right as well, and slower."""
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was found of one part: how it computes the model, and the worst errors of that way (of the refused, of the best way there is)."""
+
+    part: str
+    """trainer, engine or export"""
+    way: Way
+    logprob_error: float | None = None
+    """In nats."""
+    gradient_error: float | None = None
+    """Relative."""
+    reason: str = ""
+    """Why it is not the first way, and the remedy where it is refused."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.way is not Way.REFUSED
+
+
+# --- The model alone --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def eagerly(model: PreTrainedModel) -> Generator[None]:
+    """Meanwhile the model computes attention by its own plain code; then as before."""
+    before = attention_of(model)
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """What the model computes attention by, as `set_attn_implementation` takes it."""
+    return cast("str | None", getattr(model.config.get_text_config(), "_attn_implementation", None)) or "eager"
+
+
+def own_logits(model: PreTrainedModel, row: Row) -> Float[Tensor, "T V"]:
+    """The model's own logits of one row, in the attention that it has now: nothing but the ids is given."""
+    forget_lengths(model)
+    ids = torch.from_numpy(row).to(next(model.parameters()).device)
+    return cast(Tensor, model(input_ids=ids[None], use_cache=False).logits)[0].float()
+
+
+def own_logprobs(model: PreTrainedModel, row: Row, targets: Row, *, temperature: float) -> Float[Tensor, " T"]:
+    """log softmax(logits / temperature) of the target at each token of the row, with gradient."""
+    z = own_logits(model, row) / temperature
+    return z.log_softmax(-1).gather(-1, torch.from_numpy(targets).to(z.device)[:, None]).squeeze(-1)
+
+
+def forget_lengths(model: nn.Module) -> None:
+    """Rotary frequencies that depend on the longest row so far begin anew, so that a row's numbers are its own."""
+    for module in model.modules():
+        if "dynamic" in str(getattr(module, "rope_type", "")) and hasattr(module, "original_max_seq_len"):
+            rotary = cast(Any, module)
+            rotary.max_seq_len_cached = rotary.original_max_seq_len
+            rotary.register_buffer("inv_freq", rotary.original_inv_freq.to(rotary.inv_freq.device), persistent=False)
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+
+
+LONGEST = 640
+"""Tokens of the longest row that is tried with a model itself: what changes beyond is tried with its `stand_in`."""
+PLAIN = 24
+"""Tokens of the longest row where nothing depends on length."""
+BOUNDARIES = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size", "local_attention", "mamba_chunk_size",
+              "chunk_size", "block_size", "original_max_position_embeddings")  # fmt: skip
+"""What configurations call a number of tokens after which something changes."""
+
+
+def boundaries(config: PreTrainedConfig) -> list[int]:
+    """Windows, chunks, and positions after which rotary frequencies change, ascending."""
+    text: Any = config.get_text_config()
+    found = {value for name in BOUNDARIES if isinstance(value := getattr(text, name, None), int)}
+    for rope in _ropes(text):
+        found |= {value for name in BOUNDARIES if isinstance(value := rope.get(name), int)}
+        if rope.get("rope_type") == "dynamic":
+            found.add(int(text.max_position_embeddings))
+    return sorted(value for value in found if value > 1)
+
+
+def _ropes(text: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rotary parameters: one set, or one for each kind of layer."""
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    inner = [value for value in rope.values() if isinstance(value, dict)]
+    return cast("list[dict[str, Any]]", inner) or [rope]
+
+
+def rows_to_try(model: PreTrainedModel, *, max_context: int | None = None) -> list[Row]:
+    """Four rows: two that begin alike and pass every boundary that fits, a short one, and one in between that begins as they do."""
+    most = min(LONGEST, max_context or LONGEST)
+    fitting = [PLAIN, *(size + 9 for size in boundaries(model.config) if size + 9 <= most)]
+    longest = min(most, max(fitting))
+    draw = np.random.default_rng(0)
+    known = np.setdiff1d(np.arange(3, _vocabulary(model)), list(_special(model.config)))
+    row = draw.choice(known, longest)
+    fork, other = 2 * longest // 3, longest - 3
+    branch = np.concatenate([row[:fork], draw.choice(known, other - fork)])
+    between = np.concatenate([row[:5], draw.choice(known, max(1, longest // 2 - 5))])
+    return [row, draw.choice(known, 5), branch, between]
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return min(int(model.config.get_text_config().vocab_size), cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0])
+
+
+def _special(config: PreTrainedConfig) -> set[int]:
+    """Ids that stand for an image, a padding or the like: a row of text has none of them."""
+    sets = [config.to_dict(), config.get_text_config().to_dict()]
+    return {
+        value for named in sets for name, value in named.items() if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+
+
+# --- A small copy of a large model ------------------------------------------------------------------------------------
+
+
+SMALL = 50_000_000
+"""Parameters of a model that is tried itself: it takes seconds on a core."""
+_STAND_IN_SIZES = {"vocab_size": 512, "sliding_window": 8, "attention_chunk_size": 8, "attention_window_size": 8, "window_size": 8}
+
+
+def is_small(model: PreTrainedModel) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) <= SMALL and next(model.parameters()).dtype == torch.float32
+
+
+def stand_in(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
+    """A model in float32 on the CPU with the first layers of each kind, random weights, few token ids and short windows; its width and all else as they are."""
+    config = stand_in_config(model.config)
+    auto = AutoModelForCausalLM if type(model.config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText  # pyright: ignore
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        found = cast(PreTrainedModel, auto.from_config(config, dtype=torch.float32)).eval()
+        draw_weights(found)
+    return found
+
+
+def stand_in_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    small = copy.deepcopy(config)
+    text: Any = small.get_text_config()
+    for name, value in _STAND_IN_SIZES.items():
+        if isinstance(held := getattr(text, name, None), int) and held > value:
+            setattr(text, name, value)
+    for part in (small, text):
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(part, name, None)
+    _cut_layers(text)
+    return small
+
+
+def _cut_layers(text: Any) -> None:
+    """As many of the first layers as hold every kind, at least two. Configurations without a list of kinds keep two."""
+    kinds: Sequence[str] | None = getattr(text, "layer_types", None)
+    if kinds:
+        count = max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
+        text.layer_types = list(kinds)[:count]
+        text.num_hidden_layers = count
+    else:
+        text.num_hidden_layers = min(2, int(text.num_hidden_layers))
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module) -> None:
+    """Weights large enough that a wrong number shows: matrices give sums of unit variance; vectors leave what they are by a tenth."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or "A_log" in name:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        else:
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)

@@ -1,0 +1,53 @@
+"""What models are tried on and held against."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from midflight.models.proof import attention_of, boundaries, eagerly, own_logits, rows_to_try, stand_in
+
+from .zoo import tiny, tiny_config
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("llama", []), ("gemma2", [8]), ("llama4-text", [8]), ("llama-dynamic-rope", [16]), ("phi3-longrope", [16]), ("gemma3", [8])],
+)
+def test_boundaries_are_windows_chunks_and_rotary_lengths(name: str, found: list[int]) -> None:
+    assert boundaries(tiny_config(name)) == found
+
+
+def test_rows_to_try_pass_what_fits_and_two_begin_alike() -> None:
+    model = tiny("mistral")
+    model.config.sliding_window = 30
+    long, short, branch, between = rows_to_try(model)
+    assert (len(long), len(short), len(branch), len(between)) == (39, 5, 36, 19)
+    assert (long[:26] == branch[:26]).all() and (long[:5] == between[:5]).all()
+    assert len(rows_to_try(model, max_context=20)[0]) == 20
+
+
+def test_a_model_tried_eagerly_attends_afterwards_as_before() -> None:
+    model = tiny("gemma3")
+    before = attention_of(model)
+    with eagerly(model):
+        assert attention_of(model) == "eager" != before
+    assert attention_of(model) == before
+
+
+def test_a_rows_own_numbers_do_not_depend_on_longer_rows_before_it() -> None:
+    model = tiny("llama-dynamic-rope")
+    row = np.arange(3, 23)
+    first = own_logits(model, row)
+    own_logits(model, np.arange(3, 63))
+    assert torch.equal(own_logits(model, row), first)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "gpt2"])
+def test_a_stand_in_has_every_kind_of_layer_and_few_token_ids(name: str) -> None:
+    model = tiny(name, vocab_size=1000)
+    text = stand_in(model).config.get_text_config()
+    assert text.vocab_size == 512 and text.num_hidden_layers == 2
+    kinds = getattr(text, "layer_types", None) or []
+    assert set(kinds) == set(getattr(model.config.get_text_config(), "layer_types", None) or [])
