@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -195,7 +195,8 @@ def _cut_layers(text: Any) -> None:
     kinds: Sequence[str] | None = getattr(text, "layer_types", None)
     if kinds:
         count = max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
-        text.layer_types = list(kinds)[:count]
+        with suppress(AttributeError):  # some make the list themselves, of the number of layers
+            text.layer_types = list(kinds)[:count]
         text.num_hidden_layers = count
     else:
         text.num_hidden_layers = min(2, int(text.num_hidden_layers))
