@@ -3,8 +3,6 @@ import torch
 from tests.engines.models import ask, make_engine
 from tests.models.tiny import MAX_CONTEXT, tiny_model
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -17,7 +15,6 @@ from transformers import (
 )
 
 from midflight.engines.embedded.engine import Generated
-from midflight.errors import NotSupported
 from midflight.types import GenerateRequest
 
 
@@ -83,10 +80,3 @@ def test_other_architectures_agree_with_their_plain_forward(name: str) -> None:
     for request, generation in zip(REQUESTS, generations, strict=True):
         difference = reference_logprobs(plain, request, generation) - torch.tensor(generation.logprobs, dtype=torch.float64)
         assert difference.abs().max() < 1e-5
-
-
-def test_attention_that_the_engine_cannot_compute_is_refused_when_the_model_is_loaded() -> None:
-    sizes = {"vocab_size": 262, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_key_value_heads=2))
-    with pytest.raises(NotSupported, match="softcap"):
-        make_engine(model)

@@ -21,7 +21,7 @@ from tests.real.processes import free_port
 from transformers import PreTrainedModel
 
 from midflight.engines.app import build_app, relay, relay_steps
-from midflight.engines.embedded.runner import portions, token_logprobs
+from midflight.engines.embedded.scoring import portions, token_logprobs
 from midflight.engines.wire import decode_rows, decode_scores, encode_rows, encode_scores
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
 from midflight.ports import Scorer

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from midflight import types
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
-from midflight.engines.embedded.runner import Runner, portions, token_logprobs
+from midflight.engines.embedded.probe import served
 from midflight.engines.embedded.scheduler import Scheduler
+from midflight.engines.embedded.scoring import portions, token_logprobs
 from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights
 from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput, check_request, check_rows
@@ -70,7 +71,7 @@ class EmbeddedEngine:
         self._model, self._max_batch_tokens = model, max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
         self._weights = EngineWeights(model, receiver, version=version)
-        runner = Runner(model, max_running=max_running, max_context=max_context)
+        runner, self._manner = served(model, max_running=max_running, max_context=max_context, max_batch_tokens=max_batch_tokens)
         self._scheduler = Scheduler(
             runner, max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context, version=version
         )
@@ -206,7 +207,9 @@ class EmbeddedEngine:
         found = np.zeros(len(token_ids), dtype=np.float32)
         rows, places = np.split(token_ids, row_offsets[1:-1]), np.split(np.arange(len(token_ids)), row_offsets[1:-1])
         for portion in portions(np.diff(row_offsets), max_tokens=self._max_batch_tokens):
-            scoring = partial(token_logprobs, self._model, [rows[row] for row in portion], temperature=temperature)
+            scoring = partial(
+                token_logprobs, self._model, [rows[row] for row in portion], temperature=temperature, resumes=self._manner.resumes
+            )
             try:
                 scores = await asyncio.wrap_future(self._thread.call(scoring))
             except RuntimeError as error:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midflight.engines.embedded.lone import LoneRunner
 from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
 from midflight.engines.embedded.table import SharedPrompts, SlotTable, Submission
@@ -26,7 +27,7 @@ _LENGTH = Finish(FinishReason.LENGTH)
 class Scheduler:
     """Continuous batching: first in, first out; a slot per running request; every step mixes decodes and chunks of prefill."""
 
-    def __init__(self, runner: Runner, *, max_running: int, max_batch_tokens: int, max_context: int, version: Version) -> None:
+    def __init__(self, runner: Runner | LoneRunner, *, max_running: int, max_batch_tokens: int, max_context: int, version: Version) -> None:
         self._runner = runner
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
@@ -109,6 +110,7 @@ class Scheduler:
         """The weights have changed: tokens from now on are of `version`; keys stored before keep their own."""
         self.version = version
         self._prompts.forget_all()
+        self._runner.forget(None)
 
     # --- A step ------------------------------------------------------------------------------------------------------
 
@@ -152,11 +154,15 @@ class Scheduler:
         ready = np.flatnonzero(table.active & ~table.blocked)
         if not len(ready):
             return None
-        missing = (table.length - table.cached)[ready]
+        missing = table.length - table.cached
+        if self._runner.keeps_states:
+            # A prompt that others may copy stops before its last token, which is where they take it over.
+            missing -= table.leading & (missing > 1)
+        wanted, missing = missing, missing[ready]
         singles = ready[missing == 1]
         chunks = ready[missing > 1]
         chunks = chunks[np.argsort(table.handles[chunks], kind="stable")]
-        wanted = (table.length - table.cached)[chunks]
+        wanted = wanted[chunks]
         before = np.cumsum(wanted) - wanted
         counts = np.minimum(wanted, self._max_batch_tokens - len(singles) - before)
         chunks, counts = chunks[counts > 0], counts[counts > 0]
@@ -188,9 +194,13 @@ class Scheduler:
         fresh = batch.starts == 0
         table.kv_version[batch.slots] = np.where(fresh, self.version, np.minimum(table.kv_version[batch.slots], self.version))
         table.cached[batch.slots] += batch.counts
-        for slot in batch.slots[batch.wanted & table.leading[batch.slots]].tolist():
+        copyable = batch.wanted
+        if self._runner.keeps_states:
+            copyable = table.cached[batch.slots] == table.length[batch.slots] - 1
+        for slot in batch.slots[copyable & table.leading[batch.slots]].tolist():
             table.leading[slot] = False
-            self._prompts.complete(table.prompt(slot), slot)
+            if self._prompts.complete(table.prompt(slot), slot):
+                self._runner.keep(slot)
 
     def _constrained(self, slots: Ints, logits: Tensor) -> tuple[Ints, Tensor, Masks | None]:
         """Asks the grammars what they allow. A request whose grammar allows nothing ends here; returned are the slots and logits [R, V] of the others."""
@@ -244,18 +254,21 @@ class Scheduler:
         return self.paused is None or self._waiting[0].handle < self._drain_before
 
     def _admit(self) -> None:
-        copies: list[tuple[int, int, int]] = []
+        copies, taken = list[tuple[int, int, int]](), set[int]()
         for slot in np.flatnonzero(self._table.blocked).tolist():
             self._place(slot, copies)
         while self._waiting and self._table.has_room() and self._may_admit():
             slot = self._table.admit(self._waiting.popleft())
             self._prompts.overwrite(slot)
+            taken.add(slot)
             self._place(slot, copies)
         if copies:
             sources, targets, lengths = np.asarray(copies, dtype=np.int64).T
             self._runner.copy(sources, targets, length=int(lengths.max()))
             for slot in targets.tolist():
                 self._prompts.hold(self._table.prompt(slot), slot)
+        for slot in taken.difference(target for _, target, _ in copies):
+            self._runner.forget(slot)
 
     def _place(self, slot: int, copies: list[tuple[int, int, int]]) -> None:
         """Decides where the keys of a new sequence come from: another slot, now or when it is done, or its own prefill.

@@ -193,11 +193,13 @@ class SharedPrompts:
         """The slot starts to compute the prompt's keys; others with that prompt may wait for it."""
         self._prefilling[prompt] = slot
 
-    def complete(self, prompt: Prompt, slot: int) -> None:
-        """The slot holds the prompt complete. Ignored unless it began under the weights now served."""
-        if self._prefilling.get(prompt) == slot:
-            del self._prefilling[prompt]
-            self.hold(prompt, slot)
+    def complete(self, prompt: Prompt, slot: int) -> bool:
+        """The slot holds the prompt complete. Ignored, and `False`, unless it began under the weights now served."""
+        if self._prefilling.get(prompt) != slot:
+            return False
+        del self._prefilling[prompt]
+        self.hold(prompt, slot)
+        return True
 
     def hold(self, prompt: Prompt, slot: int) -> None:
         """The slot holds the prompt; the newest holder is the donor, because it is overwritten last."""

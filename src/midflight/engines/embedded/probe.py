@@ -1,0 +1,236 @@
+"""Whether the engine computes a model as the model computes itself: tried when the model is loaded, in the first way that is right.
+
+Sequences share steps and slots where that is right (`Runner`), else each goes alone (`LoneRunner`); a model for which neither is right
+is refused by name. Tried are prefill at once and in parts, a prefix copied to another slot, decodes of several slots with a free one
+between them, a slot that is used again, and scores in one stretch and in several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from midflight.engines.embedded.lone import LoneRunner
+from midflight.engines.embedded.runner import Runner, StepBatch
+from midflight.engines.embedded.scoring import token_logprobs
+from midflight.errors import ConfigError
+from midflight.models.proof import TOLERANCE, Proof, Row, Way, attention_of, eagerly, is_small, own_logits, rows_to_try, stand_in
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the engine computes a model."""
+
+    lone: bool = False
+    """Each sequence alone, in place of all in one pass."""
+    serial: bool = False
+    """A sequence that has a state goes on by one token at a time."""
+    resumes: bool = True
+    """Rows are scored in stretches, each over what is kept of those before."""
+
+
+_MANNERS = (Manner(), Manner(serial=True), Manner(lone=True), Manner(lone=True, serial=True))
+_found: dict[tuple[str, int, int], tuple[Manner, Proof]] = {}
+"""By configuration and limits: the answer does not depend on the weights."""
+
+
+def engine_verdict(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> Proof:
+    """What the engine would do with the model. The model attends afterwards as before."""
+    return _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)[1]
+
+
+def served(model: PreTrainedModel, *, max_running: int, max_context: int, max_batch_tokens: int) -> tuple[Runner | LoneRunner, Manner]:
+    """The runner of a model, and how it computes. `ConfigError` names the architecture that no way is right for, and the remedy."""
+    manner, verdict = _judge(model, max_context=max_context, max_batch_tokens=max_batch_tokens)
+    if not verdict.is_right:
+        raise ConfigError(f"loading the model into the embedded engine: {verdict.reason}")
+    if verdict.reason:
+        _log.warning("%s", verdict.reason)
+    runner = _runner(model, manner, max_running=max_running, max_context=max_context)
+    runner.forward(step_batch([(0, 0, np.zeros(1, dtype=np.int64))]))  # what cannot run at all fails now, not under a request
+    return runner, manner
+
+
+def _judge(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> tuple[Manner, Proof]:
+    key = (f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}", max_context, max_batch_tokens)
+    if key not in _found:
+        before = attention_of(model)
+        try:
+            _found[key] = _tried(model, max_context=max_context, max_batch_tokens=max_batch_tokens)
+        finally:
+            model.set_attn_implementation(before)
+    return _found[key]
+
+
+def _tried(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> tuple[Manner, Proof]:
+    name = model.config.get_text_config().model_type
+    if (longest := _longest(model)) is not None and max_context > longest:
+        reason = (
+            f"{name} turns positions by frequencies that depend on the length of the sequence once it has more than {longest} tokens, so that "
+            f"keys kept before are wrong after; set model.max_context (now {max_context}) to at most {longest}, or engine.kind to vllm or sglang."
+        )
+        return Manner(), Proof("engine", Way.REFUSED, reason=reason)
+    tried = model if is_small(model) else stand_in(model)
+    rows = rows_to_try(tried, max_context=max_context)
+    try:
+        with eagerly(tried), torch.inference_mode():
+            expected = [own_logits(tried, row).log_softmax(-1) for row in rows]
+    except Exception as error:  # the code of any architecture may raise anything
+        return Manner(), Proof("engine", Way.REFUSED, reason=f"{name} does not run: {error}. Give a model that transformers runs.")
+    errors, failures = list[float](), list[str]()
+    for manner in _manners(model, max(max_context, max_batch_tokens)):
+        try:
+            errors.append(_generation_error(tried, manner, rows, expected))
+        except Exception as error:  # as above: this is no way to compute it
+            failures.append(str(error).strip().partition("\n")[0] or type(error).__name__)
+            continue
+        if errors[-1] < TOLERANCE:
+            return _with_scores(tried, manner, rows, expected, Proof("engine", _way(manner), errors[-1], reason=_slower(name, manner)))
+    found = f"its log-probabilities are {min(errors):.2g} nats off" if errors else failures[-1]
+    reason = f"{name} is not computed rightly by it ({found}); set engine.kind to vllm or sglang."
+    return Manner(), Proof("engine", Way.REFUSED, min(errors, default=None), reason=reason)
+
+
+def _longest(model: PreTrainedModel) -> int | None:
+    """Tokens up to which rotary frequencies do not depend on how many there are; none where they never do."""
+    changing = [module for module in model.modules() if str(getattr(module, "rope_type", "")) in ("dynamic", "longrope")]
+    lengths = [int(length) for module in changing if (length := _original_length(module, model)) is not None]
+    return min(lengths, default=None)
+
+
+def _original_length(module: Any, model: PreTrainedModel) -> int | None:
+    text: Any = model.config.get_text_config()
+    if module.rope_type == "dynamic":
+        return getattr(module, "original_max_seq_len", None) or text.max_position_embeddings
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+
+
+def _manners(model: PreTrainedModel, num_tokens: int) -> Sequence[Manner]:
+    """The ways to try, the fastest first. Where the model scales its attention by a place in the step, steps have one sequence once
+    they are long enough for it to matter."""
+    text: Any = model.config.get_text_config()
+    by_place = bool(getattr(text, "attn_temperature_tuning", False)) and num_tokens >= int(text.floor_scale)
+    return [manner for manner in _MANNERS if manner.lone or not by_place]
+
+
+def _runner(model: PreTrainedModel, manner: Manner, *, max_running: int, max_context: int) -> Runner | LoneRunner:
+    if manner.lone:
+        return LoneRunner(model, serial=manner.serial)
+    return Runner(model, max_running=max_running, max_context=max_context, serial=manner.serial)
+
+
+def _way(manner: Manner) -> Way:
+    return Way.FALLBACK if manner.lone else Way.PACKED
+
+
+def _slower(name: str, manner: Manner) -> str:
+    if not manner.lone:
+        return ""
+    return f"{name} is served one sequence at a time: the same numbers, slower. With vllm or sglang as engine.kind sequences share a step."
+
+
+# --- The trial --------------------------------------------------------------------------------------------------------
+
+
+Plan = dict[int, tuple[int, int]]
+"""What a step brings: of each slot the row that it runs, and how many of the row's tokens it has afterwards."""
+
+
+def _plan(rows: Sequence[Row]) -> tuple[list[Plan], int, list[Plan]]:
+    """Steps, the length at which slot 0 is then copied to slot 2, and the steps after. Row 2 begins as row 0 does."""
+    shared = min(len(rows[0]), len(rows[2]))
+    fork, long, middle = int((rows[0][:shared] != rows[2][:shared]).argmax()), len(rows[0]), len(rows[3])
+    before: list[Plan] = [{0: (0, fork // 2), 1: (1, 1)}, {0: (0, fork), 1: (1, 2)}]
+    after: list[Plan] = [{0: (0, long - 4), 1: (1, 3), 2: (2, fork + 1), 3: (3, max(1, middle - 4))}]
+    after += [{0: (0, long - 4 + n), 1: (1, 3 + n), 2: (2, fork + 1 + n), 3: (3, middle - 4 + n)} for n in (1, 2, 3, 4)]
+    after += [{1: (3, middle // 2)}, {1: (3, middle // 2 + 1)}]  # slot 1 is used again
+    return before, fork, after
+
+
+class _Trial:
+    """Runs steps and compares the log-probabilities after the last token of each sequence with those of the model alone."""
+
+    def __init__(self, runner: Runner | LoneRunner, rows: Sequence[Row], expected: Sequence[Tensor]) -> None:
+        self._runner, self._rows, self._expected = runner, rows, expected
+        self._at: dict[int, tuple[int, int]] = {}
+        """By slot the row in it, and how many tokens of it."""
+        self.worst = 0.0
+
+    def run(self, plan: Plan) -> None:
+        parts: list[tuple[int, int, int, int]] = []
+        for slot, (row, asked) in plan.items():
+            known, length = self._at.get(slot, (row, 0))
+            start, end = length if known == row else 0, min(asked, len(self._rows[row]))
+            if end > start:
+                parts.append((end - start, slot, row, start))
+                self._at[slot] = row, end
+        if not parts:
+            return
+        parts.sort(key=lambda part: (part[0] > 1, part[0], part[1]))
+        logits = self._runner.forward(
+            step_batch([(slot, start, self._rows[row][start : start + count]) for count, slot, row, start in parts])
+        )
+        for found, (count, _, row, start) in zip(logits, parts, strict=True):
+            error = (found.float().log_softmax(-1) - self._expected[row][start + count - 1].to(found.device)).abs().max()
+            self.worst = max(self.worst, float(error.nan_to_num(nan=torch.inf)))
+
+    def copy(self, length: int) -> None:
+        """Slot 0 to slot 2, as row 2."""
+        self._runner.keep(0)
+        self._runner.copy(np.array([0]), np.array([2]), length=length)
+        self._at[2] = 2, length
+
+
+def step_batch(parts: Sequence[tuple[int, int, Row]]) -> StepBatch:
+    """Of slots, the places at which they go on, and the tokens they bring; in the order that `StepBatch` asks for. All are wanted."""
+    slots, starts = (np.array(column, dtype=np.int64) for column in zip(*((slot, start) for slot, start, _ in parts), strict=True))
+    counts = np.array([len(tokens) for _, _, tokens in parts])
+    positions = np.concatenate([np.arange(start, start + len(tokens)) for _, start, tokens in parts])
+    tokens = np.concatenate([tokens for _, _, tokens in parts])
+    return StepBatch(slots, starts, counts, tokens, positions, np.repeat(slots, counts), np.ones(len(parts), dtype=np.bool_))
+
+
+def _generation_error(model: PreTrainedModel, manner: Manner, rows: Sequence[Row], expected: Sequence[Tensor]) -> float:
+    """The worst difference in any log-probability after any token that a sequence may be continued from, in nats."""
+    before, fork, after = _plan(rows)
+    trial = _Trial(_runner(model, manner, max_running=4, max_context=max(map(len, rows))), rows, expected)
+    for plan in before:
+        trial.run(plan)
+    trial.copy(fork)
+    for plan in after:
+        trial.run(plan)
+    return trial.worst
+
+
+def _with_scores(
+    model: PreTrainedModel, manner: Manner, rows: Sequence[Row], expected: Sequence[Tensor], verdict: Proof
+) -> tuple[Manner, Proof]:
+    """The manner completed by a way to score that is right."""
+    targets = [
+        log[:-1].gather(-1, torch.from_numpy(row[1:, None]).to(log.device))[:, 0].cpu() for row, log in zip(rows, expected, strict=True)
+    ]
+    vocabulary, worst = expected[0].shape[-1], torch.inf
+    for resumes in (True, False):
+        try:
+            scores = token_logprobs(
+                model, [row.astype(np.int32) for row in rows], temperature=1.0, max_logits=len(rows) * vocabulary * 7, resumes=resumes
+            )
+        except Exception:  # as above
+            continue
+        worst = max(float((torch.from_numpy(got[1:]) - target).abs().max()) for got, target in zip(scores, targets, strict=True))
+        if worst < TOLERANCE:
+            error = max(worst, verdict.logprob_error or 0.0)
+            return replace(manner, resumes=resumes), replace(verdict, logprob_error=error)
+    return manner, replace(
+        verdict, way=Way.REFUSED, logprob_error=worst, reason=f"its scores are {worst:.2g} nats off; set engine.kind to vllm or sglang."
+    )

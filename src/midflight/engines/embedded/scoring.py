@@ -1,0 +1,73 @@
+"""Rows of tokens scored by a model: the log-probability of each token after those before it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from midflight.types import Float32, Int32
+
+MAX_LOGITS = 2**26
+"""Logits that are there at once: 256 MiB in float32, and as much again for their softmax."""
+
+
+def portions(lengths: NDArray[np.int64], *, max_tokens: int) -> list[list[int]]:
+    """Rows that go through the model together, by number, shortest first: at most `max_tokens` with their padding, or one row."""
+    made: list[list[int]] = []
+    for row in np.argsort(lengths, kind="stable").tolist():
+        if made and (len(made[-1]) + 1) * int(lengths[row]) <= max_tokens:
+            made[-1].append(row)
+        else:
+            made.append([row])
+    return made
+
+
+@torch.inference_mode()
+def token_logprobs(
+    model: PreTrainedModel, rows: Sequence[Int32], *, temperature: float, max_logits: int | None = None, resumes: bool = True
+) -> list[Float32]:
+    """log softmax(logits / temperature) of each token after those before it in its row; 0 for the first, which nothing predicts.
+
+    Padding stands behind the tokens, where causal attention never looks. The logits of a long row need not all be there at once:
+    its columns go through the model a stretch at a time over the keys of those before, or, where the model does not go on rightly
+    from those (`resumes`), with all columns before them again.
+    """
+    ids = _padded(rows, model.device)
+    found = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    max_logits = MAX_LOGITS if max_logits is None else max_logits
+    width = max(1, max_logits // (len(rows) * int(model.config.get_text_config().vocab_size)))
+    takes = frozenset(inspect.signature(model.forward).parameters)
+    past = None
+    for start in range(0, ids.shape[1] - 1, width):
+        end = min(start + width, ids.shape[1] - 1)
+        first = start if resumes else 0
+        options: dict[str, object] = {"past_key_values": past} if resumes else {}
+        if "position_ids" in takes:
+            options["position_ids"] = torch.arange(first, end, device=ids.device).expand(len(rows), -1)
+        if "logits_to_keep" in takes and not resumes:
+            options["logits_to_keep"] = end - start
+        out = model(input_ids=ids[:, first:end], use_cache=resumes, **options)
+        past = out.past_key_values if resumes else None
+        found[:, start + 1 : end + 1] = _chosen(out.logits[:, start - end :], ids[:, start + 1 : end + 1], temperature=temperature)
+    scores = found.cpu().numpy()
+    return [scores[number, : len(row)] for number, row in enumerate(rows)]
+
+
+def _padded(rows: Sequence[Int32], device: torch.device) -> Tensor:
+    """[rows, longest]; padding is token 0."""
+    ids = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+    return torch.from_numpy(ids).to(device)
+
+
+def _chosen(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
+    """[b, k, V] and [b, k] -> [b, k], computed in float32, or float64 for a float64 model."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return (logits / temperature).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
