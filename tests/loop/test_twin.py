@@ -22,7 +22,7 @@ from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersion
 from midflight.testing.ring import open_ring
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.step import StepReport
-from midflight.trainer.trainer import Trainer, trainer_of
+from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch, Task
 from midflight.types.facts import Leased
 from midflight.weights.transports.select import publisher
@@ -54,7 +54,7 @@ async def scored(task: Task, client: AsyncOpenAI) -> float:
 class Watched:
     """A trainer that keeps its batches and reports."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: PolicyTrainer) -> None:
         self._trainer = trainer
         self.batches: list[PackedBatch] = []
         self.reports: list[StepReport] = []

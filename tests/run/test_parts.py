@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, StoreFailed, first_error
 from midflight.run.launcher.child import failure_of
-from midflight.run.launcher.launch import main_task
+from midflight.run.launcher.ending import Stop, main_task
 from midflight.run.launcher.ring import PartFailed, error_of
 from midflight.run.parts import Failed, PartLost, Restarted, Stalled, Verdict, decode_message, encode, serve_while
 from midflight.run.trainer.trainer_process import PublishedVersions
@@ -139,3 +141,66 @@ def test_a_signal_that_is_ignored_stays_ignored_as_nohup_wants() -> None:
 def test_errors_in_groups_reach_the_command_line_as_themselves() -> None:
     with pytest.raises(RunFailed, match="reason"):
         main_task(serve_while(_for_ever(), _raise(RunFailed("reason"))))
+
+
+def test_a_command_runs_in_a_thread_and_where_an_event_loop_runs_already() -> None:
+    async def work() -> None:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+        assert await process.wait() == 0
+
+    async def in_notebook() -> int:
+        return main_task(work())
+
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(main_task(work())))
+    thread.start()
+    thread.join(30)
+    assert found == [0]
+    assert asyncio.run(in_notebook()) == 0
+
+
+def test_another_thread_ends_a_command_in_order_and_then_at_once() -> None:
+    stop, ended = Stop(), list[str]()
+
+    async def work() -> None:
+        threading.Thread(target=stop.ask).start()
+        try:
+            await _for_ever()
+        finally:
+            threading.Thread(target=stop.ask).start()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append("at once")
+
+    assert main_task(work(), stop=stop) == 130
+    assert ended == ["at once"]
+
+
+def test_what_is_asked_before_a_command_begins_is_not_forgotten() -> None:
+    stop = Stop()
+    stop.ask(signal.SIGTERM)
+    assert main_task(_for_ever(), stop=stop) == 143
+
+
+def test_an_interrupted_cell_of_a_notebook_ends_its_command() -> None:
+    async def in_notebook() -> int:
+        async def work() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            await _for_ever()
+
+        return main_task(work())
+
+    loop = asyncio.new_event_loop()  # as a kernel's: `asyncio.run` would take the signal for itself
+    try:
+        assert loop.run_until_complete(in_notebook()) == 130
+    finally:
+        loop.close()
+
+
+def test_errors_come_out_of_a_thread_as_themselves() -> None:
+    async def in_notebook() -> None:
+        main_task(_raise(RunFailed("reason")))
+
+    with pytest.raises(RunFailed, match="reason"):
+        asyncio.run(in_notebook())

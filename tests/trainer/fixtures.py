@@ -16,7 +16,7 @@ from midflight.trainer.checkpoint import stage
 from midflight.trainer.folders import latest_checkpoint
 from midflight.trainer.objective import Objective
 from midflight.trainer.step import Schedule, Scoring
-from midflight.trainer.trainer import Adam, Scale, StepRules, Trainer
+from midflight.trainer.trainer import Adam, PolicyTrainer, Scale, StepRules
 from midflight.types import PackedBatch
 
 
@@ -30,13 +30,13 @@ def exact_norm(norm: Qwen3RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
     return norm.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
-def trainer(model: PreTrainedModel, objective: Objective | None = None, **options: Any) -> Trainer:
-    """Options of `Adam`, `Scale` and `StepRules` may be given beside those of `Trainer`."""
+def trainer(model: PreTrainedModel, objective: Objective | None = None, **options: Any) -> PolicyTrainer:
+    """Options of `Adam`, `Scale` and `StepRules` may be given beside those of `PolicyTrainer`."""
     adam = Adam(**({"learning_rate": 1e-3} | {name: options.pop(name) for name in Adam.__slots__ if name in options}))
     scale = Scale(**{name: options.pop(name) for name in Scale.__slots__ if name in options})
     rules = StepRules(**{name: options.pop(name) for name in StepRules.__slots__ if name in options})
     defaults: dict[str, Any] = {"scoring": Scoring(), "schedule": Schedule()}
-    return Trainer(model, objective or Objective(), adam=adam, scale=scale, rules=rules, **(defaults | options))
+    return PolicyTrainer(model, objective or Objective(), adam=adam, scale=scale, rules=rules, **(defaults | options))
 
 
 def batch(*, seed: int = 0, version: int = 0, num_groups: int = 3, group_size: int = 4, longest: int = 24) -> PackedBatch:
@@ -84,7 +84,7 @@ def weights(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
-def save_checkpoint(root: Path, ours: Trainer, *, cursor: str, keep: int) -> Path:
+def save_checkpoint(root: Path, ours: PolicyTrainer, *, cursor: str, keep: int) -> Path:
     """Both parts of saving at once, where nothing goes on meanwhile. Returns the checkpoint's folder."""
     stage(ours, cursor=cursor).write(root, keep=keep)
     folder = latest_checkpoint(root)

@@ -20,12 +20,12 @@ from midflight.errors import CheckpointCorrupt, ConfigError
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.folders import checkpoints, latest_checkpoint, newest_whole
 from midflight.trainer.step import Schedule
-from midflight.trainer.trainer import Fork, Trainer
+from midflight.trainer.trainer import Fork, PolicyTrainer
 
 from .fixtures import batch, save_checkpoint, tiny_model, trainer, weights
 
 
-def fresh(seed: int = 0) -> Trainer:
+def fresh(seed: int = 0) -> PolicyTrainer:
     return trainer(tiny_model(seed=seed), schedule=Schedule("linear", warmup_steps=2, total_steps=9))
 
 
@@ -219,7 +219,7 @@ def test_the_trainer_steps_on_while_its_copy_is_written(tmp_path: Path) -> None:
     assert torch.equal(weights(again.model), weights(ours.model)), "the moments were those of then, too"
 
 
-def keep_writing(ours: Trainer, root: Path, ready: Connection) -> None:
+def keep_writing(ours: PolicyTrainer, root: Path, ready: Connection) -> None:
     """Every weight is the version's number; the next version is made while this one is written."""
     torch.set_num_threads(1)
     ready.send(None)
@@ -259,7 +259,7 @@ def test_i8_death_at_any_of_a_hundred_instants_leaves_a_whole_checkpoint_and_nev
     assert versions == sorted(versions) and len(set(versions)) > 20
 
 
-def whole_version(root: Path, read: Trainer) -> int:
+def whole_version(root: Path, read: PolicyTrainer) -> int:
     """Of the latest checkpoint, whose weights must be those of its version."""
     folder = latest_checkpoint(root)
     assert folder is not None

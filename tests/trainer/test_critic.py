@@ -17,7 +17,7 @@ from midflight.errors import ConfigError
 from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.step import LossTokens, Scoring, Skip, named_parameters, step_tokens
-from midflight.trainer.trainer import Trainer, trainer_of
+from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch
 
 from .fixtures import batch, save_checkpoint, tiny_model, trainer, weights, with_rows_in_order
@@ -26,16 +26,16 @@ SCORING = Scoring("gae")
 CPU = torch.device("cpu")
 
 
-def judged(valuation: Valuation | None = None, *, seed: int = 0, **options: Any) -> Trainer:
+def judged(valuation: Valuation | None = None, *, seed: int = 0, **options: Any) -> PolicyTrainer:
     return trainer(tiny_model(seed=seed), scoring=SCORING, valuation=valuation or Valuation(), **options)
 
 
-def critic_of(ours: Trainer) -> Critic:
+def critic_of(ours: PolicyTrainer) -> Critic:
     assert ours.critic is not None
     return ours.critic
 
 
-def values_of(ours: Trainer) -> torch.Tensor:
+def values_of(ours: PolicyTrainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in critic_of(ours).model.parameters()])
 
 

@@ -22,12 +22,12 @@ from midflight.trainer.critic import Valuation
 from midflight.trainer.folders import latest_checkpoint
 from midflight.trainer.model.policy import Ranks
 from midflight.trainer.step import Scoring, named_parameters
-from midflight.trainer.trainer import Trainer
+from midflight.trainer.trainer import PolicyTrainer
 
 from .fixtures import save_checkpoint, tiny_model, trainer
 
 
-def fresh(seed: int = 0) -> Trainer:
+def fresh(seed: int = 0) -> PolicyTrainer:
     """With a parameter of fewer rows than three ranks, a buffer without any, and a critic. Sharded, if there are other ranks."""
     model = tiny_model(seed=seed)
     model.scale = nn.Parameter(torch.full((2,), float(seed)))
@@ -35,7 +35,7 @@ def fresh(seed: int = 0) -> Trainer:
     return trainer(model, ranks=Ranks.joined(), scoring=Scoring("gae"), valuation=Valuation())
 
 
-def trained() -> Trainer:
+def trained() -> PolicyTrainer:
     """With moments, from gradients that nobody made."""
     ours = fresh(seed=3)
     draw = torch.Generator().manual_seed(7)
@@ -48,7 +48,7 @@ def trained() -> Trainer:
     return ours
 
 
-def contents(of: Trainer) -> dict[str, Tensor]:
+def contents(of: PolicyTrainer) -> dict[str, Tensor]:
     """Weights and moments, whole. A collective."""
     found: dict[str, Tensor] = {}
     for prefix, weights, model, optimizer in parts_of(of):

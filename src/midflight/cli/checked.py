@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from midflight import given
 from midflight.config import Config, load_config
 from midflight.config.derived import model_sizes
 from midflight.config.folders import check_same_model, check_teacher, check_tokenizer
@@ -78,10 +79,10 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"making a model in {str(folder)!r}: it exists and is not empty; choose another folder")
 
 
-def preflight(config: Config) -> Findings:
+def preflight(config: Config, *, objects: bytes = given.NOTHING) -> Findings:
     """What the machine and the user's code say to it; `ConfigError` with all that is wrong.
 
-    They are asked in a process of their own, because this one does without torch and without the user's modules. Waits for that: some
+    `objects`: what a Python program gives to its run, packed. They are asked in a process of their own, because this one does without torch and without the user's modules. Waits for that: some
     seconds, at most `PREFLIGHT_SECONDS`.
     """
     command = [sys.executable, "-m", "midflight.run.launcher.preflight"]
@@ -90,7 +91,12 @@ def preflight(config: Config) -> Findings:
     trying = f"trying the configuration (environment.entry is {config.environment.entry!r}, objective.kind is {config.objective.kind!r})"
     try:
         done = subprocess.run(
-            command, input=config.model_dump_json().encode(), capture_output=True, check=False, env=environ, timeout=PREFLIGHT_SECONDS
+            command,
+            input=objects + config.model_dump_json().encode(),
+            capture_output=True,
+            check=False,
+            env=environ,
+            timeout=PREFLIGHT_SECONDS,
         )
     except subprocess.TimeoutExpired as late:
         said = (late.stderr or b"").decode(errors="replace")

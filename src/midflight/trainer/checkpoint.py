@@ -19,7 +19,7 @@ from midflight.models.names import named_tensors
 from midflight.trainer import folders
 from midflight.trainer.folders import CheckpointState, Shapes, Shards
 from midflight.trainer.step import named_parameters
-from midflight.trainer.trainer import Fork, Trainer
+from midflight.trainer.trainer import Fork, PolicyTrainer
 from midflight.types import Version
 
 WEIGHTS, MOMENTS, GENERATORS, CRITIC = "model/", "optimizer/", "rng/", "critic/"
@@ -27,7 +27,7 @@ WEIGHTS, MOMENTS, GENERATORS, CRITIC = "model/", "optimizer/", "rng/", "critic/"
 `critic/model/<parameter>` and `critic/optimizer/<moment>/<parameter>`."""
 
 
-def parts_of(trainer: Trainer) -> Iterator[tuple[str, dict[str, Tensor], nn.Module, AdamW]]:
+def parts_of(trainer: PolicyTrainer) -> Iterator[tuple[str, dict[str, Tensor], nn.Module, AdamW]]:
     """The policy, and the critic if there is one: prefix of its names, weights by name, what is trained, and its optimiser."""
     yield "", named_tensors(trainer.model), trainer.model, trainer.optimizer
     if trainer.critic is not None:
@@ -73,7 +73,7 @@ class StagedCheckpoint:
             dist.barrier(group)
 
 
-def stage(trainer: Trainer, *, cursor: str) -> StagedCheckpoint:
+def stage(trainer: PolicyTrainer, *, cursor: str) -> StagedCheckpoint:
     """Copies what a checkpoint holds to CPU memory, between two steps; no rank waits for another. The trainer may step on when it returns.
 
     What every rank has whole is in the shards of rank 0.
@@ -100,7 +100,7 @@ def _generators() -> dict[str, Tensor]:
     return found
 
 
-def load_checkpoint(folder: Path, trainer: Trainer, *, as_version: Version | None = None) -> CheckpointState:
+def load_checkpoint(folder: Path, trainer: PolicyTrainer, *, as_version: Version | None = None) -> CheckpointState:
     """Brings a trainer to a checkpoint, bit for bit. Everything is verified before anything is changed. No rank waits for another.
 
     `as_version` names the weights anew where later numbers were handed out before the crash: numbers are never used twice,
@@ -136,7 +136,7 @@ def _opened(folder: Path) -> Shards:
         raise folders.corrupt(folder / "*.safetensors", f"cannot be read ({error})") from error
 
 
-def _check_same_critic(folder: Path, shards: Shards, trainer: Trainer) -> None:
+def _check_same_critic(folder: Path, shards: Shards, trainer: PolicyTrainer) -> None:
     if bool(shards.named(CRITIC)) != (trainer.critic is not None):
         has, wants = ("no critic", 'objective.advantage is "gae"') if trainer.critic is not None else ("a critic", "this run has none")
         raise ConfigError(f"checkpoint {folder} has {has}, and {wants}. Set objective.advantage as it was, or start in another folder.")

@@ -73,7 +73,7 @@ class StepRules:
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
 
 
-class Trainer:
+class PolicyTrainer:
     """Owns model, optimiser and the count of versions. One step makes one version, also when it is skipped: the admission of new groups
     follows the version, and a step that gave none would stop it.
 
@@ -301,10 +301,10 @@ class Update:
 
 def trainer_of(
     config: Config, model: PreTrainedModel, *, reference: PreTrainedModel | None = None, version: Version = 0, ranks: Ranks | None = None
-) -> Trainer:
+) -> PolicyTrainer:
     """The trainer a configuration asks for."""
     section, c = config.trainer, config.critic
-    return Trainer(
+    return PolicyTrainer(
         model,
         objective_of(config),
         scoring=Scoring(

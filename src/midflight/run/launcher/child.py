@@ -1,7 +1,7 @@
 """A part of the run in a process of its own, from both ends: `Child` in the launcher, and `main` in the process. Torch-free until a part runs.
 
-`python -m midflight.run.launcher.child PART`, behind it the environment's name or the engine's kind, reads one spec from standard
-input, runs the part until that ends or the launcher asks it to, and reports a failure with its traceback. It never outlives the launcher.
+`python -m midflight.run.launcher.child PART`, behind it the environment's name or the engine's kind, reads objects of the program that
+started the run and one spec from standard input, runs the part until that ends or the launcher asks it to, and reports a failure with its traceback. It never outlives the launcher.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import uvloop
 
+from midflight import given
 from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, disk_full, every_error, first_error
 from midflight.run import parts
 from midflight.run.heart import START_SECONDS
@@ -78,8 +79,10 @@ class Child:
         environ: Mapping[str, str],
         inherited: Sequence[HasDescriptor] = (),
         arguments: Sequence[str] = (),
+        objects: bytes = given.NOTHING,
     ) -> None:
-        """`inherited`: sockets and files that it gets under their numbers."""
+        """`inherited`: sockets and files that it gets under their numbers. `objects`: what the program gives to its run, packed."""
+        self._objects = objects
         self.part, self.name, self.log, self._arguments = part, name, log, tuple(arguments)
         self._environ, self._inherited = environ, tuple(inherited)
         self._process: asyncio.subprocess.Process | None = None
@@ -98,6 +101,7 @@ class Child:
                 start_new_session=True,
                 limit=2**24,
             )
+        await self._write(self._objects)
 
     @property
     def process(self) -> asyncio.subprocess.Process:
@@ -114,10 +118,13 @@ class Child:
 
     async def tell(self, spec: parts.Spec) -> None:
         """Sends the spec. Waits for the pipe only; ended by the child reading it or dying."""
+        await self._write(parts.encode(spec) + b"\n")
+
+    async def _write(self, data: bytes) -> None:
         stdin = self.process.stdin
         assert stdin is not None
         with suppress(ConnectionError):
-            stdin.write(parts.encode(spec) + b"\n")
+            stdin.write(data)
             await stdin.drain()
 
     async def messages(self) -> AsyncIterator[parts.Message]:
@@ -317,6 +324,7 @@ def main() -> int:
     launcher.heart.start()
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth
     try:
+        given.read(sys.stdin.buffer)
         with launcher.heart.doing("imports", limit=START_SECONDS, heavy=True):
             run = part_main(part, sys.argv[2:])
     except Exception as error:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from midflight import given
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, disk_full, every_error, first_error
 from midflight.observe.memory import PeakMemory
@@ -24,6 +23,7 @@ from midflight.observe.terminal import Terminal
 from midflight.run.launcher import opening
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.child import HasDescriptor
+from midflight.run.launcher.ending import Stop, main_task
 from midflight.run.launcher.folder import CONFIG, can_go_on, check_kept, clear, held, prepare
 from midflight.run.launcher.ring import WRITING_SECONDS, PartFailed, Ring
 from midflight.run.parts import (
@@ -49,11 +49,41 @@ MEMORY_SECONDS = 1.0
 """Between two looks at the memory of all processes; a look costs some milliseconds of one core."""
 
 
+def unheard(message: Message) -> None:
+    """Whoever started the run does not listen."""
+    del message
+
+
+@dataclass(slots=True)
+class Program:
+    """The Python program that starts a run, where that is not our command line."""
+
+    objects: bytes = given.NOTHING
+    """What it gives to the run's processes, packed."""
+    rows: bytes | None = None
+    """What it gives as data, for the file that the configuration names."""
+    stop: Stop = field(default_factory=Stop)
+    hear: Callable[[Message], None] = unheard
+    """Hears everything that the parts say, in the launcher's thread. Must not raise or wait."""
+    summary: Summary | None = None
+    """How the run went, once it has ended."""
+
+
 class Run:
     """A training run, from the launcher: what it shows, measures and leaves behind."""
 
-    def __init__(self, config: Config, terminal: Terminal, token: ControlToken, lock: HasDescriptor, *, loss: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        terminal: Terminal,
+        token: ControlToken,
+        lock: HasDescriptor,
+        *,
+        loss: Sequence[str] = (),
+        program: Program | None = None,
+    ) -> None:
         """`loss`: the lines that say which is taken, where it is ours."""
+        self._program = program or Program()
         self._config, self._terminal, self._token, self._lock, self._loss = config, terminal, token, lock, loss
         self._folder = Path(config.run.folder)
         self._began = time.monotonic()
@@ -76,7 +106,12 @@ class Run:
         await serve_while(self._ring(hear, model).run(Purpose.ROLLOUTS), self._watch_memory())
 
     def _ring(self, hear: Callable[[Message], None], model: ModelReady | None = None, *, budgets: Budgets | None = None) -> Ring:
-        return Ring(self._config, on_message=hear, control_token=self._token.value, lock=self._lock, model=model, budgets=budgets)
+        def told(message: Message) -> None:
+            hear(message)
+            self._program.hear(message)
+
+        token, objects = self._token.value, self._program.objects
+        return Ring(self._config, on_message=told, control_token=token, lock=self._lock, model=model, budgets=budgets, objects=objects)
 
     async def _attempts(self, *, resume: bool) -> None:
         budgets = Budgets(self._config.run.restarts)
@@ -159,23 +194,26 @@ def after(seconds: float) -> str:
     return f" in {seconds:.0f} s" if seconds else ""
 
 
-def train(config: Config, *, resume: bool, overwrite: bool = False, own_loss: str | None = None) -> int:
+def train(
+    config: Config, *, resume: bool = False, overwrite: bool = False, own_loss: str | None = None, program: Program | None = None
+) -> int:
     """Ctrl-C ends it within five seconds, with everything written and nothing left running; `--resume` goes on from there.
 
-    `own_loss`: what a loss of the user's own says of itself.
+    In any thread, and in a notebook. `own_loss`: what a loss of the user's own says of itself.
     """
+    program = program or Program()
     folder, token = Path(config.run.folder), control_token(None)
     with Terminal() as terminal, held(folder, terminal.say) as lock:
         check_kept(config, resume=resume, overwrite=overwrite)  # again: while it was not held, somebody else may have used it
         prepare(folder, config, resume=resume)
         terminal.say(opening.training(config, own_loss=own_loss))
-        run = Run(config, terminal, token, lock, loss=opening.loss_lines(config, own_loss))
+        run = Run(config, terminal, token, lock, loss=opening.loss_lines(config, own_loss), program=program)
         warn(terminal, config, anonymous=False)
         status = 1
         try:
-            status = main_task(run.train(resume=resume))
+            status = main_task(run.train(resume=resume), stop=program.stop)
         finally:
-            summary = run.conclude(finished=status == 0)
+            summary = program.summary = run.conclude(finished=status == 0)
         terminal.say(summary_table(summary, run.status))
         made = [name for name in ("summary.json", "metrics.jsonl", "plot.png", "model/", "adapter/") if (folder / name).exists()]
         terminal.say(f"{folder}: {', '.join(made)}")
@@ -303,37 +341,3 @@ def new_model(config: Config, folder: Path) -> int:
 
     first_model(config.model.model_copy(update={"path": None}), folder, seed=config.run.seed)
     return 0
-
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends a command in order; once more of any ends it at once."""
-
-
-def main_task(main: Coroutine[Any, Any, object]) -> int:
-    """Runs to the end, or until a signal of `STOPS`, which cancels it: 130, 143 or 129. Each further one cuts short what it waits for then,
-    so that parts are killed and not waited for. `nohup` stays in force."""
-
-    async def run() -> int:
-        task = asyncio.current_task()
-        assert task is not None
-        asked: list[signal.Signals] = []
-
-        def stop(number: signal.Signals) -> None:
-            asked.append(number)
-            task.cancel()
-
-        loop = asyncio.get_running_loop()
-        for number in STOPS:
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, stop, number)
-        try:
-            await main
-        except asyncio.CancelledError:
-            if not asked:
-                raise
-            return 128 + asked[0]
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
-        return 0
-
-    return asyncio.run(run())

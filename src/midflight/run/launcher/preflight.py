@@ -1,7 +1,7 @@
 """What only the machine and the user's own code can say before a run: `python -m midflight.run.launcher.preflight`, a process of its own.
 
 It imports the environment, draws the tasks, loads the tokenizer, renders a prompt, and looks at devices, disk, shared memory and ports. It
-reads a configuration from standard input and writes `Findings` to standard output. It changes nothing. Importing this needs no torch; a
+reads objects of the program that starts the run, and a configuration, from standard input and writes `Findings` to standard output. It changes nothing. Importing this needs no torch; a
 run of it may.
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from midflight import given
 from midflight.config import derived
 from midflight.config.folders import check_tokenizer
 from midflight.config.formulas import OBJECTIVES
@@ -239,6 +240,7 @@ def _within(seconds: float) -> Generator[None]:
 
 def main() -> None:
     with redirect_stdout(sys.stderr):  # what the user's modules print is no answer
+        given.read(sys.stdin.buffer)
         found = Inspection(Config.model_validate_json(sys.stdin.read())).findings()
     sys.stdout.buffer.write(msgspec.json.encode(found))
     sys.stdout.flush()

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from midflight import given
 from midflight.config.derived import num_engines, num_workers
 from midflight.config.sections import Config
 from midflight.errors import first_error
@@ -97,8 +98,11 @@ class Ring:
         model: ModelReady | None = None,
         lock: HasDescriptor | None = None,
         budgets: Budgets | None = None,
+        objects: bytes = given.NOTHING,
     ) -> None:
-        """`lock` holds the run's folder for as long as a part that writes there has it open. `budgets` outlive one attempt."""
+        """`lock` holds the run's folder for as long as a part that writes there has it open. `budgets` outlive one attempt. `objects`: what
+        a Python program gives to its run, packed."""
+        self._objects = objects
         self._config, self._on_message = config, on_message
         self._given_model = model
         self._writing = () if lock is None else (lock,)
@@ -299,7 +303,8 @@ class Ring:
         if part is ProcessKind.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
-        child = Child(part, name, log=log, environ=environ, inherited=inherited, arguments=arguments)
+        objects = given.NOTHING if part is ProcessKind.ENGINE else self._objects
+        child = Child(part, name, log=log, environ=environ, inherited=inherited, arguments=arguments, objects=objects)
         self.children[name] = child
         await child.start()
         if part is not ProcessKind.WORKER:  # the rollout process judges those, by what their agents may do

@@ -26,7 +26,7 @@ from midflight.run.parts import Alarm, PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.model.policy import PATIENCE, Ranks
 from midflight.trainer.step import StepReport
-from midflight.trainer.trainer import Trainer
+from midflight.trainer.trainer import PolicyTrainer
 from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import PackedBatch, Version
 
@@ -105,7 +105,7 @@ def together() -> Generator[None]:
 class Team:
     """The first rank's trainer, as the training loop sees it. Alone it says nothing to anybody."""
 
-    def __init__(self, trainer: Trainer, checkpoints: Path, *, keep: int, tell: Callable[[Alarm], None]) -> None:
+    def __init__(self, trainer: PolicyTrainer, checkpoints: Path, *, keep: int, tell: Callable[[Alarm], None]) -> None:
         self._trainer, self._checkpoints, self._keep, self._tell = trainer, checkpoints, keep, tell
         self._is_alarmed = False
         self._wire = Wire(trainer.ranks)
@@ -150,7 +150,7 @@ class Team:
         self._wire.say(End())
 
 
-async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int, heart: Heart) -> None:
+async def follow(make: Callable[[], PolicyTrainer], checkpoints: Path, *, keep: int, heart: Heart) -> None:
     """Any rank but the first: makes its trainer and does what is said until the end. Any error ends it, also that of a checkpoint on its way
     to the disk, for which the first rank would wait for ever: our end is what tells it.
     """
@@ -177,7 +177,9 @@ async def follow(make: Callable[[], Trainer], checkpoints: Path, *, keep: int, h
 
 
 @together()
-def _done(deed: Step | Load | Stage | Gather, trainer: Trainer, checkpoints: Path, keep: int, wire: Wire) -> Callable[[], None] | None:
+def _done(
+    deed: Step | Load | Stage | Gather, trainer: PolicyTrainer, checkpoints: Path, keep: int, wire: Wire
+) -> Callable[[], None] | None:
     """What is left to do beside the next deeds."""
     match deed:
         case Step(batch):
@@ -191,11 +193,11 @@ def _done(deed: Step | Load | Stage | Gather, trainer: Trainer, checkpoints: Pat
     return None
 
 
-def _writing(trainer: Trainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[[], None]:
+def _writing(trainer: PolicyTrainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[[], None]:
     return partial(together()(stage(trainer, cursor="").write), checkpoints, keep=keep, group=wire.writing)
 
 
-def _whole(trainer: Trainer) -> dict[str, Tensor]:
+def _whole(trainer: PolicyTrainer) -> dict[str, Tensor]:
     """Tensors that are spread over ranks are put together one by one; a rank that is not the first keeps none."""
     found: dict[str, Tensor] = {}
     for name, tensor in named_tensors(trainer.model).items():

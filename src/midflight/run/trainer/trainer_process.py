@@ -34,7 +34,7 @@ from midflight.trainer.folders import newest_whole, version_of
 from midflight.trainer.model.policy import Ranks, join
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.step import Schedule
-from midflight.trainer.trainer import Example, SupervisedTrainer, Trainer, trainer_of
+from midflight.trainer.trainer import Example, PolicyTrainer, SupervisedTrainer, trainer_of
 from midflight.types import GenerateRequest, SamplingParams, Task, Version, WeightManifest
 from midflight.types.facts import unheard
 from midflight.weights.transports.publish import Publisher
@@ -170,13 +170,13 @@ def _team(config: Config, model: PreTrainedModel, spec: TrainerSpec, launcher: L
     return Team(_trainer(config, model), checkpoints, keep=config.trainer.keep_checkpoints, tell=launcher.tell)
 
 
-def _follower(config: Config, spec: TrainerSpec) -> Trainer:
+def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
     """Waits for the first rank, which writes down what the others begin with before it joins them."""
     join(spec.meeting, rank=spec.rank, size=config.trainer.ranks)
     return _trainer(config, _started(config))
 
 
-def _trainer(config: Config, model: PreTrainedModel) -> Trainer:
+def _trainer(config: Config, model: PreTrainedModel) -> PolicyTrainer:
     reference = None
     if config.objective.kl_coefficient:
         folder = Path(config.run.folder) / "reference"
