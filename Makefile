@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-clients test-engines benchmarks-smoke nightly engines dist test-package lint format clean
+.PHONY: demo test test-clients test-notebook test-engines benchmarks-smoke nightly engines dist test-package lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -24,7 +24,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test
-	$(MAKE) test-package test-clients test-engines benchmarks-smoke
+	$(MAKE) test-package test-clients test-notebook test-engines benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
@@ -32,6 +32,10 @@ test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
 	    MIDFLIGHT_PYTHON=$(CURDIR)/$(BIN)/python $$clients/bin/python -m pytest -q -p no:cacheprovider \
 	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients || exit 1; \
 	done
+
+# A notebook, in a kernel of its own.
+test-notebook: $(VENV)/.dev
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/notebook
 
 # Real vLLM and SGLang servers on this machine's CPU. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
 test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)

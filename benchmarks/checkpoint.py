@@ -23,7 +23,7 @@ from midflight.models.load import make_model
 from midflight.trainer.checkpoint import stage
 from midflight.trainer.objective import Objective
 from midflight.trainer.step import Schedule, Scoring, named_parameters
-from midflight.trainer.trainer import Adam, Trainer
+from midflight.trainer.trainer import Adam, PolicyTrainer
 
 SIZES = {"demo": (128, 384, 4, 262), "100 M": (768, 2048, 12, 16384)}
 """Width, width of the feed-forward layers, depth, vocabulary."""
@@ -43,17 +43,17 @@ def main() -> None:
             print(row(name, trainer(*SIZES[name]), Path(folder), rounds=options.rounds))
 
 
-def trainer(width: int, inner: int, depth: int, vocabulary: int) -> Trainer:
+def trainer(width: int, inner: int, depth: int, vocabulary: int) -> PolicyTrainer:
     """With moments, from gradients that nobody made."""
     model = make_model(vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_layers=depth, num_heads=4, num_kv_heads=2, max_context=256, seed=0, dtype="float32")  # fmt: skip
-    made = Trainer(model, Objective(), scoring=Scoring(), schedule=Schedule(), adam=Adam(learning_rate=1e-4))
+    made = PolicyTrainer(model, Objective(), scoring=Scoring(), schedule=Schedule(), adam=Adam(learning_rate=1e-4))
     for _, parameter in named_parameters(model):
         parameter.grad = torch.randn_like(parameter)
     made.optimizer.step()
     return made
 
 
-def row(name: str, ours: Trainer, folder: Path, *, rounds: int) -> str:
+def row(name: str, ours: PolicyTrainer, folder: Path, *, rounds: int) -> str:
     whole, copied, written, stalls = [], [], [], []
     num_bytes = sum(t.nbytes for t in stage(ours, cursor="").tensors.values())
     for _ in range(rounds):

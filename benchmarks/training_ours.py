@@ -15,7 +15,7 @@ from training_both import Meter, peak_mib, reset_peak, resident_mib
 from midflight.config import load_config
 from midflight.models.load import load_model
 from midflight.trainer.step import named_parameters
-from midflight.trainer.trainer import Trainer, trainer_of
+from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch
 
 
@@ -42,7 +42,7 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     meter.write(out, peak_mib=peak_mib(), loaded_mib=before, tokens=tokens)
 
 
-def _trainer(folder: Path, options: list[str], *, longest: int) -> Trainer:
+def _trainer(folder: Path, options: list[str], *, longest: int) -> PolicyTrainer:
     config = load_config(None, ["trainer.learning_rate=1e-5", "trainer.warmup_steps=0", f"environment.max_tokens={longest}", *options])
     return trainer_of(config, load_model(folder, dtype="float32"))
 
@@ -72,7 +72,7 @@ def _batch(folder: Path, shape: dict[str, Any]) -> PackedBatch:
     )
 
 
-def _save_gradient(trainer: Trainer, path: Path) -> None:
+def _save_gradient(trainer: PolicyTrainer, path: Path) -> None:
     np.savez(path, allow_pickle=False, **{name: p.grad.numpy() for name, p in named_parameters(trainer.model) if p.grad is not None})
 
 

@@ -54,8 +54,8 @@ def test_every_public_name_is_what_its_home_defines_and_has_a_line_in_the_docstr
 
 
 def test_an_unknown_name_is_refused_and_the_known_ones_are_said() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'Trainer'.*load_config"):
-        midflight.Trainer  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'Trainers'.*load_config"):
+        midflight.Trainers  # noqa: B018
     assert dir(midflight) == sorted(midflight.__all__)
 
 

@@ -6,6 +6,7 @@ costs nothing: configuration and commands never need torch, and only `Objective`
 | name | what it is |
 |---|---|
 | `load_config` | a TOML file with overrides, as a checked configuration |
+| `Trainer` | a run from a script, a thread or a notebook; docs/python.md |
 | `train`, `serve` | what `midflight train` and `midflight serve` do; each returns an exit status |
 | `environment` | the decorator that marks a function or class as an environment |
 | `Task` | one problem: id, source and data |
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from midflight.config import load_config
     from midflight.environments.registry import environment
     from midflight.ports import Engine
+    from midflight.python.trainer import Trainer
     from midflight.run.launcher.launch import serve, train
     from midflight.trainer.objective import Objective
     from midflight.types import Result, Task
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 Reward: TypeAlias = "float | None"
 """A finite number, or `None` if the rollout cannot be scored: a failure of the infrastructure is never a reward (I10)."""
 
-__all__ = ["Client", "Engine", "Objective", "Result", "Reward", "Rollout", "Task", "environment", "load_config", "serve", "train"]
+__all__ = ["Client", "Engine", "Objective", "Result", "Reward", "Rollout", "Task", "Trainer", "environment", "load_config", "serve", "train"]
 
 _HOMES = {
     "Client": "openai:AsyncOpenAI",
@@ -48,6 +50,7 @@ _HOMES = {
     "Result": "midflight.types:Result",
     "Rollout": "midflight.types:Trajectory",
     "Task": "midflight.types:Task",
+    "Trainer": "midflight.python.trainer:Trainer",
     "environment": "midflight.environments.registry:environment",
     "load_config": "midflight.config:load_config",
     "serve": "midflight.run.launcher.launch:serve",

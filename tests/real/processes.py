@@ -49,11 +49,13 @@ group_size = 4
 class Command:
     """`midflight ...` as a user starts it."""
 
-    def __init__(self, *arguments: object, folder: Path, largest_file: int | None = None, forked: bool = True) -> None:
-        """`largest_file`: bytes beyond which a write fails, as on a full disk. `forked`: without the cost of imports."""
+    def __init__(
+        self, *arguments: object, folder: Path, largest_file: int | None = None, forked: bool = True, module: str = "midflight"
+    ) -> None:
+        """`module`: another program, in `folder`. `largest_file`: bytes beyond which a write fails, as on a full disk. `forked`: without the cost of imports."""
         folder.mkdir(parents=True, exist_ok=True)
         self.output, self.errors = folder / "stdout.txt", folder / "stderr.txt"
-        command = [sys.executable, "-m", "midflight", *map(str, arguments)]
+        command = [sys.executable, "-m", module, *map(str, arguments)]
         if forked and largest_file is None:
             output, errors = str(self.output), str(self.errors)
             self.process = template().start(command, cwd=str(folder), environ=ENVIRON, output=output, errors=errors)

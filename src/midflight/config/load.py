@@ -214,18 +214,30 @@ def _default_list(path: KeyPath) -> Json:
 _BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), *, table: Mapping[str, Mapping[str, object]] | None = None
+) -> Config:
     """The run described by a TOML file with `section.key=value` overrides laid over it; `None` starts from the defaults.
+
+    `table`: a Python program's own options by section, laid over those of the file.
 
     Raises `ConfigError` with one line for each thing that is wrong, all of them at once where that is possible.
     """
-    table: Table = {} if path is None else _read(Path(path))
-    overridden = {apply_override(table, text) for text in overrides}
+    whole: Table = {} if path is None else _read(Path(path))
+    for name, options in (table or {}).items():
+        _lay_over(whole, name, options)
+    overridden = {apply_override(whole, text) for text in overrides}
     origin = _Origin("" if path is None else str(path), overridden)
-    _refuse(list(_unknown(table, (), origin)))
-    config = _validate(table, origin)
+    _refuse(list(_unknown(whole, (), origin)))
+    config = _validate(whole, origin)
     _refuse([f"{origin.file}: {problem}" if origin.file else problem for problem in contradictions(config)])
     return config
+
+
+def _lay_over(table: Table, name: str, value: object) -> None:
+    """A copy as it is after a trip through JSON; tables are laid over tables."""
+    under, over = table.get(name), cast(Json, json.loads(json.dumps(value, default=str)))
+    table[name] = {**under, **over} if isinstance(under, dict) and isinstance(over, dict) else over
 
 
 class _Origin:

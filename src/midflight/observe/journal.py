@@ -20,7 +20,19 @@ from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.progress import RunState
 from midflight.observe.status import Totals, is_incomplete
 from midflight.types import Kind, Version
-from midflight.types.facts import Alarmed, Evaluated, Fact, GroupClosed, Leased, Record, RolloutEnded, Stepped, Waited, WeightsCommitted
+from midflight.types.facts import (
+    Alarmed,
+    Checkpointed,
+    Evaluated,
+    Fact,
+    GroupClosed,
+    Leased,
+    Record,
+    RolloutEnded,
+    Stepped,
+    Waited,
+    WeightsCommitted,
+)
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
@@ -84,6 +96,14 @@ class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_fiel
     text: str
 
 
+class CheckpointLine(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint", tag_field="kind"):
+    """A checkpoint of `version` is on disk."""
+
+    version: Version
+    step: int
+    seconds: float
+
+
 class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_field="kind"):
     """The run went on from the checkpoint of `version`. Lines of later steps are gone; what happened all the same is in the totals."""
 
@@ -93,13 +113,13 @@ class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_fi
     totals: Totals
 
 
-Line = StepLine | EvaluationLine | AlarmLine | ResumeLine
+Line = StepLine | EvaluationLine | AlarmLine | CheckpointLine | ResumeLine
 
 SURVIVING = ("trained_tokens", "max_token_staleness")
 """The totals that are of steps, and go with those that a resumed run has lost."""
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Line).decode
+decode_line = msgspec.json.Decoder(Line).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,7 @@ class PastLines:
     steps: tuple[StepLine, ...] = ()
     evaluations: tuple[EvaluationLine, ...] = ()
     alarms: tuple[AlarmLine, ...] = ()
+    checkpoints: tuple[CheckpointLine, ...] = ()
     resumes: tuple[ResumeLine, ...] = ()
 
     @property
@@ -138,13 +159,14 @@ def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
         tuple(x for x in kept if isinstance(x, StepLine)),
         tuple(x for x in kept if isinstance(x, EvaluationLine)),
         tuple(x for x in kept if isinstance(x, AlarmLine)),
+        tuple(x for x in kept if isinstance(x, CheckpointLine)),
         tuple(x for x in kept if isinstance(x, ResumeLine)),
     )
 
 
 def _decoded(path: Path, number: int, line: bytes) -> Line:
     try:
-        return _decode(line)
+        return decode_line(line)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}:{number}: not a line of this journal ({error}); move the file away or start without --resume") from None
 
@@ -205,6 +227,8 @@ class Journal:
             case Evaluated(version=version, source=source) if (version, source) not in self._evaluations:
                 self._evaluations.add((version, source))
                 self._write(self._evaluation_line(fact))
+            case Checkpointed(version=version):
+                self._write(CheckpointLine(version=version, step=self._state.step, seconds=self._state.seconds))
             case Alarmed(name=name, text=text):
                 status = self._state.status()
                 self._write(AlarmLine(version=status.version, step=status.step, seconds=status.seconds, name=name, text=text))
@@ -284,7 +308,7 @@ def _mean_age(ages: Mapping[int, int]) -> float | None:
 
 def _rewrite(path: Path, history: PastLines) -> None:
     """Replaces the file by the lines kept, in their order of time."""
-    kept: list[Line] = [*history.steps, *history.evaluations, *history.alarms, *history.resumes]
+    kept: list[Line] = [*history.steps, *history.evaluations, *history.alarms, *history.checkpoints, *history.resumes]
     lines = sorted(kept, key=lambda line: (line.version, not isinstance(line, StepLine), isinstance(line, ResumeLine)))
     write_whole(path, b"".join(_encode(line) + b"\n" for line in lines))
 

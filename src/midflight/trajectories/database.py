@@ -78,12 +78,14 @@ class State(StrEnum):
 class Database:
     """Errors of SQLite come out as `StoreCorrupt` or `StoreFailed`, with the path and the remedy."""
 
-    def __init__(self, path: Path, *, run: str) -> None:
+    def __init__(self, path: Path, *, run: str | None) -> None:
+        """Without a run it is opened to be read."""
         self.path = path
         self._sync_wanted = False
-        self._connection = connect(path)
+        self._connection = connect(path) if run is not None else look(path)
         try:
-            self._claim(run)
+            if run is not None:
+                self._claim(run)
         except BaseException:
             self._connection.close()
             raise
@@ -168,6 +170,18 @@ def connect(path: Path) -> sqlite3.Connection:
         return connection
 
 
+def look(path: Path) -> sqlite3.Connection:
+    """Opens the file to read it, whoever writes."""
+    with naming(path):
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        try:
+            _check(connection, path, quick=True)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
 def _create(connection: sqlite3.Connection) -> None:
     """In one transaction: a process killed in it leaves an empty file, which counts as new."""
     connection.executescript(
@@ -175,7 +189,8 @@ def _create(connection: sqlite3.Connection) -> None:
     )
 
 
-def _check(connection: sqlite3.Connection, path: Path) -> None:
+def _check(connection: sqlite3.Connection, path: Path, *, quick: bool = False) -> None:
+    """`quick`: without reading all of it."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
@@ -184,7 +199,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         raise StoreCorrupt(
             f"Opening {path}: its schema is {version}, this Midflight knows {SCHEMA_VERSION}; use the version that wrote it."
         )
-    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    (found,) = ("ok",) if quick else connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise StoreCorrupt(f"Opening {path}: {found}; restore the file from a copy, or start a new run folder.")
 

@@ -46,9 +46,12 @@ class Unfinished:
 
 
 class Store:
-    """`run` names the run; a file of another run is refused, so that two runs never mix their groups."""
+    """`run` names the run; a file of another run is refused, so that two runs never mix their groups.
 
-    def __init__(self, path: Path, *, run: str) -> None:
+    Without a run it is only looked at, also while its run goes on: nothing is written.
+    """
+
+    def __init__(self, path: Path, *, run: str | None) -> None:
         self._db = Database(path, run=run)
 
     def close(self) -> None:
@@ -321,6 +324,15 @@ class Store:
         return {(Fate(fate), Reason(reason) if reason else None): total for fate, reason, total in found}
 
     # --- Reading ---
+
+    def ended(self) -> Iterator[tuple[Trajectory, Task, State, Version | None]]:
+        """Every rollout that has ended, in the order of the stream, with the state of its group and the version that a step on it made."""
+        groups = "SELECT epoch, position, attempt, state, version FROM groups ORDER BY epoch, position, attempt"
+        for epoch, position, attempt, state, version in self._db.execute(groups):
+            key = GroupKey(epoch, position, attempt)
+            task = self._task(key)
+            for trajectory in self._trajectories(key, task):
+                yield trajectory, task, State(state), version
 
     def _groups(self, where: str, *values: Value) -> tuple[Group, ...]:
         return tuple(self._group(key) for key in self._keys(where, *values))

@@ -109,6 +109,11 @@ class Child:
         return self._process
 
     @property
+    def was_started(self) -> bool:
+        """Unless that was cut short."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 

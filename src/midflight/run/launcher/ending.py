@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from midflight.errors import first_error
@@ -49,11 +49,13 @@ def main_task(main: Coroutine[Any, Any, object], *, stop: Stop | None = None) ->
     it runs in a thread of its own, for which this one waits; a `KeyboardInterrupt` while it waits is SIGINT.
     """
     asked = stop or Stop()
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(_until_asked(main, asked))
-    return _in_thread(main, asked)
+    return _in_thread(main, asked) if _loop_runs() else asyncio.run(_until_asked(main, asked))
+
+
+def _loop_runs() -> bool:
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop() is not None
+    return False
 
 
 async def _until_asked(main: Coroutine[Any, Any, object], stop: Stop) -> int:

@@ -25,6 +25,8 @@ from midflight.errors import ConfigError
 from midflight.observe.journal import write_whole
 
 LOCK, CONFIG = "lock", "config.toml"
+ROWS = "data.jsonl"
+"""What a Python program gave as data, an object a line."""
 PRODUCTS = (
     "endpoint.json",
     "metrics.jsonl",
@@ -34,6 +36,7 @@ PRODUCTS = (
     "store.sqlite-wal",
     "store.sqlite-shm",
     "published",
+    ROWS,
 )
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
 LOGS = "logs"

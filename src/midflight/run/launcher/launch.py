@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from rich.console import Console
 
 from midflight import given
 from midflight.config.sections import Config
@@ -24,7 +27,7 @@ from midflight.run.launcher import opening
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.child import HasDescriptor
 from midflight.run.launcher.ending import Stop, main_task
-from midflight.run.launcher.folder import CONFIG, can_go_on, check_kept, clear, held, prepare
+from midflight.run.launcher.folder import CONFIG, ROWS, can_go_on, check_kept, clear, held, prepare
 from midflight.run.launcher.ring import WRITING_SECONDS, PartFailed, Ring
 from midflight.run.parts import (
     Alarm,
@@ -60,8 +63,10 @@ class Program:
 
     objects: bytes = given.NOTHING
     """What it gives to the run's processes, packed."""
-    rows: bytes | None = None
-    """What it gives as data, for the file that the configuration names."""
+    rows: Path | None = None
+    """A file of what it gives as data, which the run's folder gets a copy of."""
+    console: Console | None = None
+    """Where the run is shown; none is standard output."""
     stop: Stop = field(default_factory=Stop)
     hear: Callable[[Message], None] = unheard
     """Hears everything that the parts say, in the launcher's thread. Must not raise or wait."""
@@ -203,9 +208,11 @@ def train(
     """
     program = program or Program()
     folder, token = Path(config.run.folder), control_token(None)
-    with Terminal() as terminal, held(folder, terminal.say) as lock:
+    with Terminal(program.console) as terminal, held(folder, terminal.say) as lock:
         check_kept(config, resume=resume, overwrite=overwrite)  # again: while it was not held, somebody else may have used it
         prepare(folder, config, resume=resume)
+        if program.rows is not None:
+            shutil.copyfile(program.rows, folder / ROWS)
         terminal.say(opening.training(config, own_loss=own_loss))
         run = Run(config, terminal, token, lock, loss=opening.loss_lines(config, own_loss), program=program)
         warn(terminal, config, anonymous=False)
@@ -274,22 +281,25 @@ def serve(config: Config, *, token: str | None) -> int:
         return main_task(Ring(config, on_message=hear, control_token=chosen.value, lock=lock, model=model).run(Purpose.SERVE))
 
 
-def evaluate(config: Config, model: Path) -> int:
-    """The held-out score of a model folder, by the same environment, seeds and engine as in training."""
-    with Terminal() as terminal, held(Path(config.run.folder), terminal.say) as lock:
+def evaluate(config: Config, model: Path, *, program: Program | None = None) -> int:
+    """The held-out score of a model folder, by the same environment, seeds and engine as in training. `program` hears it too."""
+    program = program or Program()
+    with Terminal(program.console) as terminal, held(Path(config.run.folder), terminal.say) as lock:
         terminal.say(opening.evaluating(config.model_copy(update={"model": config.model.model_copy(update={"path": model})})))
         last = Status()
 
         def hear(message: Message) -> None:
             nonlocal last
+            program.hear(message)
             if isinstance(message, Progress):
                 last = message.status
                 terminal.show(last)
             elif (said := sentence(message)) is not None:
                 terminal.say(said)
 
-        ring = Ring(config, on_message=hear, control_token=control_token(None).value, lock=lock, model=_model(model))
-        status = main_task(ring.run(Purpose.EVALUATE))
+        token, objects = control_token(None).value, program.objects
+        ring = Ring(config, on_message=hear, control_token=token, lock=lock, model=_model(model), objects=objects)
+        status = main_task(ring.run(Purpose.EVALUATE), stop=program.stop)
         for source in last.sources:
             terminal.say(f"{source.name}: {heldout(source, digits=4)}")
     return status

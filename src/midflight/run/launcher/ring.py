@@ -326,7 +326,7 @@ class Ring:
         """What parts said while they ended: the last status. Waits for nothing but bytes that are there."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_SECONDS):
-                for child in self.children.values():
+                for child in (child for child in self.children.values() if child.was_started):
                     async for message in child.messages():
                         if isinstance(message, Progress):  # that connections break now alarms nobody
                             self._on_message(message)

@@ -1,0 +1,290 @@
+"""A run from Python: in a script, in a thread, or in a notebook.
+
+    trainer = Trainer("models/small", rows, prompt="{question}", rewards=[correct], steps=200, folder="runs/mine")
+    summary = trainer.train()
+
+Agents, engines and the trainer itself run in processes of their own, as with `midflight train`; this one only watches them.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from midflight.cli import checked
+from midflight.errors import ConfigError
+from midflight.observe.journal import CheckpointLine, EvaluationLine, Line, StepLine
+from midflight.observe.status import Status
+from midflight.observe.summary import Summary
+from midflight.python.asked import Arguments, Tables, Weighted
+from midflight.python.seen import RolloutSeen, rollouts_of
+from midflight.python.under_way import Lines, UnderWay, console
+from midflight.run.launcher import launch
+from midflight.run.launcher.ending import LOOK_SECONDS
+from midflight.run.parts import Message, Progress
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Callbacks(msgspec.Struct, frozen=True):
+    """What a program wants to hear, each with the line of the journal, or the summary."""
+
+    on_step: Callable[[StepLine], object] | None = None
+    on_evaluation: Callable[[EvaluationLine], object] | None = None
+    on_checkpoint: Callable[[CheckpointLine], object] | None = None
+    on_end: Callable[[Summary], object] | None = None
+
+    def hear(self, line: Line) -> None:
+        match line:
+            case StepLine() if self.on_step is not None:
+                self.on_step(line)
+            case EvaluationLine() if self.on_evaluation is not None:
+                self.on_evaluation(line)
+            case CheckpointLine() if self.on_checkpoint is not None:
+                self.on_checkpoint(line)
+            case _:
+                pass
+
+
+class Trainer:
+    """One run, and its folder. `train` may be called again: that is a second start, for which `resume` or `overwrite` say what it means."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        data: Any = None,
+        *,
+        prompt: str | None = None,
+        answer: str | None = None,
+        system: str | None = None,
+        heldout: float | str | Path | None = None,
+        rewards: Weighted = (),
+        tools: Sequence[object] = (),
+        environment: object = None,
+        steps: int | None = None,
+        folder: str | Path | None = None,
+        config: str | Path | Tables | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        progress: bool = True,
+        on_step: Callable[[StepLine], object] | None = None,
+        on_evaluation: Callable[[EvaluationLine], object] | None = None,
+        on_checkpoint: Callable[[CheckpointLine], object] | None = None,
+        on_end: Callable[[Summary], object] | None = None,
+    ) -> None:
+        """`ConfigError` says everything that is wrong with them. Nothing is started, and no file is written but a temporary one of the rows.
+
+        model: a Hugging Face model folder; none makes a small model, as `config` says.
+        data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or `module:function`.
+        prompt, answer, system, heldout: as in `[[environment.sources]]`.
+        rewards: functions, or pairs of one with its weight. tools: functions. environment: a function or class in place of both.
+        config: a TOML file, or a dict of its sections, under what else is given here.
+        progress: whether the run is shown.
+        """
+        source = {"prompt": prompt, "answer": answer, "system": system, "heldout": heldout}
+        given = {name: value for name, value in source.items() if value is not None}
+        self._asked = Arguments(model, data, given, rewards, tools, environment, steps, folder, config).asked()
+        self.config = self._asked.config
+        self.folder = Path(self.config.run.folder)
+        self._resume, self._overwrite, self._progress = resume, overwrite, progress
+        self._callbacks = Callbacks(on_step, on_evaluation, on_checkpoint, on_end)
+        self._under_way: UnderWay | None = None
+        self._lines = Lines(self.folder / "metrics.jsonl")
+        self._listener: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        """Of a callback."""
+
+    # --- Starting and ending -----------------------------------------------------------------------------------------
+
+    def train(self, *, resume: bool | None = None, overwrite: bool | None = None) -> Summary:
+        """Trains to the end. Callbacks run in this thread.
+
+        Ctrl-C, or the interruption of a cell, ends the run in order and then raises `KeyboardInterrupt`; `resume=True` goes on from there.
+        """
+        self._begin(resume, overwrite)
+        return self._waited()
+
+    def start(self, *, resume: bool | None = None, overwrite: bool | None = None) -> Trainer:
+        """Trains while this program goes on; `wait` gives the summary. Callbacks run in a thread of their own."""
+        self._begin(resume, overwrite)
+        self._listener = threading.Thread(target=self._follow, name="midflight callbacks", daemon=True)
+        self._listener.start()
+        return self
+
+    def wait(self) -> Summary:
+        """Until the run that was started is over. Raises what ended it."""
+        self._started()
+        return self._waited()
+
+    def stop(self) -> None:
+        """Ends the run in order, with everything written; `resume=True` goes on from there. Does not wait: `wait` does."""
+        self._started().stop()
+
+    @property
+    def running(self) -> bool:
+        return self._under_way is not None and not self._under_way.over
+
+    @property
+    def status(self) -> Status:
+        """As the terminal shows it."""
+        return Status(name=self.config.run.name, steps=self.config.run.steps) if self._under_way is None else self._under_way.status
+
+    def _started(self) -> UnderWay:
+        if self._under_way is None:
+            raise ConfigError("this trainer was not started; call train() or start().")
+        return self._under_way
+
+    def _begin(self, resume: bool | None, overwrite: bool | None) -> None:
+        """Everything that can be checked is checked before the folder is touched."""
+        if self.running:
+            raise ConfigError(f"{self.folder} is in use by this trainer, which trains already; call stop() and wait() first.")
+        resume, overwrite = self._resume if resume is None else resume, self._overwrite if overwrite is None else overwrite
+        checked.check_engine(self.config)
+        with _in_words_of_python():
+            checked.check_folder(self.config, resume=resume, overwrite=overwrite)
+        found = checked.preflight(self._asked.tried, objects=self._asked.objects)
+        shown = console(shown=self._progress)
+        for note in found.notes:
+            shown.print(f"note: {note}", highlight=False, markup=False)
+        rows = self._asked.rows
+        program = launch.Program(self._asked.objects, None if rows is None else rows.path, shown)
+        self._under_way = UnderWay(self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss)
+        self._lines, self._listener, self._failure = self._under_way.lines(since_start=True), None, None
+        self._under_way.begin()
+
+    def _follow(self) -> None:
+        """Waits for lines, and lets the callbacks hear them; ended by the run. One that raises ends the run, and none hears more."""
+        under_way = self._started()
+        while True:
+            over = under_way.over
+            for line in under_way.wait(self._lines):
+                self._call(lambda line=line: self._callbacks.hear(line))
+            if over:
+                break
+        if (summary := under_way.summary) is not None and self._callbacks.on_end is not None:
+            self._call(lambda: self._callbacks.on_end and self._callbacks.on_end(summary))
+
+    def _call(self, callback: Callable[[], object]) -> None:
+        if self._failure is None:
+            try:
+                callback()
+            except Exception as error:
+                self._failure = error
+                self._started().stop()
+
+    def _waited(self) -> Summary:
+        """Waits for the run's end; ended by it. An interruption stops the run."""
+        under_way, asked = self._started(), list[signal.Signals]()
+
+        def ask(number: signal.Signals) -> None:
+            asked.append(number)
+            under_way.stop(number)
+
+        with _signals(ask):
+            going_on = True
+            while going_on:
+                try:
+                    self._follow() if self._listener is None else self._listener.join(LOOK_SECONDS)
+                    going_on = self._listener is not None and self._listener.is_alive()
+                except KeyboardInterrupt:
+                    ask(signal.SIGINT)
+        with _in_words_of_python():
+            under_way.check()
+        if self._failure is not None:
+            raise self._failure
+        if asked:
+            raise KeyboardInterrupt if asked[0] is signal.SIGINT else SystemExit(128 + asked[0])
+        assert under_way.summary is not None
+        return under_way.summary
+
+    # --- Looking at it, while it runs and afterwards -----------------------------------------------------------------
+
+    def metrics(self) -> Iterator[StepLine]:
+        """The steps so far, then each as it is made, until the run is over; docs/metrics.md has the keys. Without a run under way, what the
+        folder has."""
+        if self._under_way is None:
+            yield from (line for line in Lines(self.folder / "metrics.jsonl").new() if isinstance(line, StepLine))
+            return
+        under_way = self._under_way
+        lines, over = under_way.lines(), False
+        while not over:
+            over = under_way.over
+            yield from (line for line in under_way.wait(lines) if isinstance(line, StepLine))
+
+    def frame(self) -> pandas.DataFrame:
+        """The steps so far, a row each, with keys inside others as `trainer/grad_norm`. Needs `pip install 'midflight[pandas]'`."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError("a frame is one of pandas, which is not installed; pip install 'midflight[pandas]'.") from error
+        read = frozenset[int]() if self._under_way is None else self._under_way.before
+        steps = [line for line in Lines(self.folder / "metrics.jsonl", read=read).new() if isinstance(line, StepLine)]
+        rows = [msgspec.to_builtins(line, str_keys=True) for line in steps]
+        return pandas.json_normalize(rows, sep="/").set_index("step") if rows else pandas.DataFrame()
+
+    def rollouts(self) -> Iterator[RolloutSeen]:
+        """Every rollout that has ended, in the order of the tasks, with its conversation and what it was worth."""
+        return rollouts_of(self.folder)
+
+    def evaluate(self, model: str | Path | None = None) -> Mapping[str, float | None]:
+        """The mean reward on the held-out tasks of each source: of the trained model, before there is one of the model that it began with."""
+        trained = self.folder / "model"
+        chosen = Path(model) if model is not None else trained if trained.is_dir() else self.config.model.path
+        if chosen is None:
+            raise ConfigError(f"{self.folder} has no model yet, and none was given to begin with; train first, or evaluate(model).")
+        asked = self._asked.tried
+        own = asked.run.model_copy(update={"folder": self.folder / "evaluation"})
+        found = self.status
+
+        def hear(message: Message) -> None:
+            nonlocal found
+            if isinstance(message, Progress):
+                found = message.status
+
+        program = launch.Program(self._asked.objects, console=console(shown=self._progress), hear=hear)
+        launch.evaluate(asked.model_copy(update={"run": own}), chosen, program=program)
+        return {source.name: source.heldout_before for source in found.sources}
+
+
+@contextmanager
+def _signals(ask: Callable[[signal.Signals], None]) -> Generator[None]:
+    """SIGTERM and SIGHUP end the run in order, where they reach this thread: a script's main one. SIGINT is a `KeyboardInterrupt` anyhow."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: ask(signal.Signals(number)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _in_words_of_python() -> Generator[None]:
+    """Errors of the command line name its options; a program has arguments."""
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error)
+        for option, argument in WORDS.items():
+            said = said.replace(option, argument)
+        raise ConfigError(said) from error
+
+
+WORDS = {
+    "--folder (--set run.folder=)": "folder=",
+    "--folder": "folder=",
+    "--resume": "resume=True",
+    "--overwrite": "overwrite=True",
+}

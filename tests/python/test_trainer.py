@@ -1,0 +1,106 @@
+"""`Trainer` as a script, a thread and a callback use it: real processes, and the smallest model that there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.real.processes import Command
+
+SMALL = """
+import sys, threading
+from midflight import Trainer
+from midflight.errors import ConfigError
+
+SMALL = {
+    "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 64},
+    "environment": {"max_tokens": 6, "workers": 1, "sources": [
+        {"dataset": "spell_backward", "size": 100, "heldout": 4, "prompt": "reverse {word}", "content": "word", "only": "[a-z]+",
+         "options": {"min_word_len": 3, "max_word_len": 5}}]},
+    "rollout": {"groups_per_step": 2, "group_size": 2},
+    "trainer": {"checkpoint_every": 2},
+}
+half = 0.5
+
+async def agent(task, client):
+    messages = [{"role": "user", "content": task.data["question"]}]
+    reply = await client.chat.completions.create(model="policy", messages=messages)
+    return half * len(set(reply.choices[0].message.content or ""))
+"""
+
+
+def program(folder: Path, body: str) -> dict[str, object]:
+    """Runs it, and returns what it printed last, as JSON."""
+    folder.mkdir()
+    (folder / "program.py").write_text(SMALL + body)
+    command = Command(folder=folder, module="program")
+    try:
+        assert command.wait(90) == 0, command.said
+    finally:
+        command.end()
+    return json.loads(command.output.read_text().splitlines()[-1])
+
+
+def test_a_script_without_a_guard_trains_hears_its_run_stops_it_and_goes_on(tmp_path: Path) -> None:
+    said = program(
+        tmp_path / "script",
+        """
+import json
+heard = []
+def step(line):
+    heard.append(line.step)
+    if line.step == 3:
+        trainer.stop()
+trainer = Trainer(environment=agent, steps=6, folder="run", config=SMALL, on_step=step,
+                  on_evaluation=lambda line: heard.append("evaluation"), on_checkpoint=lambda line: heard.append("checkpoint"),
+                  on_end=lambda summary: heard.append("end"))
+stopped = trainer.train()
+try:
+    trainer.train()
+    refused = ""
+except ConfigError as error:
+    refused = str(error)
+summary = trainer.train(resume=True)
+rollouts = list(trainer.rollouts())
+print(json.dumps({
+    "heard": heard, "stopped": stopped.steps, "refused": refused, "steps": summary.steps,
+    "metrics": [line.step for line in trainer.metrics()],
+    "rewards": sorted({rollout.reward % 0.5 for rollout in rollouts}), "tokens": max(rollout.num_tokens for rollout in rollouts),
+    "wrote": {said.generated for said in rollouts[0].conversation} == {True, False},
+}))
+""",
+    )
+    heard = said["heard"]
+    assert isinstance(heard, list) and heard[0] == "evaluation" and heard.count("end") == 2 and heard[-1] == "end"
+    assert "checkpoint" in heard and [word for word in heard if word in (1, 2, 3)][:3] == [1, 2, 3]
+    assert isinstance(said["stopped"], int) and 3 <= said["stopped"] < 6
+    assert "run that can go on" in str(said["refused"]) and "resume=True" in str(said["refused"]) and "--" not in str(said["refused"])
+    assert said["steps"] == 6 and said["metrics"] == [1, 2, 3, 4, 5, 6]
+    assert said["rewards"] == [0.0] and said["tokens"] == 6 and said["wrote"]
+
+
+def test_a_run_goes_on_beside_its_program_and_an_error_of_a_callback_ends_it(tmp_path: Path) -> None:
+    said = program(
+        tmp_path / "beside",
+        """
+import json
+def fail(line):
+    raise ValueError(f"step {line.step} was not liked")
+trainer = Trainer(environment=agent, steps=50, folder="run", config=SMALL, on_step=fail, progress=False).start()
+try:
+    trainer.train()
+    refused = ""
+except ConfigError as error:
+    refused = str(error)
+steps = [line.step for line in trainer.metrics()]
+try:
+    trainer.wait()
+    error = ""
+except ValueError as raised:
+    error = str(raised)
+print(json.dumps({"refused": refused, "steps": steps, "error": error, "running": trainer.running}))
+""",
+    )
+    assert "trains already" in str(said["refused"])
+    assert isinstance(said["steps"], list) and said["steps"][0] == 1 and len(said["steps"]) < 50
+    assert said["error"] == "step 1 was not liked" and said["running"] is False
