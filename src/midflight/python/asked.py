@@ -80,7 +80,7 @@ class Objects:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedRun:
     """Checked as far as can be before anything is started."""
 
     config: Config
@@ -108,7 +108,7 @@ class Arguments:
     folder: str | Path | None
     config: str | Path | Tables | None
 
-    def asked(self) -> Asked:
+    def asked(self) -> AskedRun:
         """`ConfigError` with everything that is wrong with them."""
         objects, rows = Objects(), None
         file, tables = (None, self.config) if isinstance(self.config, Mapping) else (self.config, {})
@@ -122,7 +122,7 @@ class Arguments:
             )
         own = {"run": {"steps": self.steps, "folder": self.folder}, "model": {"path": self.model}, "environment": environment}
         config = load_config(file, table=_laid_over(tables, own))
-        asked = Asked(config if rows is None else with_rows(config, config.run.folder / ROWS), objects.packed(), rows)
+        asked = AskedRun(config if rows is None else with_rows(config, config.run.folder / ROWS), objects.packed(), rows)
         model_sizes(asked.config.model)
         check_teacher(asked.config)
         return asked
@@ -150,7 +150,7 @@ class Arguments:
             raise ConfigError(
                 f"data is {type(data).__name__} {data!r:.80}, expected rows: a list of dicts, a Dataset, a path or an iterator."
             )
-        return {"path": ROWS, "name": Path(ROWS).stem}, RowsFile(data if hasattr(data, "__iter__") else _by_number(data))
+        return {"path": ROWS, "name": Path(ROWS).stem}, RowsFile(_each(data))
 
 
 def with_rows(config: Config, path: Path) -> Config:
@@ -160,9 +160,9 @@ def with_rows(config: Config, path: Path) -> Config:
     return config.model_copy(update={"environment": config.environment.model_copy(update={"sources": sources})})
 
 
-def _by_number(data: Any) -> Iterator[object]:
-    """Of a torch dataset, which need not end by itself."""
-    return (data[number] for number in range(len(data)))
+def _each(data: Any) -> Iterator[object]:
+    """A torch dataset has rows by number, and need not end by itself."""
+    return iter(data) if hasattr(data, "__iter__") else (data[number] for number in range(len(data)))
 
 
 def _reward(given: object, objects: Objects) -> Mapping[str, object]:

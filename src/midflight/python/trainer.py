@@ -8,29 +8,32 @@ Agents, engines and the trainer itself run in processes of their own, as with `m
 
 from __future__ import annotations
 
+import atexit
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from midflight.cli import checked
+from midflight.config import Config
 from midflight.errors import ConfigError
 from midflight.observe.journal import CheckpointLine, EvaluationLine, Line, StepLine
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary
 from midflight.python.asked import Arguments, Tables, Weighted
-from midflight.python.seen import RolloutSeen, rollouts_of
-from midflight.python.under_way import Lines, UnderWay, console
+from midflight.python.looking import Lines, RolloutSeen, rollouts_of
 from midflight.run.launcher import launch
 from midflight.run.launcher.ending import LOOK_SECONDS
 from midflight.run.parts import Message, Progress
 
-if TYPE_CHECKING:
-    import pandas
+ENDING_SECONDS = 15.0
+"""For a run to end in order where the program ends before it."""
 
 
 class Callbacks(msgspec.Struct, frozen=True):
@@ -53,8 +56,98 @@ class Callbacks(msgspec.Struct, frozen=True):
                 pass
 
 
+class BackgroundRun:
+    """A run from its start to its end. Everything here may be called from any thread."""
+
+    def __init__(self, config: Config, program: launch.Program, *, resume: bool, overwrite: bool, own_loss: str | None) -> None:
+        self._config, self._own_loss, self._resume, self._overwrite = config, own_loss, resume, overwrite
+        self._program, program.hear = program, self._hear
+        self._journal = Path(config.run.folder) / "metrics.jsonl"
+        before = Lines(self._journal)
+        before.new()
+        self.before = frozenset[int]() if resume else frozenset(before.read)
+        """Lines that are of another run."""
+        self._first = frozenset(before.read)
+        self._told = threading.Condition()
+        self._num_heard = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="midflight", daemon=True)
+        self.status = Status(name=config.run.name, steps=config.run.steps)
+
+    def begin(self) -> None:
+        """A program that ends before its run ends that too, in order."""
+        atexit.register(self._end)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive() and self._thread.ident is not None
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> None:
+        """In order; asked again, at once. Does not wait."""
+        self._program.stop.ask(number)
+
+    def lines(self, *, since_start: bool = False) -> Lines:
+        """Those of the journal, for `wait`: of all starts of this run, or of this one."""
+        return Lines(self._journal, read=self._first if since_start else self.before)
+
+    def wait(self, lines: Lines) -> list[Line]:
+        """Waits for new lines, until the run is over, and looks up now and then: then and in the end there may be none."""
+        with self._told:
+            heard = self._num_heard
+        if not (found := lines.new()) and not self.over:
+            with self._told:
+                self._told.wait_for(lambda: self._num_heard != heard, timeout=LOOK_SECONDS)
+            found = lines.new()
+        return found
+
+    @property
+    def summary(self) -> Summary | None:
+        """Of a run that is over, however it ended; none where it never began."""
+        return self._program.summary
+
+    def check(self) -> None:
+        """Raises what ended it."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            launch.train(self._config, resume=self._resume, overwrite=self._overwrite, own_loss=self._own_loss, program=self._program)
+        except BaseException as error:
+            self._error = error
+        finally:
+            atexit.unregister(self._end)
+
+    def _hear(self, message: Message) -> None:
+        """In the launcher's thread."""
+        with self._told:
+            if isinstance(message, Progress):
+                self.status = message.status
+            self._num_heard += 1
+            self._told.notify_all()
+
+    def _end(self) -> None:
+        """Waits for its end, at most `ENDING_SECONDS`."""
+        self.stop(signal.SIGTERM)
+        self._thread.join(ENDING_SECONDS)
+
+
+def console(*, shown: bool) -> Console:
+    """Where a run is shown. A notebook's own way of showing things belongs to the thread of a cell; lines of text may come from any."""
+    return Console(file=sys.stdout, force_jupyter=False, quiet=not shown, soft_wrap=True)
+
+
 class Trainer:
-    """One run, and its folder. `train` may be called again: that is a second start, for which `resume` or `overwrite` say what it means."""
+    """One run, and its folder. `train` may be called again: that is a second start, for which `resume` or `overwrite` say what it means.
+
+    model: a Hugging Face model folder; none makes a small model, as `config` says.
+    data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or `module:function`.
+    prompt, answer, system, heldout: as in `[[environment.sources]]`.
+    rewards: functions, or pairs of one with its weight. tools: functions. environment: a function or class in place of both.
+    config: a TOML file, or a dict of its sections, under what else is given here.
+    progress: whether the run is shown.
+    """
 
     def __init__(
         self,
@@ -79,15 +172,7 @@ class Trainer:
         on_checkpoint: Callable[[CheckpointLine], object] | None = None,
         on_end: Callable[[Summary], object] | None = None,
     ) -> None:
-        """`ConfigError` says everything that is wrong with them. Nothing is started, and no file is written but a temporary one of the rows.
-
-        model: a Hugging Face model folder; none makes a small model, as `config` says.
-        data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or `module:function`.
-        prompt, answer, system, heldout: as in `[[environment.sources]]`.
-        rewards: functions, or pairs of one with its weight. tools: functions. environment: a function or class in place of both.
-        config: a TOML file, or a dict of its sections, under what else is given here.
-        progress: whether the run is shown.
-        """
+        """`ConfigError` says everything that is wrong with them. Nothing is started, and nothing written but a temporary file of the rows."""
         source = {"prompt": prompt, "answer": answer, "system": system, "heldout": heldout}
         given = {name: value for name, value in source.items() if value is not None}
         self._asked = Arguments(model, data, given, rewards, tools, environment, steps, folder, config).asked()
@@ -95,7 +180,7 @@ class Trainer:
         self.folder = Path(self.config.run.folder)
         self._resume, self._overwrite, self._progress = resume, overwrite, progress
         self._callbacks = Callbacks(on_step, on_evaluation, on_checkpoint, on_end)
-        self._under_way: UnderWay | None = None
+        self._under_way: BackgroundRun | None = None
         self._lines = Lines(self.folder / "metrics.jsonl")
         self._listener: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -136,7 +221,7 @@ class Trainer:
         """As the terminal shows it."""
         return Status(name=self.config.run.name, steps=self.config.run.steps) if self._under_way is None else self._under_way.status
 
-    def _started(self) -> UnderWay:
+    def _started(self) -> BackgroundRun:
         if self._under_way is None:
             raise ConfigError("this trainer was not started; call train() or start().")
         return self._under_way
@@ -155,7 +240,7 @@ class Trainer:
             shown.print(f"note: {note}", highlight=False, markup=False)
         rows = self._asked.rows
         program = launch.Program(self._asked.objects, None if rows is None else rows.path, shown)
-        self._under_way = UnderWay(self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss)
+        self._under_way = BackgroundRun(self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss)
         self._lines, self._listener, self._failure = self._under_way.lines(since_start=True), None, None
         self._under_way.begin()
 
@@ -218,8 +303,8 @@ class Trainer:
             over = under_way.over
             yield from (line for line in under_way.wait(lines) if isinstance(line, StepLine))
 
-    def frame(self) -> pandas.DataFrame:
-        """The steps so far, a row each, with keys inside others as `trainer/grad_norm`. Needs `pip install 'midflight[pandas]'`."""
+    def frame(self) -> Any:
+        """A `pandas.DataFrame` of the steps so far, a row each, with keys inside others as `trainer/grad_norm`. Needs `pip install 'midflight[pandas]'`."""
         try:
             import pandas
         except ImportError as error:

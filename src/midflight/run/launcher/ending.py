@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from midflight.errors import first_error
@@ -53,9 +53,11 @@ def main_task(main: Coroutine[Any, Any, object], *, stop: Stop | None = None) ->
 
 
 def _loop_runs() -> bool:
-    with suppress(RuntimeError):
-        return asyncio.get_running_loop() is not None
-    return False
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def _until_asked(main: Coroutine[Any, Any, object], stop: Stop) -> int:

@@ -1,8 +1,9 @@
-"""Rollouts of a run as a program looks at them: what was said, and what it was worth."""
+"""What a run leaves in its folder, as a program looks at it while it runs and afterwards: lines of the journal, rollouts of the store."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,14 +12,40 @@ from pathlib import Path
 import numpy as np
 
 from midflight.errors import ConfigError
+from midflight.observe.journal import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Row, Task, Version
 
 
+class Lines:
+    """The lines of a journal that nobody has read yet. After a crash of a part the file is written anew: what was read stays read."""
+
+    def __init__(self, path: Path, *, read: frozenset[int] = frozenset()) -> None:
+        """`read`: hashes of lines that are not to be read."""
+        self._path = path
+        self.read = set(read)
+        self._place = (0, 0)
+        """Which file it is, and how far it was read."""
+
+    def new(self) -> list[Line]:
+        try:
+            with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                begin = self._place[1] if self._place[0] == found.st_ino and self._place[1] <= found.st_size else 0
+                file.seek(begin)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._place = (found.st_ino, begin + len(whole) + len(newline))
+        unread = [line for line in whole.split(b"\n") if line.strip() and hash(line) not in self.read]
+        self.read.update(map(hash, unread))
+        return [decode_line(line) for line in unread]
+
+
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A stretch of a conversation, as the model read it or wrote it, with the marks of its template."""
+class Passage:
+    """A part of a conversation, as the model read it or wrote it, with the marks of its template."""
 
     generated: bool
     text: str
@@ -46,11 +73,11 @@ class RolloutSeen:
     """Of its group: running, waiting, leased, trained or dropped."""
     trained_by: Version | None
     """The version that the step on it made, once a checkpoint has that."""
-    conversations: tuple[tuple[Said, ...], ...]
+    conversations: tuple[tuple[Passage, ...], ...]
     """One; several where the agent's conversation branched; none where nothing of it can be trained on."""
 
     @property
-    def conversation(self) -> tuple[Said, ...]:
+    def conversation(self) -> tuple[Passage, ...]:
         """The longest."""
         return max(self.conversations, key=len, default=())
 
@@ -77,12 +104,12 @@ def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
                 versions=tuple(sorted(versions)),
                 state=state.value,
                 trained_by=version,
-                conversations=tuple(_said(row, tokenizer) for row in of.rows),
+                conversations=tuple(_passages(row, tokenizer) for row in of.rows),
             )
 
 
-def _said(row: Row, tokenizer: Tokenizer) -> tuple[Said, ...]:
+def _passages(row: Row, tokenizer: Tokenizer) -> tuple[Passage, ...]:
     """The row cut where the model begins and ends to write."""
     edges = [0, *(np.flatnonzero(np.diff(row.generated)) + 1).tolist(), len(row.token_ids)]
     spans = [(begin, end) for begin, end in itertools.pairwise(edges) if begin < end]
-    return tuple(Said(bool(row.generated[begin]), tokenizer.decode(row.token_ids[begin:end].tolist())) for begin, end in spans)
+    return tuple(Passage(bool(row.generated[begin]), tokenizer.decode(row.token_ids[begin:end].tolist())) for begin, end in spans)
