@@ -20,6 +20,11 @@ from midflight.errors import ConfigError
         (["rollout.buffer_groups=15"], "rollout.buffer_groups (15) is less than the 16 groups of one step"),
         (["rollout.max_in_flight=7"], "rollout.max_in_flight (7) is less than rollout.group_size (8)"),
         (["rollout.min_group_size=9"], "rollout.min_group_size (9) is more than rollout.group_size (8)"),
+        (
+            ["weights.every=6"],
+            "weights.every (6) leaves the last step before a publication tokens that are 5 versions old, and rollout.max_staleness is 4",
+        ),
+        (["weights.every=2", "rollout.max_staleness=0"], "lower weights.every to at most 1"),
         (["model.num_heads=3"], "model.num_heads (3) must divide model.hidden_size (128)"),
         (["model.num_heads=128", "model.num_kv_heads=2"], "must be even"),
         (["model.num_kv_heads=3"], "model.num_kv_heads (3) must divide model.num_heads (4)"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from midflight.config.sections import EvaluationSection
+from midflight.config.sections import EvaluationSection, WeightsSection
 from midflight.errors import EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Kind, SessionRecord, Task, Version
@@ -46,10 +46,19 @@ class Evaluating(Site):
     """A site that holds tasks out, and remembers of which versions each of its evaluations' sessions had tokens."""
 
     def __init__(
-        self, folder: Path, *, engines: int, every: int, steps: int, num_turns: int, quick: tuple[str, ...] = (), pin_seconds: float = 60.0
+        self,
+        folder: Path,
+        *,
+        engines: int,
+        every: int,
+        steps: int,
+        num_turns: int,
+        quick: tuple[str, ...] = (),
+        pin_seconds: float = 60.0,
+        publish_every: int = 1,
     ) -> None:
         section = EvaluationSection(eval_every=every, pin_seconds=pin_seconds)
-        made = config(steps=steps, staleness=2).model_copy(update={"evaluation": section})
+        made = config(steps=steps, staleness=2).model_copy(update={"evaluation": section, "weights": WeightsSection(every=publish_every)})
         agents = Examined(0, num_turns=num_turns, quick=quick)
         super().__init__(made, folder, engines=fast_engines(engines, by_version=True), agents=agents, sdk=False)
         self.source = replace(self.source, heldout=HELD_OUT)
@@ -105,6 +114,19 @@ class Evaluating(Site):
 
     def commits(self, engine: str) -> list[Version]:
         return [c.version for c in self.seen.of(WeightsCommitted) if c.engine == engine]
+
+
+def test_what_falls_due_at_a_version_that_is_not_published_is_evaluated_at_the_next_that_is(tmp_path: Path) -> None:
+    """Due are 4 and 8; published are 3, 6, 9 and the last, 10, which is evaluated after training."""
+
+    async def main() -> Evaluating:
+        site = Evaluating(tmp_path, engines=2, every=4, steps=10, num_turns=2, publish_every=3)
+        await site.evaluate()
+        return site
+
+    site = run_virtual(main, seed=0, max_seconds=3600)
+    site.check()
+    assert site.evaluations == [(0, 4), (6, 4), (9, 4), (10, 4)]
 
 
 def test_with_two_engines_versions_go_live_on_one_while_the_other_is_evaluated(tmp_path: Path) -> None:

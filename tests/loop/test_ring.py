@@ -20,7 +20,7 @@ from midflight.run.rollout.standing import RolloutStanding
 from midflight.testing.ring import SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PackedBatch, PauseMode, Task
-from midflight.types.facts import Alarmed, Fact, Leased, RolloutEnded
+from midflight.types.facts import Alarmed, Fact, Leased, RolloutEnded, WeightsCommitted
 
 from .site import MAX_TOKENS, Agents, Site, config, fast_engines
 
@@ -39,6 +39,30 @@ def test_i2_i3_i5_a_quiet_run_keeps_every_invariant(tmp_path: Path, staleness: i
     site = run_virtual(main, seed=seed, max_seconds=3600)
     site.check()
     assert not site.failed_requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("every", "staleness"), [(2, 1), (3, 2), (3, 4), (5, 4)])
+def test_i2_versions_that_are_published_every_few_steps_keep_the_bound_and_the_run_goes_on(
+    tmp_path: Path, every: int, staleness: int, seed: int
+) -> None:
+    """With `every` - 1 = `staleness` the last step before a publication trains tokens that are as old as may be."""
+
+    async def main() -> Site:
+        made = config(staleness=staleness, steps=10).model_copy(update={"weights": WeightsSection(every=every)})
+        site = Site(made, tmp_path, engines=fast_engines(2, by_version=True), agents=Agents(seed))
+        await site.run()
+        return site
+
+    site = run_virtual(main, seed=seed, max_seconds=3600)
+    site.check()
+    live = sorted({fact.version for fact in site.seen.of(WeightsCommitted)} - {0})
+    assert live == sorted({*range(every, 10, every), 10}), "every so many, and the last"
+    assert site.trainer.passed_over == [version for version in range(1, 10) if version not in live]
+    oldest = [int((batch.train_version - batch.versions[batch.loss_mask]).max()) for batch in site.trainer.batches]
+    assert max(oldest) >= every - 1
+    if every - 1 == staleness:
+        assert oldest[every - 1] == staleness
 
 
 @pytest.mark.parametrize("seed", range(4))

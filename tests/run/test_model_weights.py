@@ -55,6 +55,15 @@ class Slow:
         self.asked.append(f"release {version}")
 
 
+def test_i2_the_number_of_a_version_that_was_passed_over_is_not_used_again(tmp_path: Path) -> None:
+    published = PublishedVersions(tmp_path / "published")
+    outlet = ModelWeights(dict, Slow(), published, dtype="float32")
+    published.note(4)
+    outlet.pass_over(5)
+    outlet.pass_over(6)
+    assert PublishedVersions(tmp_path / "published").resumed_as(4) == 7, "5 and 6 were other weights"
+
+
 def test_a_version_released_during_a_publication_is_given_back_before_the_next(tmp_path: Path) -> None:
     model = make_model(vocab_size=262, seed=0, dtype="float32", **SIZES)
     outbox = ModelWeights(lambda: named_tensors(model), publisher := Slow(), PublishedVersions(tmp_path / "published"), dtype="float32")

@@ -99,6 +99,17 @@ def test_the_last_version_is_saved_once_whatever_the_interval() -> None:
     assert run(Disk(steps_per_write=0), every=0)[-2:] == [("checkpointed", 6), ("finish", 6)]
 
 
+def test_every_few_versions_one_is_published_and_the_last_and_i8_each_step_is_told_in_order_before_its_checkpoint() -> None:
+    disk, said = Disk(steps_per_write=0), Said()
+    loop = TrainingLoop(disk.trainer, disk.trainer, said, steps=6, prefetch=True, stage=disk.stage, save_every=2, publish_every=4)
+    asyncio.run(loop.run())
+    assert [version for fact, version in said.facts if fact == "served"] == [0, 4, 6]
+    assert [version for fact, version in said.facts if fact == "done"] == [1, 2, 3, 4, 5, 6]
+    assert disk.trainer.passed_over == [1, 2, 3, 5] and disk.trainer.released == [0, 4]
+    for version in disk.written:
+        assert said.facts.index(("done", version)) < said.facts.index(("checkpointed", version))
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_the_run() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run(Disk(steps_per_write=0, fails=True), every=2)

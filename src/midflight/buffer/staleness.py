@@ -27,7 +27,8 @@ L(u, v) <= (u + S - v) B for all u <= v.
 With v = u + S the claim reads: no group with a token <= u is left after step u + S. So every group is taken in time.
 
 Proof that it goes on. Suppose the step at v finds no batch although every running group has ended (each has a deadline) and the
-engines have caught up (v_served = v). Admission allows (S + 1) B groups, and buffer and slots hold at least one batch, so B groups
+engines have caught up: v_served = v, or v_served >= v - (e - 1) where every e-th version is published. Admission allows
+(v_served + S + 1 - v) B >= (S + 2 - e) B groups, a batch at least because e - 1 <= S, and buffer and slots hold one, so B groups
 come to be finished; one that is dropped gives its credit back and is replaced. By the claim for step v - 1 at most
 (u + S - v + 1) B of them are <= u; a batch of the oldest B leaves at most (u + S - v) B = k B. So the batch is taken.
 

@@ -114,6 +114,7 @@ def contradictions(config: Config) -> tuple[str, ...]:
     """One sentence for each pair of options that can't both hold, with the remedy. Empty for a sound configuration."""
     return (
         *_rollout(config),
+        *_published(config),
         *_model(config),
         *_trainer(config),
         *_critic(config),
@@ -122,6 +123,15 @@ def contradictions(config: Config) -> tuple[str, ...]:
         *_engine(config),
         *_places(config),
     )
+
+
+def _published(config: Config) -> Iterator[str]:
+    every, stale = config.weights.every, config.rollout.max_staleness
+    if every - 1 > stale:
+        yield (
+            f"weights.every ({every}) leaves the last step before a publication tokens that are {every - 1} versions old, and "
+            f"rollout.max_staleness is {stale}; lower weights.every to at most {stale + 1}, or raise rollout.max_staleness"
+        )
 
 
 def _rollout(config: Config) -> Iterator[str]:

@@ -57,6 +57,7 @@ class SimulatedTrainer:
         self.num_steps = 0
         self.batches: list[PackedBatch] = []
         self.released: list[Version] = []
+        self.passed_over: list[Version] = []
         self._on_step = on_step
 
     def step(self, batch: PackedBatch) -> SimulatedReport:
@@ -72,6 +73,9 @@ class SimulatedTrainer:
         """The first version is what scripted engines start with."""
         fingerprint = "initial" if version == self._first else f"weights-{version}"
         return WeightManifest(version, fingerprint, "file", "nowhere", ())
+
+    def pass_over(self, version: Version) -> None:
+        self.passed_over.append(version)
 
     def release(self, version: Version) -> None:
         self.released.append(version)
@@ -177,6 +181,7 @@ class SmallRing:
             prefetch=self.config.rollout.max_staleness > 0,
             stage=stage,
             save_every=self.config.trainer.checkpoint_every,
+            publish_every=self.config.weights.every,
         )
         await self.serve(loop.run(), *beside)
 

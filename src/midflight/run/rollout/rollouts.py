@@ -265,7 +265,7 @@ class Evaluations:
         handover: Handover,
         sessions: Sessions,
     ) -> None:
-        """`every`: versions between two that fall due, 0 for none."""
+        """`every`: versions between two that fall due, 0 for none. Where not every version is published, the next that is falls due."""
         self._sessions = ReservedSessions(sessions)
         self._evaluator = evaluator_of(self._sessions)
         self._tasks, self._every, self._pin_seconds = tasks, every, pin_seconds
@@ -275,6 +275,7 @@ class Evaluations:
         self._idle.set()
         self._all_engines = asyncio.Lock()
         self._before: Version | None = None
+        self._published: Version | None = None
 
     # --- Before and after training -----------------------------------------------------------------------------------
 
@@ -303,7 +304,9 @@ class Evaluations:
 
     def published(self, version: Version) -> None:
         """To be called as soon as its handover has ended, before the next can begin. One that falls due during another is left out."""
-        if self._every and version % self._every == 0 and version != self._before and self._sessions.reservation is None:
+        before, self._published = version - 1 if self._published is None else self._published, version
+        due = self._every and version // self._every > before // self._every
+        if due and version != self._before and self._sessions.reservation is None:
             self._sessions.reservation = self._fleet.reserve(version)
             self._idle.clear()
             self._due.set()

@@ -54,8 +54,8 @@ EVALUATED_TASKS = 256
 
 
 class PublishedVersions:
-    """The highest version ever published, in a file that is replaced before the version reaches any engine: no number is used again, also
-    after a crash."""
+    """The highest version ever made, in a file that is replaced before the version reaches any engine: no number is used again, also after a
+    crash, whether that version was published or passed over."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -224,6 +224,9 @@ class ModelWeights:
         self._published.note(version)
         return self._publisher.publish(version, in_dtype(self._weights(), self._dtype))
 
+    def pass_over(self, version: Version) -> None:
+        self._published.note(version)
+
     def release(self, version: Version) -> None:
         self._released.append(version)
 
@@ -244,6 +247,7 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
                 prefetch=config.rollout.max_staleness > 0,
                 stage=team.stage,
                 save_every=config.trainer.checkpoint_every,
+                publish_every=section.every,
                 stop_at_reward=config.run.stop_at_reward,
                 heart=heart,
                 idle_seconds=COMPILE_SECONDS if config.trainer.compile else 0.0,

@@ -58,6 +58,10 @@ class WeightsOutlet(Protocol):
         """Copies the trainer's weights as they are now. Blocking."""
         ...
 
+    def pass_over(self, version: Version) -> None:
+        """No engine will ever have this version; its number is taken all the same."""
+        ...
+
     def release(self, version: Version) -> None:
         """No engine will fetch this version any more."""
         ...
@@ -68,7 +72,7 @@ class TrainingLoop:
 
     With `prefetch` the next batch is drawn during a step; without it (`max_staleness` 0) after the step. The
     handover of version v runs beside the steps after it, at most `MAX_HANDOVERS` at once: a slow engine slows the trainer
-    before it falls behind without bound. A version's bytes stay until the next one is live everywhere, so that an engine
+    before it falls behind without bound. With `publish_every` k only every k-th version is handed over, and the last. A version's bytes stay until the next one is live everywhere, so that an engine
     which restarts can always fetch the current version.
 
     A checkpoint holds the loop while it is copied. It is written beside the steps after it, one at a time: a disk slower than the
@@ -85,6 +89,7 @@ class TrainingLoop:
         prefetch: bool,
         stage: Stage,
         save_every: int,
+        publish_every: int = 1,
         stop_at_reward: float | None = None,
         heart: Heart | None = None,
         handover_seconds: float = 0.0,
@@ -95,7 +100,7 @@ class TrainingLoop:
         self._doing, self._handover_seconds, self._idle_seconds = (heart or Heart()).doing, handover_seconds, idle_seconds
         self._trainer, self._outlet, self._service = trainer, outlet, service
         self._steps, self._prefetch, self._stop_at_reward = steps, prefetch, stop_at_reward
-        self._stage, self._save_every = stage, save_every
+        self._stage, self._save_every, self._publish_every = stage, save_every, publish_every
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._reports = asyncio.Lock()
         """Steps are reported in their order, also where one report takes longer than the step after it."""
@@ -107,6 +112,7 @@ class TrainingLoop:
         async with asyncio.TaskGroup() as tasks:
             drawn = tasks.create_task(self._service.take(self._trainer.version))
             handovers = deque([tasks.create_task(self._hand_over(await self._publish()))])
+            told, unpublished = handovers[-1], 0
             written: asyncio.Task[None] | None = None
             while not self._over():
                 with self._doing(f"waits for the batch of version {self._trainer.version}", whom="rollout"):
@@ -114,15 +120,20 @@ class TrainingLoop:
                 if self._prefetch and self._trainer.num_steps + 1 < self._steps:
                     drawn = tasks.create_task(self._service.take(batch.train_version + 1))
                 done = await self._step(batch)
-                if len(handovers) == MAX_HANDOVERS:
-                    with self._doing("waits for the handover before the last", whom="rollout"):
-                        await handovers.popleft()  # whose end frees a slot of the outlet
-                handovers.append(tasks.create_task(self._hand_over(await self._publish(), done, after=handovers[-1])))
+                unpublished += 1
+                if unpublished == self._publish_every or self._over():
+                    unpublished = 0
+                    await self._freed(handovers)
+                    told = tasks.create_task(self._hand_over(await self._publish(), done, after=handovers[-1]))
+                    handovers.append(told)
+                else:
+                    self._outlet.pass_over(done.version)
+                    told = tasks.create_task(self._report(done))
                 if not self._prefetch and not self._over():
                     drawn = tasks.create_task(self._service.take(self._trainer.version))
                 if self._save_every and self._trainer.num_steps % self._save_every == 0:
                     copied = await self._copied(after=written)
-                    written = tasks.create_task(self._write(copied, self._trainer.version, after=handovers[-1]))
+                    written = tasks.create_task(self._write(copied, self._trainer.version, after=told))
             drawn.cancel()
         if self._staged != self._trainer.version:
             await self._write(await self._copied(), self._trainer.version)
@@ -140,6 +151,17 @@ class TrainingLoop:
         num_tokens = 0 if skipped else int(batch.loss_mask.sum())
         return Stepped(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics), skipped)
 
+    async def _freed(self, handovers: deque[asyncio.Task[None]]) -> None:
+        """Waits for the handover before the last, whose end frees a slot of the outlet."""
+        if len(handovers) == MAX_HANDOVERS:
+            with self._doing("waits for the handover before the last", whom="rollout"):
+                await handovers.popleft()
+
+    async def _report(self, done: Stepped) -> None:
+        """Waits for the reports of the steps before."""
+        async with self._reports:
+            await self._service.done(done)
+
     async def _publish(self) -> WeightManifest:
         """Copies the weights out before the next step may change them."""
         with self._doing(f"copies the weights of version {self._trainer.version}", limit=DISK_SECONDS):
@@ -148,8 +170,7 @@ class TrainingLoop:
     async def _hand_over(self, manifest: WeightManifest, done: Stepped | None = None, *, after: asyncio.Task[None] | None = None) -> None:
         """Reports the step; waits for the handover before it, and until every engine serves this version or is in quarantine."""
         if done is not None:
-            async with self._reports:
-                await self._service.done(done)
+            await self._report(done)
         if after is not None:
             await after
         with self._doing(f"hands version {manifest.version} over", whom="rollout", limit=self._handover_seconds):
