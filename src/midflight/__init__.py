@@ -41,7 +41,20 @@ if TYPE_CHECKING:
 Reward: TypeAlias = "float | None"
 """A finite number, or `None` if the rollout cannot be scored: a failure of the infrastructure is never a reward (I10)."""
 
-__all__ = ["Client", "Engine", "Objective", "Result", "Reward", "Rollout", "Task", "Trainer", "environment", "load_config", "serve", "train"]
+__all__ = [
+    "Client",
+    "Engine",
+    "Objective",
+    "Result",
+    "Reward",
+    "Rollout",
+    "Task",
+    "Trainer",
+    "environment",
+    "load_config",
+    "serve",
+    "train",
+]
 
 _HOMES = {
     "Client": "openai:AsyncOpenAI",

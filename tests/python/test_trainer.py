@@ -49,7 +49,7 @@ import json
 heard = []
 def step(line):
     heard.append(line.step)
-    if line.step == 3:
+    if line.step == 3 and heard.count(3) == 1:
         trainer.stop()
 trainer = Trainer(environment=agent, steps=6, folder="run", config=SMALL, on_step=step,
                   on_evaluation=lambda line: heard.append("evaluation"), on_checkpoint=lambda line: heard.append("checkpoint"),

@@ -114,7 +114,6 @@ def contradictions(config: Config) -> tuple[str, ...]:
     """One sentence for each pair of options that can't both hold, with the remedy. Empty for a sound configuration."""
     return (
         *_rollout(config),
-        *_published(config),
         *_model(config),
         *_trainer(config),
         *_critic(config),
@@ -125,17 +124,11 @@ def contradictions(config: Config) -> tuple[str, ...]:
     )
 
 
-def _published(config: Config) -> Iterator[str]:
-    every, stale = config.weights.every, config.rollout.max_staleness
-    if every - 1 > stale:
-        yield (
-            f"weights.every ({every}) leaves the last step before a publication tokens that are {every - 1} versions old, and "
-            f"rollout.max_staleness is {stale}; lower weights.every to at most {stale + 1}, or raise rollout.max_staleness"
-        )
-
-
 def _rollout(config: Config) -> Iterator[str]:
-    r = config.rollout
+    r, every = config.rollout, config.weights.every
+    if every - 1 > r.max_staleness:
+        old = f"weights.every ({every}) leaves the last step before a publication tokens that are {every - 1} versions old, and rollout.max_staleness is {r.max_staleness}"
+        yield f"{old}; lower weights.every to at most {r.max_staleness + 1}, or raise rollout.max_staleness"
     if r.buffer_groups is not None and r.buffer_groups < r.groups_per_step:
         yield (
             f"rollout.buffer_groups ({r.buffer_groups}) is less than the {r.groups_per_step} groups of one step, so no batch would ever be full; "

@@ -15,7 +15,7 @@ from midflight.errors import ConfigError
 from midflight.observe.journal import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
-from midflight.types import Row, Task, Version
+from midflight.types import Json, Row, Task, Version
 
 
 class Lines:
@@ -62,6 +62,7 @@ class RolloutSeen:
     """None where it could not be scored; `error` says why."""
     components: Mapping[str, float]
     metrics: Mapping[str, float]
+    fields: Mapping[str, Json]
     error: str | None
     truncated: bool
     seconds: float
@@ -95,8 +96,9 @@ def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
                 task=task,
                 sample=of.key.sample,
                 reward=of.reward,
-                components=getattr(of, "components", {}),
-                metrics=getattr(of, "metrics", {}),
+                components=of.components,
+                metrics=of.metrics,
+                fields=of.fields,
                 error=of.error,
                 truncated=of.truncated,
                 seconds=of.seconds,
