@@ -19,20 +19,7 @@ from midflight.observe.failures import Failures
 from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.progress import RunState
 from midflight.observe.status import Totals, is_incomplete
-from midflight.types import Kind, Version
-from midflight.types.facts import (
-    Alarmed,
-    Checkpointed,
-    Evaluated,
-    Fact,
-    GroupClosed,
-    Leased,
-    Record,
-    RolloutEnded,
-    Stepped,
-    Waited,
-    WeightsCommitted,
-)
+from midflight.types import Kind, Version, facts
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
@@ -147,7 +134,7 @@ class PastLines:
         step, version = (0, 0) if last is None else (last.step, last.version)
         state.restore(step=step, version=version, totals=totals, seconds=everything.seconds)
         for line in self.evaluations:
-            state.apply(Evaluated(line.version, line.source, line.num_tasks, line.mean_reward, line.num_failed, line.error))
+            state.apply(facts.Evaluated(line.version, line.source, line.num_tasks, line.mean_reward, line.num_failed, line.error))
 
 
 def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
@@ -196,46 +183,46 @@ class Journal:
     def close(self) -> None:
         self._file.close()
 
-    def apply(self, fact: Fact) -> None:
+    def apply(self, fact: facts.Fact) -> None:
         if isinstance(fact, LEARNED_FROM):
             self._learning.apply(fact)
         match fact:
-            case RolloutEnded() if fact.key.kind is Kind.TRAINING:
+            case facts.RolloutEnded() if fact.key.kind is Kind.TRAINING:
                 self._rollouts += 1
                 if fact.reward is None:
                     self._failures.add(fact.error)
                 else:
                     self._rewards[fact.source].append(fact.reward)
-            case GroupClosed(reason=reason):
+            case facts.GroupClosed(reason=reason):
                 self._dropped[reason.value] += 1
-            case Waited():
+            case facts.Waited():
                 self._waits[f"{fact.who} for {fact.for_whom}"] += fact.seconds
-            case Leased(batch=batch):
+            case facts.Leased(batch=batch):
                 # Taken before the step before it ends, where batches are prefetched: kept under the version it will train at.
                 self._groups = {version: taken for version, taken in self._groups.items() if version >= batch.train_version - 2}
                 taken = Learning()
                 taken.apply(fact)
                 ages = dict(sorted(fact.staleness.items()))
                 self._groups[batch.train_version] = (len(batch.groups), ages, taken.status().trained_length)
-            case WeightsCommitted():
+            case facts.WeightsCommitted():
                 self._stage = max(self._stage or 0.0, fact.stage_seconds)
                 self._pause = max(self._pause or 0.0, fact.pause_seconds)
-            case Stepped(version=version) if version not in self._steps:
+            case facts.Stepped(version=version) if version not in self._steps:
                 self._steps.add(version)
                 self._write(self._step_line(fact))
                 self._forget()
-            case Evaluated(version=version, source=source) if (version, source) not in self._evaluations:
+            case facts.Evaluated(version=version, source=source) if (version, source) not in self._evaluations:
                 self._evaluations.add((version, source))
                 self._write(self._evaluation_line(fact))
-            case Checkpointed(version=version):
+            case facts.Checkpointed(version=version):
                 self._write(CheckpointLine(version=version, step=self._state.step, seconds=self._state.seconds))
-            case Alarmed(name=name, text=text):
+            case facts.Alarmed(name=name, text=text):
                 status = self._state.status()
                 self._write(AlarmLine(version=status.version, step=status.step, seconds=status.seconds, name=name, text=text))
             case _:
                 pass
 
-    def _evaluation_line(self, score: Evaluated) -> EvaluationLine:
+    def _evaluation_line(self, score: facts.Evaluated) -> EvaluationLine:
         return EvaluationLine(
             version=score.version,
             step=self._state.step,
@@ -248,7 +235,7 @@ class Journal:
             incomplete=is_incomplete(score.num_tasks, score.num_failed),
         )
 
-    def _step_line(self, step: Stepped) -> StepLine:
+    def _step_line(self, step: facts.Stepped) -> StepLine:
         status = self._state.status()
         groups, ages, trained_length = self._groups.pop(step.version - 1, (None, None, None))
         learning = self._learning.status()
@@ -330,11 +317,11 @@ _log = logging.getLogger(__name__)
 class Observers:
     """Each applies every fact, in order. An observer that fails is logged once, and hurts neither the run nor the others."""
 
-    def __init__(self, observers: Sequence[Record]) -> None:
+    def __init__(self, observers: Sequence[facts.Record]) -> None:
         self._observers = tuple(observers)
         self._reported: set[int] = set()
 
-    def apply(self, fact: Fact) -> None:
+    def apply(self, fact: facts.Fact) -> None:
         for number, observe in enumerate(self._observers):
             try:
                 observe(fact)
