@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from midflight.observe.failures import Failures, most_common, own_frames, shortened
 from midflight.observe.status import is_incomplete, number
-from midflight.types import Kind, facts
+from midflight.types import Kind, Reason, facts
 
 REPEAT_SECONDS = 600.0
 """Before the same is said again: what comes and goes must not fill a log."""
@@ -17,6 +17,15 @@ WINDOW, MIN_FAILED, FAILED_SHARE = 64, 8, 0.1
 """Of the last 64 tries of rollouts, a tenth and 8 at least must have failed: one bad answer of a tool is no alarm."""
 EQUAL_STEPS = 3
 """Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is no alarm."""
+
+WHY_DROPPED = {
+    Reason.NO_REWARD: "none of its rollouts could be scored; mend the environment or what it depends on",
+    Reason.TOO_FEW: "too few of its rollouts could be scored; mend the environment, or lower rollout.min_group_size",
+    Reason.STALE: "its tokens had grown too old; raise rollout.max_staleness, or let rollouts be shorter",
+    Reason.NOT_FINITE: "the loss on it was not finite; look at the rewards and at trainer.learning_rate",
+    Reason.SKIPPED: "its step was not made; look at the trainer's readings in the journal",
+}
+"""What is done about a group that training loses. Groups without a difference are left out on purpose, and requeued ones come again."""
 
 USE_THE_CLIENT = (
     "The agent must use the client that it is given. One that brings a client of its own makes it with the base_url and api_key of that one: "
@@ -56,6 +65,8 @@ class Alarms:
                 self._scored(fact)
             case facts.Evaluated() if is_incomplete(fact.num_tasks, fact.num_failed):
                 self._evaluated(fact)
+            case facts.GroupClosed(reason=reason) if reason in WHY_DROPPED:
+                self._dropped(fact)
             case facts.Quarantined(engine=engine, error=error):
                 if self._say("engine_lost", f"{engine} gets no more requests: {shortened(error)}", about=engine):
                     self._lost.add(engine)
@@ -73,6 +84,11 @@ class Alarms:
         self._said[name + about] = now
         self._record(facts.Alarmed(name, text))
         return True
+
+    def _dropped(self, closed: facts.GroupClosed) -> None:
+        at = f"task {closed.key.index} of epoch {closed.key.epoch}"
+        why = WHY_DROPPED[closed.reason]
+        self._say("group_dropped", f"a group was dropped ({at}, {closed.num_tokens} tokens): {why}.", about=closed.reason.value)
 
     # --- Rollouts ---
 

@@ -39,6 +39,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     generated_length: float | None = None
     trained_length: float | None = None
     truncated_share: float | None = None
+    lengths: dict[str, float] | None = None
     turns_mean: float | None = None
     components: dict[str, float] | None = None
     metrics: dict[str, float] | None = None
@@ -255,6 +256,7 @@ class Journal:
             generated_length=learning.generated_length,
             trained_length=trained_length,
             truncated_share=learning.truncated_share,
+            lengths=learning.lengths or None,
             turns_mean=learning.turns_mean,
             components=learning.components or None,
             metrics=learning.metrics or None,

@@ -39,6 +39,7 @@ class Learning:
             generated_length=_mean([rollout.num_tokens for rollout in self._rollouts]),
             trained_length=_mean(self._trained),
             truncated_share=_mean([rollout.truncated for rollout in self._rollouts]),
+            lengths=_lengths(self._rollouts),
             reward_spread=_mean(self._spreads),
             zero_spread_share=_mean([spread == 0 for spread in self._spreads]),
             turns_mean=_mean([rollout.num_turns for rollout in self._rollouts]),
@@ -53,6 +54,15 @@ def deviation(numbers: Sequence[float]) -> float:
         return 0.0
     mean = math.fsum(numbers) / len(numbers)
     return math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def _lengths(rollouts: Iterable[facts.RolloutEnded]) -> dict[str, float]:
+    tokens = [(rollout.num_tokens, rollout.truncated) for rollout in rollouts]
+    every, ended = [length for length, _ in tokens], [length for length, truncated in tokens if not truncated]
+    found = {"min": float(min(every)), "max": float(max(every))} if every else {}
+    if ended:
+        found |= {"terminated_mean": sum(ended) / len(ended), "terminated_min": float(min(ended)), "terminated_max": float(max(ended))}
+    return found
 
 
 def _means(said: Iterable[Mapping[str, float]]) -> dict[str, float]:
