@@ -49,7 +49,7 @@ print("again", Trainer(environment=agent, steps=1, folder="run", config=config, 
 LIVE = """
 live = Trainer(environment=agent, steps=3, folder="live", config=config).start()
 print("live", [line.step for line in live.metrics()], live.wait().steps)
-print("frame", list(live.frame().index), live.frame()["trainer/grad_norm"].notna().all())
+print("frame", list(live.frame().index), live.frame()["train/grad_norm"].notna().all())
 """
 
 

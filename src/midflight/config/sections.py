@@ -171,6 +171,10 @@ class RolloutSection(Section):
     """How often a rollout whose infrastructure failed is tried again."""
     requeues: Count = 1
     """How often a task is requeued under the `requeue` policy."""
+    show_every: Count = 0
+    """Steps between completions that terminal and journal show, with prompt and reward; 0 shows none. Larger shows fewer."""
+    show_completions: Positive = 2
+    """How many of the step's rollouts are shown then, the first of each group in turn; larger shows more."""
     drop_zero_spread: bool = False
     """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
 

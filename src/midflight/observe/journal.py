@@ -84,6 +84,15 @@ class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_fiel
     text: str
 
 
+class CompletionsLine(msgspec.Struct, frozen=True, kw_only=True, tag="completions", tag_field="kind"):
+    """Some rollouts that the step was made on."""
+
+    version: Version
+    step: int
+    seconds: float
+    rollouts: tuple[facts.Shown, ...]
+
+
 class CheckpointLine(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint", tag_field="kind"):
     """A checkpoint of `version` is on disk."""
 
@@ -101,7 +110,7 @@ class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_fi
     totals: Totals
 
 
-Line = StepLine | EvaluationLine | AlarmLine | CheckpointLine | ResumeLine
+Line = StepLine | EvaluationLine | AlarmLine | CompletionsLine | CheckpointLine | ResumeLine
 
 SURVIVING = ("trained_tokens", "max_token_staleness")
 """The totals that are of steps, and go with those that a resumed run has lost."""
@@ -117,6 +126,7 @@ class PastLines:
     steps: tuple[StepLine, ...] = ()
     evaluations: tuple[EvaluationLine, ...] = ()
     alarms: tuple[AlarmLine, ...] = ()
+    completions: tuple[CompletionsLine, ...] = ()
     checkpoints: tuple[CheckpointLine, ...] = ()
     resumes: tuple[ResumeLine, ...] = ()
 
@@ -147,6 +157,7 @@ def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
         tuple(x for x in kept if isinstance(x, StepLine)),
         tuple(x for x in kept if isinstance(x, EvaluationLine)),
         tuple(x for x in kept if isinstance(x, AlarmLine)),
+        tuple(x for x in kept if isinstance(x, CompletionsLine)),
         tuple(x for x in kept if isinstance(x, CheckpointLine)),
         tuple(x for x in kept if isinstance(x, ResumeLine)),
     )
@@ -215,6 +226,8 @@ class Journal:
             case facts.Evaluated(version=version, source=source) if (version, source) not in self._evaluations:
                 self._evaluations.add((version, source))
                 self._write(self._evaluation_line(fact))
+            case facts.CompletionsShown(version=version, rollouts=shown):
+                self._write(CompletionsLine(version=version, step=self._state.step, seconds=self._state.seconds, rollouts=shown))
             case facts.Checkpointed(version=version):
                 self._write(CheckpointLine(version=version, step=self._state.step, seconds=self._state.seconds))
             case facts.Alarmed(name=name, text=text):
@@ -297,7 +310,7 @@ def _mean_age(ages: Mapping[int, int]) -> float | None:
 
 def _rewrite(path: Path, history: PastLines) -> None:
     """Replaces the file by the lines kept, in their order of time."""
-    kept: list[Line] = [*history.steps, *history.evaluations, *history.alarms, *history.checkpoints, *history.resumes]
+    kept: list[Line] = [*history.steps, *history.evaluations, *history.alarms, *history.completions, *history.checkpoints, *history.resumes]
     lines = sorted(kept, key=lambda line: (line.version, not isinstance(line, StepLine), isinstance(line, ResumeLine)))
     write_whole(path, b"".join(_encode(line) + b"\n" for line in lines))
 

@@ -24,6 +24,7 @@ from midflight.cli import checked
 from midflight.config import Config
 from midflight.errors import ConfigError
 from midflight.observe.journal import CheckpointLine, EvaluationLine, Line, StepLine
+from midflight.observe.named import named
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary
 from midflight.python.asked import Arguments, Tables, Weighted
@@ -304,15 +305,15 @@ class Trainer:
             yield from (line for line in under_way.wait(lines) if isinstance(line, StepLine))
 
     def frame(self) -> Any:
-        """A `pandas.DataFrame` of the steps so far, a row each, with keys inside others as `trainer/grad_norm`. Needs `pip install 'midflight[pandas]'`."""
+        """A `pandas.DataFrame` of the steps so far, a row each, by the names for dashboards in docs/metrics.md. Needs `pip install 'midflight[pandas]'`."""
         try:
             import pandas
         except ImportError as error:
             raise ConfigError("a frame is one of pandas, which is not installed; pip install 'midflight[pandas]'.") from error
         read = frozenset[int]() if self._under_way is None else self._under_way.before
         steps = [line for line in Lines(self.folder / "metrics.jsonl", read=read).new() if isinstance(line, StepLine)]
-        rows = [msgspec.to_builtins(line, str_keys=True) for line in steps]
-        return pandas.json_normalize(rows, sep="/").set_index("step") if rows else pandas.DataFrame()
+        rows = [{"step": line.step, "version": line.version, "seconds": line.seconds, **named(line)} for line in steps]
+        return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
 
     def rollouts(self) -> Iterator[RolloutSeen]:
         """Every rollout that has ended, in the order of the tasks, with its conversation and what it was worth."""

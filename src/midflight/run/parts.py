@@ -186,13 +186,19 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     report: str
 
 
+class Words(msgspec.Struct, frozen=True, tag="words"):
+    """Something for people to read, such as what the model wrote."""
+
+    text: str
+
+
 class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
     """Something is wrong that people should look at, though the run goes on. A few lines."""
 
     text: str
 
 
-Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Condemned | Stalled | Alarm | Beat
+Message = Ready | ModelReady | Progress | WarmStart | Failed | Restarted | Condemned | Stalled | Words | Alarm | Beat
 
 encode = msgspec.json.Encoder().encode
 decode_message = msgspec.json.Decoder(Message).decode

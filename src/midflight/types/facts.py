@@ -260,6 +260,24 @@ class Evaluated(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+class Shown(msgspec.Struct, frozen=True):
+    """A rollout that a step was made on, as text with the marks of the template; long ones are cut in the middle."""
+
+    source: str
+    task_id: str
+    reward: float | None
+    prompt: str
+    completion: str
+    """All that came after the prompt, what tools said too."""
+
+
+class CompletionsShown(msgspec.Struct, frozen=True):
+    """Some rollouts of the step that made `version` are shown to people."""
+
+    version: Version
+    rollouts: tuple[Shown, ...]
+
+
 class Alarmed(msgspec.Struct, frozen=True):
     """Something is wrong that people should look at, though the run goes on."""
 
@@ -315,6 +333,7 @@ Fact: TypeAlias = (
     | Quarantined
     | Rejoined
     | Evaluated
+    | CompletionsShown
     | Alarmed
 )
 

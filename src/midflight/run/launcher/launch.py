@@ -40,6 +40,7 @@ from midflight.run.parts import (
     Restarted,
     Stalled,
     WarmStart,
+    Words,
     control_token,
     serve_while,
 )
@@ -191,6 +192,8 @@ def sentence(message: Message) -> str | None:
             return f"stall: {report}"
         case Alarm(text):
             return f"alarm: {text}"
+        case Words(text):
+            return text
         case _:
             return None
 

@@ -25,6 +25,7 @@ from midflight.environments.tasks import load_sources
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
+from midflight.observe.completions import Completions, in_words
 from midflight.observe.journal import Journal, Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
@@ -32,7 +33,7 @@ from midflight.observe.status import Phase
 from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
-from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, serve_while
+from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, Words, serve_while
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
@@ -79,12 +80,15 @@ class RolloutProcess:
         self._spec, self._launcher, self._listener = spec, launcher, listener
         self._config = config = Config.model_validate_json(spec.config)
         self._state = RunState(name=config.run.name, steps=config.run.steps, start_version=spec.version)
+        self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
         self._metrics.learning = self._state.learning.status
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
-        self._record = Observers([*observers, self._alarms().apply]).apply
+        rollout = config.rollout
+        completions = Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions)
+        self._record = Observers([*observers, completions.apply, self._alarms().apply]).apply
         self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
         self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
 
@@ -253,6 +257,14 @@ class RolloutProcess:
             log=str(Path(self._config.run.folder) / "logs" / "rollout.log"),
             step_rollouts=batch_rollouts(self._config.rollout) if learns_from_rewards else None,
         )
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        self._tokenizer = self._tokenizer or Tokenizer.load(Path(self._spec.model))
+        return self._tokenizer.decode(ids)
+
+    def _shown(self, completions: facts.CompletionsShown) -> None:
+        self._launcher.tell(Words(in_words(completions)))
+        self._record(completions)
 
     def _alarmed(self, alarm: facts.Alarmed) -> None:
         self._launcher.tell(Alarm(alarm.text))

@@ -1,0 +1,66 @@
+"""What the model writes, shown to people every few steps: numbers alone don't tell when a reward is won by nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, zip_longest
+
+import numpy as np
+
+from midflight.observe.status import number
+from midflight.types import Batch, Trajectory, Version, facts
+
+MAX_LETTERS = 600
+"""Of a prompt, and of what was written: whole answers can have a hundred thousand."""
+
+
+class Completions:
+    """Watches batches and steps, and tells rollouts of every `every`-th step; with 0 of none."""
+
+    def __init__(
+        self, tell: Callable[[facts.CompletionsShown], None], decode: Callable[[Sequence[int]], str], *, every: int, number: int
+    ) -> None:
+        """`number` of rollouts are told. `decode` makes token ids text."""
+        self._tell, self._decode, self._every, self._number = tell, decode, every, number
+        self._batches: dict[Version, Batch] = {}
+        """By the version that the step on it makes; at most one is ahead of the step."""
+
+    def apply(self, fact: facts.Fact) -> None:
+        match fact:
+            case facts.Leased(batch=batch) if self._every and (batch.train_version + 1) % self._every == 0:
+                self._batches = {version: kept for version, kept in self._batches.items() if version > batch.train_version - 2}
+                self._batches[batch.train_version + 1] = batch
+            case facts.Stepped(version=version) if (batch := self._batches.pop(version, None)) is not None:
+                self._tell(facts.CompletionsShown(version, tuple(map(self._shown, islice(_in_turn(batch), self._number)))))
+            case _:
+                pass
+
+    def _shown(self, trajectory: Trajectory) -> facts.Shown:
+        row = max(trajectory.rows, key=lambda row: len(row.token_ids))
+        begin = int(np.argmax(row.generated))
+        prompt, completion = (self._decode(ids.tolist()) for ids in (row.token_ids[:begin], row.token_ids[begin:]))
+        return facts.Shown(trajectory.source, trajectory.task_id, trajectory.reward, _cut(prompt), _cut(completion))
+
+
+def _in_turn(batch: Batch) -> Iterator[Trajectory]:
+    """The first of each group, then the second of each."""
+    with_rows = ([trajectory for trajectory in group.trajectories if trajectory.rows] for group in batch.groups)
+    return (trajectory for trajectory in chain.from_iterable(zip_longest(*with_rows)) if trajectory is not None)
+
+
+def _cut(text: str) -> str:
+    half = MAX_LETTERS // 2
+    return text if len(text) <= MAX_LETTERS else f"{text[:half]} [...] {text[-half:]}"
+
+
+def in_words(completions: facts.CompletionsShown) -> str:
+    """For a terminal."""
+    lines = [f"version {completions.version} was trained on:"]
+    for shown in completions.rollouts:
+        lines += [f"  {shown.source}, task {shown.task_id}, reward {number(shown.reward)}", _indented(shown.prompt, "    > ")]
+        lines += [_indented(shown.completion, "    < ")]
+    return "\n".join(lines)
+
+
+def _indented(text: str, mark: str) -> str:
+    return "\n".join(mark + line for line in text.splitlines() or [""])
