@@ -10,7 +10,6 @@ from torch import nn
 from midflight.config.loss import ObjectiveSection
 from midflight.errors import ConfigError
 from midflight.trainer.model import attention
-from midflight.trainer.model.attention import attend_raggedly
 from midflight.trainer.model.microbatch import Predictions, predictions_of, split
 from midflight.trainer.model.policy import Policy
 from midflight.trainer.objective import Objective
@@ -99,11 +98,12 @@ def test_a_sliding_window_is_honoured() -> None:
 
 
 def test_what_the_attention_does_not_compute_is_refused() -> None:
-    model = tiny_model()
-    attend_raggedly(model)
-    (micro,) = split(all_predictions(), np.arange(1), budget=64, device=CPU)
-    with pytest.raises(ConfigError, match="softcap"):
-        model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, runs=micro.runs, softcap=30.0)
+    x = torch.randn(1, 2, 3, 4)
+    with attention.laid(attention.Runs.of_one(3)):
+        with pytest.raises(ConfigError, match="a mask of its own"):
+            attention.ragged_attention(nn.Module(), x, x, x, torch.zeros(1, 1, 3, 3))
+        with pytest.raises(ConfigError, match="position_bias"):
+            attention.ragged_attention(nn.Module(), x, x, x, None, position_bias=torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -129,7 +129,8 @@ def test_one_kernel_for_all_rows_is_told_where_they_begin(window: int | None, mo
     keys = torch.tensor([*range(3), *range(3), *range(3, 7), *range(3), *range(7, 11), *range(11, 19)])
     runs = attention.Runs(counts=(1, 2, 1), lengths=(3, 4, 8), contexts=(0, 3, 0), keys=keys)
     query, key, value = (torch.randn(1, heads, 19, 4) for heads in (4, 2, 2))
-    expected, _ = attention.ragged_attention(nn.Module(), query, key, value, None, runs=runs, scaling=0.3, sliding_window=window)
+    with attention.laid(runs):
+        expected, _ = attention.ragged_attention(nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window)
     monkeypatch.setattr(attention, "flash_varlen", stand_in)
-    found = attention._flash(query, key, value, runs, scaling=0.3, sliding_window=window)
+    found = attention._flash(query, key, value, runs, scaling=0.3, sliding_window=window, softcap=None)
     assert torch.allclose(found, expected, atol=1e-6)

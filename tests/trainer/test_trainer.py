@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
-from midflight.trainer.model.attention import Runs, attend_raggedly
+from midflight.trainer.model.attention import Runs, attend_raggedly, laid
 from midflight.trainer.step import Schedule, Scoring, Skip, clear_gradients, clipped_step, step_tokens
 from midflight.trainer.trainer import trainer_of
 from midflight.types import PackedBatch, Reason
@@ -276,8 +276,8 @@ def test_distillation_brings_the_student_to_the_teacher() -> None:
     attend_raggedly(teacher)
 
     def next_token(model: PreTrainedModel) -> torch.Tensor:
-        with torch.no_grad():
-            return model(prompt, position_ids=torch.arange(3)[None], runs=Runs.of_one(3)).logits[0, -1].log_softmax(-1)
+        with torch.no_grad(), laid(Runs.of_one(3)):
+            return model(prompt, position_ids=torch.arange(3)[None]).logits[0, -1].log_softmax(-1)
 
     def divergence() -> float:
         p, q = next_token(student), next_token(teacher)

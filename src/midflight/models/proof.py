@@ -10,12 +10,17 @@ windows, which goes through the same code.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
+import hashlib
+import os
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -51,6 +56,8 @@ class Proof:
     """Relative."""
     reason: str = ""
     """Why it is not the first way, and the remedy where it is refused."""
+    layout: str = ""
+    """Of the trainer: how the rows of its micro-batches lie."""
 
     @property
     def is_right(self) -> bool:
@@ -159,6 +166,7 @@ def _special(config: PreTrainedConfig) -> set[int]:
 
 SMALL = 50_000_000
 """Parameters of a model that is tried itself: it takes seconds on a core."""
+_EARLY = 16
 _STAND_IN_SIZES = {"vocab_size": 512, "sliding_window": 8, "attention_chunk_size": 8, "attention_window_size": 8, "window_size": 8}
 
 
@@ -166,9 +174,9 @@ def is_small(model: PreTrainedModel) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) <= SMALL and next(model.parameters()).dtype == torch.float32
 
 
-def stand_in(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
+def stand_in(model: PreTrainedModel, *, max_context: int | None = None, seed: int = 0) -> PreTrainedModel:
     """A model in float32 on the CPU with the first layers of each kind, random weights, few token ids and short windows; its width and all else as they are."""
-    config = stand_in_config(model.config)
+    config = stand_in_config(model.config, max_context)
     auto = AutoModelForCausalLM if type(model.config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText  # pyright: ignore
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -177,7 +185,8 @@ def stand_in(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel:
     return found
 
 
-def stand_in_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def stand_in_config(config: PreTrainedConfig, max_context: int | None = None) -> PreTrainedConfig:
+    """Rotary frequencies change early where rows of `max_context` tokens would see them change, and else not at all."""
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
     for name, value in _STAND_IN_SIZES.items():
@@ -186,17 +195,23 @@ def stand_in_config(config: PreTrainedConfig) -> PreTrainedConfig:
     for part in (small, text):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(part, name, None)
+    for rope in _ropes(text):
+        name = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}.get(str(rope.get("rope_type")))
+        if name is not None and (max_context is None or max_context > (rope.get(name) or getattr(text, name))):
+            for held in (rope, text.__dict__):
+                if name in held:
+                    held[name] = _EARLY
     _cut_layers(text)
     return small
 
 
 def _cut_layers(text: Any) -> None:
     """As many of the first layers as hold every kind, at least two. Configurations without a list of kinds keep two."""
-    kinds: Sequence[str] | None = getattr(text, "layer_types", None)
+    kinds: list[str] | None = getattr(text, "layer_types", None)
     if kinds:
-        count = max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
+        count = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
         with suppress(AttributeError):  # some make the list themselves, of the number of layers
-            text.layer_types = list(kinds)[:count]
+            text.layer_types = kinds[:count]
         text.num_hidden_layers = count
     else:
         text.num_hidden_layers = min(2, int(text.num_hidden_layers))
@@ -210,3 +225,40 @@ def draw_weights(model: nn.Module) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
         else:
             parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+
+
+# --- Proofs that are kept ---------------------------------------------------------------------------------------------
+
+
+_VERSIONED = ("midflight", "transformers", "torch")
+
+
+def kept_proof(part: str, config: PreTrainedConfig, make: Callable[[], Proof]) -> Proof:
+    """The proof of a stand-in, made once for each configuration and for our version, transformers' and torch's: it depends on nothing else."""
+    versions = [f"{name} {version(name)}" for name in _VERSIONED]
+    known = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "transformers_version", "dtype")}
+    key = hashlib.sha256(repr((part, versions, sorted(known.items(), key=str))).encode()).hexdigest()
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midflight" / "proofs" / f"{key}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Proof)
+    except (OSError, msgspec.DecodeError):
+        made = make()
+    with suppress(OSError):  # a home that cannot be written to: then it is proven each time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(msgspec.json.encode(made))
+        draft.replace(path)
+    return made
+
+
+def prove_small(
+    part: str, model: PreTrainedModel, prove: Callable[[PreTrainedModel, int | None], Proof], *, max_context: int | None = None
+) -> Proof:
+    """What `prove` finds of a copy of the model in float32 with rows of up to `max_context`, or, where the model is large, of its stand-in.
+
+    The model stays as it is.
+    """
+    if is_small(model):
+        return prove(copy.deepcopy(model).float(), max_context)
+    config = stand_in_config(model.config, max_context)
+    return kept_proof(part, config, lambda: prove(stand_in(model, max_context=max_context), None))

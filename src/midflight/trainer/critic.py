@@ -23,7 +23,7 @@ from midflight.errors import ConfigError
 from midflight.trainer.formulas import reductions
 from midflight.trainer.formulas.advantages import batch_normalised, gae
 from midflight.trainer.formulas.losses import value_loss
-from midflight.trainer.model.microbatch import Index, MicroBatch
+from midflight.trainer.model.microbatch import Index, Layout, MicroBatch
 from midflight.trainer.model.policy import Passes, Ranks, Scores, TokenModel
 from midflight.trainer.step import Adam, LossTokens, adamw, clear_gradients, clipped_step
 
@@ -41,8 +41,8 @@ class Valuation:
 class ValueModel(TokenModel):
     """A decoder with one linear number on its last hidden state, 0 at first. In float32 (float64 for a float64 model)."""
 
-    def __init__(self, decoder: PreTrainedModel) -> None:
-        super().__init__(decoder)
+    def __init__(self, decoder: PreTrainedModel, layout: Layout = Layout.PACKED) -> None:
+        super().__init__(decoder, layout)
         like = next(decoder.parameters())
         self.weight = nn.Parameter(like.new_zeros(decoder.config.get_text_config().hidden_size))
         self.bias = nn.Parameter(like.new_zeros(1))
@@ -54,11 +54,11 @@ class ValueModel(TokenModel):
         return (hidden.to(precise) * self.weight.to(precise)).sum(-1) + self.bias.to(precise), None
 
 
-def value_model_of(model: PreTrainedModel) -> ValueModel:
+def value_model_of(model: PreTrainedModel, layout: Layout = Layout.PACKED) -> ValueModel:
     """A copy of a policy's decoder, without its output layer. What is frozen in the policy (the base of adapters) is frozen in the copy."""
     if model.base_model is model:
         raise ConfigError(f"{type(model).__name__} has no output layer to replace by a critic's. Choose another objective.advantage.")
-    return ValueModel(cast(PreTrainedModel, copy.deepcopy(model.base_model)))
+    return ValueModel(cast(PreTrainedModel, copy.deepcopy(model.base_model)), layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

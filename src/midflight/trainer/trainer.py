@@ -18,27 +18,17 @@ from transformers import PreTrainedModel
 
 from midflight.config.checks import component_weights, takes_whole_rollouts
 from midflight.config.sections import Config
-from midflight.errors import ConfigError, RunFailed, StepSkipped
+from midflight.errors import RunFailed, StepSkipped
+from midflight.trainer import step as steps
 from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.formulas import diagnostics
-from midflight.trainer.model.microbatch import Index, MicroBatch, Predictions, predictions_of, split
-from midflight.trainer.model.policy import Passes, Policy, Ranks, TokenModel, check_fits, compile_layers, recompute_activations, shard
+from midflight.trainer.model.layers import compile_layers, recompute_activations
+from midflight.trainer.model.microbatch import Example, Index, Layout, MicroBatch, answer_predictions, split
+from midflight.trainer.model.policy import Passes, Policy, Ranks, TokenModel, check_fits, shard
 from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
 from midflight.trainer.own_loss import objective_of
-from midflight.trainer.step import (
-    Adam,
-    LossTokens,
-    Schedule,
-    StepRecord,
-    StepReport,
-    adamw,
-    clear_gradients,
-    clipped_step,
-    report_of,
-    step_tokens,
-    token_metrics,
-)
+from midflight.trainer.step import Adam, LossTokens, Schedule, StepRecord, StepReport, adamw, clear_gradients, clipped_step
 from midflight.types import PackedBatch, Version
 
 
@@ -57,6 +47,8 @@ class Scale:
     micro_batch_tokens: int = 4096
     compute_dtype: torch.dtype | None = None
     """Precision of forward and backward; None is that of the weights."""
+    layout: Layout = Layout.PACKED
+    """How rows lie in a micro-batch: one in which the model is right (`trainer.model.probe`)."""
     activation_checkpointing: bool = False
     compile: bool = False
 
@@ -114,9 +106,9 @@ class PolicyTrainer:
         self._reference: Passes | None = None
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
-            self._reference = self._passes(Policy(held), scale, temperature, trains=False)
-        judge = None if valuation is None else value_model_of(model)  # a copy, made before the layers are changed
-        self._passes_of_policy = self._passes(Policy(model), scale, temperature)
+            self._reference = self._passes(Policy(held, scale.layout), scale, temperature, trains=False)
+        judge = None if valuation is None else value_model_of(model, scale.layout)  # a copy, made before the layers are changed
+        self._passes_of_policy = self._passes(Policy(model, scale.layout), scale, temperature)
         self.optimizer = adamw(model, learning_rate=adam.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
         self.critic: Critic | None = None
         if judge is not None and valuation is not None:
@@ -149,7 +141,7 @@ class PolicyTrainer:
                 f"the batch is leased for version {batch.train_version}, the trainer is at {self.version}. Lease a batch for it."
             )
         check_fits(batch, self.model)
-        tokens = step_tokens(
+        tokens = steps.step_tokens(
             batch,
             self._scoring,
             max_staleness=self._rules.max_staleness,
@@ -158,7 +150,7 @@ class PolicyTrainer:
             device=self._device,
         )
         record, tokens = self._update_all(tokens)
-        report = report_of(record, batch, tokens, version=self.version + 1, learning_rate=self.learning_rate)
+        report = steps.report_of(record, batch, tokens, version=self.version + 1, learning_rate=self.learning_rate)
         self.version, self.num_steps = report.version, self.num_steps + 1
         self.num_skipped += report.skipped is not None
         return report
@@ -193,7 +185,7 @@ class PolicyTrainer:
     def _one_update(self, update: Update, record: StepRecord) -> None:
         clear_gradients(self.model)
         loss = self._accumulate(update, self._factors(update), record)
-        alarms = diagnostics.alarms(token_metrics(record, update.tokens, update.where))
+        alarms = diagnostics.alarms(steps.token_metrics(record, update.tokens, update.where))
         record.alarms += [sentence for sentence in alarms if sentence not in record.alarms]
         if alarms and self._rules.on_alarm == "stop":
             raise RunFailed(
@@ -300,9 +292,14 @@ class Update:
 
 
 def trainer_of(
-    config: Config, model: PreTrainedModel, *, reference: PreTrainedModel | None = None, version: Version = 0, ranks: Ranks | None = None
+    config: Config,
+    model: PreTrainedModel,
+    *,
+    layout: Layout = Layout.PACKED,
+    reference: PreTrainedModel | None = None,
+    ranks: Ranks | None = None,
 ) -> PolicyTrainer:
-    """The trainer a configuration asks for."""
+    """The trainer a configuration asks for. `layout`: one in which the model is right."""
     section, c = config.trainer, config.critic
     return PolicyTrainer(
         model,
@@ -324,21 +321,17 @@ def trainer_of(
             compute_dtype=torch.bfloat16 if section.compute_dtype == "bfloat16" else None,
             activation_checkpointing=section.activation_checkpointing,
             compile=section.compile,
+            layout=layout,
         ),
         reference=reference,
         valuation=Valuation(c.learning_rate, c.discount, c.trace_decay, c.clip) if config.objective.advantage == "gae" else None,
         rules=StepRules(section.updates_per_step, config.rollout.max_staleness, section.max_missing_share, section.on_alarm),
         temperature=config.environment.temperature,
-        version=version,
         ranks=ranks,
     )
 
 
 # --- Supervised fine-tuning -------------------------------------------------------------------------------------------
-
-
-Example = tuple[Sequence[int], Sequence[int]]
-"""Ids of a prompt and of the answer to learn, its end-of-message token included."""
 
 
 class SupervisedTrainer:
@@ -354,9 +347,10 @@ class SupervisedTrainer:
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         micro_batch_tokens: int = 4096,
+        layout: Layout = Layout.PACKED,
     ) -> None:
         self.model = model
-        self._policy = Policy(model)
+        self._policy = Policy(model, layout)
         self.num_steps = 0
         self._optimizer = adamw(model, learning_rate=learning_rate, betas=betas, weight_decay=weight_decay)
         self._schedule = schedule or Schedule()
@@ -370,7 +364,9 @@ class SupervisedTrainer:
         device = next(self.model.parameters()).device
         clear_gradients(self.model)
         total = 0.0
-        for micro in split(predictions, np.arange(len(predictions.targets)), budget=self._budget, device=device):
+        for micro in split(
+            predictions, np.arange(len(predictions.targets)), budget=self._budget, device=device, layout=self._policy.layout
+        ):
             loss = -self._policy(micro, temperature=1.0)[0].sum() / len(predictions.targets)
             torch.autograd.backward(loss)
             total += float(loss.detach())
@@ -380,20 +376,3 @@ class SupervisedTrainer:
         if not np.isfinite([total, norm]).all():
             raise StepSkipped(f"supervised step {self.num_steps}: loss {total}, gradient norm {norm}. Lower warm_start.learning_rate.")
         return total
-
-
-def answer_predictions(examples: Sequence[Example]) -> Predictions:
-    """Rows of prompt and answer that predict the answer only."""
-    for number, (prompt, answer) in enumerate(examples):
-        if not len(prompt) or not len(answer):
-            raise ConfigError(
-                f"example {number} has a prompt of {len(prompt)} and an answer of {len(answer)} tokens. Both need at least one."
-            )
-    if not examples:
-        raise ConfigError("a supervised step got no examples. Give it at least one.")
-    lengths = [len(prompt) + len(answer) for prompt, answer in examples]
-    return predictions_of(
-        np.concatenate([[*prompt, *answer] for prompt, answer in examples]).astype(np.int32),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        mask=np.concatenate([[False] * len(prompt) + [True] * len(answer) for prompt, answer in examples]),
-    )

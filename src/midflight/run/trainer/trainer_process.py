@@ -31,10 +31,12 @@ from midflight.run.trainer.training import TrainingLoop
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.folders import newest_whole, version_of
+from midflight.trainer.model.microbatch import Example, Layout
 from midflight.trainer.model.policy import Ranks, join
+from midflight.trainer.model.probe import proven_layout
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.step import Schedule
-from midflight.trainer.trainer import Example, PolicyTrainer, SupervisedTrainer, trainer_of
+from midflight.trainer.trainer import PolicyTrainer, SupervisedTrainer, trainer_of
 from midflight.types import GenerateRequest, SamplingParams, Task, Version, WeightManifest
 from midflight.types.facts import unheard
 from midflight.weights.transports.publish import Publisher
@@ -128,8 +130,12 @@ async def _ready(config: Config, spec: TrainerSpec, launcher: Launcher, publishe
     checkpoint = None
     if spec.resume:
         checkpoint = await asyncio.to_thread(newest_whole, run / "checkpoints", lambda said: launcher.tell(Alarm(said)))
-    model = await _first(config, launcher) if checkpoint is None else await asyncio.to_thread(_started, config)
-    team = await asyncio.to_thread(_team, config, model, spec, launcher)
+    if checkpoint is None:
+        model, layout = await _first(config, launcher)
+    else:
+        model = await asyncio.to_thread(_started, config)
+        layout = await asyncio.to_thread(_layout, config, model)
+    team = await asyncio.to_thread(_team, config, model, layout, spec, launcher)
     if checkpoint is None:
         return team, None
     as_version = published.resumed_as(version_of(checkpoint))
@@ -138,24 +144,33 @@ async def _ready(config: Config, spec: TrainerSpec, launcher: Launcher, publishe
     return team, resumed
 
 
-async def _first(config: Config, launcher: Launcher) -> PreTrainedModel:
-    """The model that the ring starts with, warmed up. Waits for the warm start, between whose steps it may be cancelled.
+async def _first(config: Config, launcher: Launcher) -> tuple[PreTrainedModel, Layout]:
+    """The model that the ring starts with, proven and warmed up. Waits for the warm start, between whose steps it may be cancelled.
 
     It is written down for engines and other ranks; and, where the loss asks for one, as the reference, which a resumed run keeps.
     """
     run = Path(config.run.folder)
     source = await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
     model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
-    adapters = _adapters(config, model)  # a wrong one is told before a warm start
+    layout = await asyncio.to_thread(_layout, config, model, launcher.tell)  # a model that cannot be trained is told before all else
+    adapters = _adapters(config, model)
     if (target := config.warm_start.target_accuracy) is not None:
         sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
         with launcher.heart.doing("makes the warm start", computes=True):
-            await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell, target=target)
+            await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell, target=target, layout=layout)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
     for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
         await asyncio.to_thread(export_model, model, source, run / name)
-    return model
+    return model, layout
+
+
+def _layout(config: Config, model: PreTrainedModel, tell: Callable[[Alarm], None] | None = None) -> Layout:
+    """How rows must lie for the model's numbers to be right, which is proven here. A slow way is told once."""
+    layout, found = proven_layout(model, max_context=config.model.max_context)
+    if layout is not Layout.PACKED and tell is not None:
+        tell(Alarm(f"{type(model).__name__} trains in padded rows, which is exact and slower: packed rows are not right ({found.reason})."))
+    return layout
 
 
 def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
@@ -163,20 +178,21 @@ def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
     return load_model(Path(config.run.folder) / "start", dtype=config.model.dtype, device=device or config.trainer.device)
 
 
-def _team(config: Config, model: PreTrainedModel, spec: TrainerSpec, launcher: Launcher) -> Team:
+def _team(config: Config, model: PreTrainedModel, layout: Layout, spec: TrainerSpec, launcher: Launcher) -> Team:
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
         join(spec.meeting, rank=0, size=config.trainer.ranks)
-    return Team(_trainer(config, model), checkpoints, keep=config.trainer.keep_checkpoints, tell=launcher.tell)
+    return Team(_trainer(config, model, layout), checkpoints, keep=config.trainer.keep_checkpoints, tell=launcher.tell)
 
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
     """Waits for the first rank, which writes down what the others begin with before it joins them."""
     join(spec.meeting, rank=spec.rank, size=config.trainer.ranks)
-    return _trainer(config, _started(config))
+    model = _started(config)
+    return _trainer(config, model, _layout(config, model))
 
 
-def _trainer(config: Config, model: PreTrainedModel) -> PolicyTrainer:
+def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTrainer:
     reference = None
     if config.objective.kl_coefficient:
         folder = Path(config.run.folder) / "reference"
@@ -185,7 +201,7 @@ def _trainer(config: Config, model: PreTrainedModel) -> PolicyTrainer:
                 f"objective.kl_coefficient is set, and {folder} is not there: the run began without one. Remove it, or start anew without --resume."
             )
         reference = load_model(folder, dtype=config.model.dtype, device=config.trainer.device)
-    return trainer_of(config, model, reference=reference, ranks=Ranks.joined())
+    return trainer_of(config, model, layout=layout, reference=reference, ranks=Ranks.joined())
 
 
 def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -> None:
@@ -270,6 +286,7 @@ async def warm_start(
     tell: Callable[[WarmStart], None],
     *,
     target: float,
+    layout: Layout = Layout.PACKED,
 ) -> None:
     """Trains on answers until exact match on the first source's held-out tasks, sampled, reaches the target.
 
@@ -278,7 +295,7 @@ async def warm_start(
     section = config.warm_start
     held_out = Accuracy(model, tokenizer, sources[0].heldout[:EVALUATED_TASKS], config)  # before the trainer changes how the model attends
     schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
-    trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule)
+    trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule, layout=layout)
     examples = _examples(tokenizer, sources, seed=config.run.seed)
     for step in range(1, section.max_steps + 1):
         try:

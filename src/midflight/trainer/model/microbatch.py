@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,9 +19,21 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midflight.errors import ConfigError
 from midflight.trainer.model.attention import Runs
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class Layout(StrEnum):
+    """How the rows of a micro-batch lie, from the fastest to the one that fits every model that takes rows."""
+
+    PACKED = "packed"
+    """End to end, what they share only once. The model's attention is ours."""
+    PADDED = "padded"
+    """Under each other, of similar length, padded on the right. The model's attention and mask are its own."""
+    EQUAL = "equal"
+    """Under each other, whole and of one length: for models in which the numbers of a row depend on how long the micro-batch's longest is."""
 
 
 def shift(values: NDArray[Scalar], row_offsets: NDArray[np.integer[Any]]) -> NDArray[Scalar]:
@@ -140,14 +153,17 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """One forward: N input tokens in rows laid end to end, and the k predictions made on them."""
+    """One forward: input tokens in R rows of L, and the k predictions made on them. Packed rows lie end to end in one row of all N tokens."""
 
-    input_ids: Int[Tensor, "1 N"]
-    position_ids: Int[Tensor, "1 N"]
-    """The place of each token in its row."""
-    runs: Runs
+    input_ids: Int[Tensor, "R L"]
+    runs: Runs | None
+    """How packed rows lie; None where rows lie under each other."""
+    position_ids: Int[Tensor, "1 N"] | None
+    """The place of each token in its row, of packed rows. Other rows begin at their first token, as the model counts by itself."""
+    attention_mask: Int[Tensor, "R L"] | None
+    """1 for tokens and 0 for padding, where there is padding."""
     inputs: Int[Tensor, " k"]
-    """Where in `input_ids` the predictions are made."""
+    """Where in `input_ids`, read row by row, the predictions are made."""
     targets: Int[Tensor, " k"]
     predictions: Int[Tensor, " k"]
     """Which of the `Predictions` these are."""
@@ -164,13 +180,40 @@ def predictions_of(token_ids: NDArray[np.int32], row_offsets: NDArray[np.int32],
     )
 
 
-def split(predictions: Predictions, chosen: Index, *, budget: int, device: torch.device) -> Iterator[MicroBatch]:
+Example = tuple[Sequence[int], Sequence[int]]
+"""Ids of a prompt and of the answer to learn, its end-of-message token included."""
+
+
+def answer_predictions(examples: Sequence[Example]) -> Predictions:
+    """Rows of prompt and answer that predict the answer only."""
+    for number, (prompt, answer) in enumerate(examples):
+        if not len(prompt) or not len(answer):
+            raise ConfigError(
+                f"example {number} has a prompt of {len(prompt)} and an answer of {len(answer)} tokens. Both need at least one."
+            )
+    if not examples:
+        raise ConfigError("a supervised step got no examples. Give it at least one.")
+    lengths = [len(prompt) + len(answer) for prompt, answer in examples]
+    return predictions_of(
+        np.concatenate([[*prompt, *answer] for prompt, answer in examples]).astype(np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        mask=np.concatenate([[False] * len(prompt) + [True] * len(answer) for prompt, answer in examples]),
+    )
+
+
+def split(
+    predictions: Predictions, chosen: Index, *, budget: int, device: torch.device, layout: Layout = Layout.PACKED
+) -> Iterator[MicroBatch]:
     """Micro-batches of at most `budget` tokens that hold the `chosen` predictions (ascending indices) and no others.
 
-    Rows that begin alike share what they begin with: it is computed once. A row ends with its last chosen prediction, because what
-    follows can't change it. A row longer than the budget goes alone.
+    Packed rows that begin alike share what they begin with: it is computed once. A row ends with its last chosen prediction, because
+    what follows can't change it, but in `Layout.EQUAL`, where it can. A row longer than the budget goes alone.
     """
-    rows = _rows(predictions, chosen)
+    rows = _rows(predictions, chosen, whole=layout is Layout.EQUAL)
+    if layout is not Layout.PACKED:
+        for padded in _of_similar_length(rows, budget=budget, equal=layout is Layout.EQUAL):
+            yield _pad(predictions, padded, device=device)
+        return
     found = families([predictions.input_ids[row.begin : row.begin + row.length] for row in rows])
     for part in fill(found, [row.length for row in rows], budget=budget):
         yield _pack(predictions, rows, part, device=device)
@@ -221,15 +264,47 @@ class _RowSpan(NamedTuple):
     chosen: Index
 
 
-def _rows(predictions: Predictions, chosen: Index) -> list[_RowSpan]:
+def _rows(predictions: Predictions, chosen: Index, *, whole: bool = False) -> list[_RowSpan]:
     numbers, first = np.unique(predictions.row[chosen], return_index=True)
     if not len(numbers):
         return []
-    begins = predictions.offsets[numbers]
+    begins, ends = predictions.offsets[numbers], predictions.offsets[numbers + 1]
     return [
-        _RowSpan(int(begin), int(predictions.inputs[own[-1]] - begin) + 1, own)
-        for begin, own in zip(begins, np.split(chosen, first[1:]), strict=True)
+        _RowSpan(int(begin), int(end - begin) if whole else int(predictions.inputs[own[-1]] - begin) + 1, own)
+        for begin, end, own in zip(begins, ends, np.split(chosen, first[1:]), strict=True)
     ]
+
+
+def _of_similar_length(rows: Sequence[_RowSpan], *, budget: int, equal: bool) -> Iterator[list[_RowSpan]]:
+    """Shortest first, so that padding is little; parts of at most `budget` tokens with it, or of one row."""
+    part: list[_RowSpan] = []
+    for row in sorted(rows, key=lambda row: row.length):
+        if part and (row.length * (len(part) + 1) > budget or (equal and row.length != part[0].length)):
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part
+
+
+def _pad(predictions: Predictions, rows: Sequence[_RowSpan], *, device: torch.device) -> MicroBatch:
+    """Rows are filled up with their last token, which no token before it sees."""
+    lengths = np.array([row.length for row in rows])
+    width = int(lengths.max())
+    upto = np.minimum(np.arange(width), lengths[:, None] - 1)
+    begins = np.array([row.begin for row in rows])
+    chosen = np.concatenate([row.chosen for row in rows])
+    where = np.concatenate([number * width + predictions.inputs[row.chosen] - row.begin for number, row in enumerate(rows)])
+    mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
+    return MicroBatch(
+        input_ids=on_device(predictions.input_ids[begins[:, None] + upto], device),
+        runs=None,
+        position_ids=None,
+        attention_mask=None if mask.all() else on_device(mask, device),
+        inputs=on_device(where, device),
+        targets=on_device(predictions.targets[chosen], device),
+        predictions=on_device(chosen, device),
+    )
 
 
 class _Stretch(NamedTuple):
@@ -265,6 +340,7 @@ def _pack(predictions: Predictions, rows: Sequence[_RowSpan], part: Sequence[Fam
     return MicroBatch(
         input_ids=on_device(predictions.input_ids[tokens], device)[None],
         position_ids=on_device(np.concatenate(positions), device)[None],
+        attention_mask=None,
         runs=Runs(
             counts=tuple(kinds.values()),
             lengths=tuple(length for _, length in kinds),

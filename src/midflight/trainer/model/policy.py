@@ -1,7 +1,7 @@
 """A causal language model as the trainer uses it: the one place where the trainer meets the architecture; its output layer without
 logits, which gives log-probabilities of given tokens in memory that does not grow with the vocabulary; and what makes a model fit and
-go fast: ranks that share a step, sharding, recomputed activations, lower precision, compiled layers, and the forwards over a step's
-predictions, of which each rank makes its share.
+go fast: ranks that share a step, sharding, lower precision, and the forwards over a step's predictions, of which each rank makes its
+share.
 
 Logits are made for a few predictions at a time, read, and forgotten; the backward makes them again. At most `CHUNK` of them exist
 at once, whatever the vocabulary and the number of predictions.
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -23,12 +22,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from midflight.errors import ConfigError, RunFailed
-from midflight.trainer.model.attention import Runs, attend_raggedly
-from midflight.trainer.model.microbatch import Index, MicroBatch, Predictions, num_oversized, share_of, split
+from midflight.errors import RunFailed
+from midflight.models.proof import forget_lengths
+from midflight.trainer.model.attention import Runs, attend_raggedly, laid
+from midflight.trainer.model.layers import decoder_layers, unpack_mixers
+from midflight.trainer.model.microbatch import Index, Layout, MicroBatch, Predictions, num_oversized, share_of, split
 from midflight.types import PackedBatch
 
 Scores = tuple[Float[Tensor, " k"], "Float[Tensor, ' k'] | None"]
@@ -37,9 +37,12 @@ Scores = tuple[Float[Tensor, " k"], "Float[Tensor, ' k'] | None"]
 class TokenModel(nn.Module):
     """A decoder that gives a number for each prediction of a micro-batch. Its parameters are those of `model`, under `model.`"""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED) -> None:
         super().__init__()
-        attend_raggedly(model)
+        self.layout = layout
+        if layout is Layout.PACKED:
+            attend_raggedly(model)
+            unpack_mixers(model)
         model.eval()  # No dropout: the log-probabilities must be those of the distribution that an engine samples.
         self.model = model
 
@@ -48,17 +51,25 @@ class TokenModel(nn.Module):
         raise NotImplementedError
 
     def _hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
-        found = self.model.base_model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, runs=micro.runs)
-        hidden: Tensor = found.last_hidden_state[0, micro.inputs]
+        with laid(micro.runs):
+            found = self.model.base_model(**self._read(micro))
+        hidden: Tensor = found.last_hidden_state.flatten(0, 1)[micro.inputs]
         kind = hidden.device.type
         return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
+
+    def _read(self, micro: MicroBatch) -> dict[str, Any]:
+        """What the model is told: of packed rows their positions, of others their padding, if there is any."""
+        if self.layout is Layout.EQUAL:
+            forget_lengths(self.model)
+        told = {"position_ids": micro.position_ids, "attention_mask": micro.attention_mask}
+        return {"input_ids": micro.input_ids, "use_cache": False, **{name: value for name, value in told.items() if value is not None}}
 
 
 class Policy(TokenModel):
     """Gives the log-probability of tokens instead of logits."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED) -> None:
+        super().__init__(model, layout)
         self._has_plain_head = has_plain_head(model)
 
     def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
@@ -79,13 +90,10 @@ class Policy(TokenModel):
         return table.gather(-1, micro.targets[:, None]).squeeze(-1), entropy
 
     def _logits(self, micro: MicroBatch) -> Float[Tensor, "k V"]:
-        return self.model(
-            input_ids=micro.input_ids,
-            position_ids=micro.position_ids,
-            use_cache=False,
-            logits_to_keep=micro.inputs,
-            runs=micro.runs,
-        ).logits[0]
+        if micro.runs is None:  # rows keep different predictions, so all logits are made
+            return self.model(**self._read(micro)).logits.flatten(0, 1)[micro.inputs]
+        with laid(micro.runs):
+            return self.model(**self._read(micro), logits_to_keep=micro.inputs).logits[0]
 
 
 def check_fits(batch: PackedBatch, model: PreTrainedModel) -> None:
@@ -108,7 +116,7 @@ def _longest_context(model: PreTrainedModel) -> int | None:
 
     Some configurations count the stretch of rotary positions in, some do not.
     """
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     context: int | None = getattr(config, "max_position_embeddings", None)
     stretch = (getattr(config, "rope_parameters", None) or {}).get("factor") or 1
     return None if context is None else int(context * max(1, stretch))
@@ -122,9 +130,9 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         return False
     device = layer.weight.device
     ids = torch.tensor([[1, 2, 3]], device=device)
-    options = {"position_ids": torch.arange(3, device=device)[None], "use_cache": False, "runs": Runs.of_one(3)}
-    hidden: Tensor = model.base_model(input_ids=ids, **options).last_hidden_state
-    logits: Tensor = model(input_ids=ids, **options).logits
+    with laid(Runs.of_one(3)):
+        hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return torch.allclose(nn.functional.linear(hidden, layer.weight, layer.bias), logits, rtol=1e-3, atol=1e-5)
 
 
@@ -276,32 +284,6 @@ class Ranks:
         return int(found)
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, by the names that the architecture gives for them. `ConfigError` if there are none."""
-    names = set(cast("list[str] | None", getattr(model, "_no_split_modules", None)) or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if not found:
-        raise ConfigError(
-            f"{type(model).__name__} does not say what its layers are, so it cannot be split. "
-            "Set trainer.ranks = 1, trainer.activation_checkpointing = false and trainer.compile = false."
-        )
-    return found
-
-
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Each layer keeps its input only and computes the rest again in the backward. Values and gradients stay the same to the bit."""
-    for layer in decoder_layers(model):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles the feed-forward part of every layer, in place: names stay. Not the attention: its rows have other lengths in every micro-batch."""
-    for layer in decoder_layers(model):
-        for child in layer.children():
-            if not any(type(inner).__name__.endswith("Attention") for inner in child.modules()):
-                child.compile(dynamic=True)
-
-
 def shard(reader: TokenModel, ranks: Ranks, *, compute_dtype: torch.dtype | None) -> None:
     """FSDP2 (Zhao et al. 2023, 2304.11277): each rank keeps its share of every parameter, and gathers a layer when it is used.
 
@@ -358,10 +340,10 @@ class Passes:
         Gathering layers takes all ranks, so one that has fewer micro-batches than another does some for nothing, marked as not its own.
         """
         mine = share_of(predictions, chosen, rank=self._ranks.rank, size=self._ranks.size)
-        micros = list(split(predictions, mine, budget=self._budget, device=self._device))
+        micros = list(split(predictions, mine, budget=self._budget, device=self._device, layout=self.reader.layout))
         own, count = len(micros), self._ranks.largest(len(micros))
         if count > own:
-            idle = next(split(predictions, chosen[:1], budget=self._budget, device=self._device))
+            idle = next(split(predictions, chosen[:1], budget=self._budget, device=self._device, layout=self.reader.layout))
             micros += [idle] * (count - own)
         for number, micro in enumerate(micros):
             with torch.set_grad_enabled(trains), precision(self.reader, self._compute_dtype):

@@ -1,0 +1,130 @@
+"""Before a run costs anything: does the trainer compute what the model computes, and with rows laid out in which way?
+
+Four rows, two of which begin alike, go through `Policy` as in a step, and each through the model alone. Log-probabilities and the
+gradient of a step must agree. The first layout in which they do is the one to train with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from midflight.errors import ConfigError
+from midflight.models.proof import TOLERANCE, Proof, Row, Way, attention_of, eagerly, own_logprobs, prove_small, rows_to_try
+from midflight.trainer.model.microbatch import Index, Layout, Predictions, split
+from midflight.trainer.model.policy import Policy
+
+PART = "trainer"
+TEMPERATURE = 0.7
+"""Not 1, so that a temperature in the wrong place shows."""
+_REMEDY = "Choose an architecture from docs/models.md."
+
+
+def prove(model: PreTrainedModel, *, max_context: int | None = None) -> Proof:
+    """How the trainer computes this model; `Proof.layout` names the layout. The model stays as it is: a copy is tried. Takes seconds.
+
+    Of a large model a small copy of its configuration is tried, and what is found is kept. `max_context` is the longest row of the run.
+    """
+    return prove_small(PART, model, _prove, max_context=max_context)
+
+
+def proven_layout(model: PreTrainedModel, *, max_context: int | None = None) -> tuple[Layout, Proof]:
+    """The layout to train the model with. `ConfigError` where there is none in which its numbers are right."""
+    found = prove(model, max_context=max_context)
+    if not found.is_right:
+        raise ConfigError(f"training {type(model).__name__}: {found.reason}")
+    return Layout(found.layout), found
+
+
+def _prove(model: PreTrainedModel, max_context: int | None) -> Proof:
+    trial = _RowsTried(rows_to_try(model, max_context=max_context))
+    expected, own = trial.of_the_model(model), attention_of(model)
+    closest, why = (inf, inf), ""
+    for layout in Layout:
+        model.set_attn_implementation(own)
+        try:
+            errors = trial.of_the_trainer(model, layout).errors(expected)
+        except Exception as error:  # an architecture fails as it likes to; here it is one that this layout does not fit
+            said = f"{layout}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        else:
+            if max(errors) <= TOLERANCE:
+                return Proof(PART, Way.PACKED if layout is Layout.PACKED else Way.FALLBACK, *errors, reason=why, layout=layout)
+            closest = min(closest, errors, key=max)
+            said = f"{layout}: off by {errors[0]:.2g} nats, its gradient by {errors[1]:.2g} of its size"
+        why = f"{why}; {said}" if why else said
+    return Proof(PART, Way.REFUSED, *closest, reason=f"its numbers are not the model's own ({why}). {_REMEDY}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    logprobs: Tensor
+    """[K]"""
+    gradients: dict[str, Tensor]
+
+    def errors(self, expected: _Numbers) -> tuple[float, float]:
+        """The worst log-probability in nats, and the worst gradient of a tensor relative to its own size, or to a hundredth of the whole
+        gradient's if that is more: the rest of a tensor that gets next to nothing is rounding."""
+        whole = sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
+        worst = 0.0
+        for name, own in expected.gradients.items():
+            worst = max(worst, float((self.gradients[name] - own).norm()) / (float(own.norm()) + 0.01 * whole))
+        nats = float((self.logprobs - expected.logprobs).abs().max())
+        return (nats, worst) if isfinite(nats + worst) else (inf, inf)
+
+
+class _RowsTried:
+    """Rows, the predictions on them that are trained, and the weight of each in the loss."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        draw = np.random.default_rng(1)
+        trained = [draw.random(len(row) - 1) < 0.7 for row in rows]
+        trained[2][-3:] = False  # what follows a row's last prediction must not matter
+        self.rows = rows
+        self.offsets = np.cumsum([0, *(len(row) - 1 for row in rows)])
+        chosen = np.flatnonzero(np.concatenate(trained))
+        targets = np.concatenate([row[1:] for row in rows])[chosen]
+        self.predictions = Predictions(np.concatenate([row[:-1] for row in rows]), self.offsets, chosen, targets)
+        self.weights = torch.from_numpy(draw.normal(size=len(chosen)) / len(chosen)).float()
+
+    def of_the_model(self, model: PreTrainedModel) -> _Numbers:
+        """Row by row, as the model does it by itself."""
+        found, p = torch.zeros(len(self.weights)), self.predictions
+        model.zero_grad()
+        with eagerly(model):
+            for number, row in enumerate(self.rows):
+                mine = np.flatnonzero(p.row == number)
+                if len(mine):
+                    scores = own_logprobs(model, row[:-1], row[1:], temperature=TEMPERATURE)[p.inputs[mine] - self.offsets[number]]
+                    self._backward(scores, mine)
+                    found[mine] = scores.detach().cpu()
+        return _Numbers(found, _gradients(model))
+
+    def of_the_trainer(self, model: PreTrainedModel, layout: Layout) -> _Numbers:
+        """As in a step, in as few micro-batches as the layout makes."""
+        found, everything = torch.zeros(len(self.weights)), np.arange(len(self.weights))
+        model.zero_grad()
+        policy = Policy(model, layout)
+        device = next(model.parameters()).device
+        for micro in split(self.predictions, everything, budget=2**20, device=device, layout=layout):
+            scores, _ = policy(micro, temperature=TEMPERATURE)
+            mine = micro.predictions.cpu().numpy()
+            self._backward(scores, mine)
+            found[mine] = scores.detach().cpu()
+        return _Numbers(found, _gradients(model))
+
+    def _backward(self, scores: Tensor, which: Index) -> None:
+        torch.autograd.backward((self.weights[which].to(scores.device) * scores).sum())
+
+
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """None is no gradient: 0."""
+    return {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad.clone()).float().cpu()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
