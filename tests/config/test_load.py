@@ -82,7 +82,10 @@ def test_an_unknown_section_and_unknown_keys_inside_lists_are_found(tmp_path: Pa
         ("weights.commit=roling", "weights.commit must be one of 'rolling', 'barrier', got 'roling'. Did you mean 'rolling'?"),
         ("rollout=3", "rollout must be a table of options, got 3; write [rollout]"),
         ("environment.sources=3", "environment.sources must be a list of tables, got 3; write [[environment.sources]]"),
-        ("environment.sources.1.size=3", "environment.sources.1.dataset is missing; it must be text"),
+        (
+            "environment.sources.1.size=3",
+            "environment.sources.1 says nothing of where its tasks are from; give it exactly one of dataset, path, entry and posted",
+        ),
     ],
 )
 def test_a_bad_value_is_refused_in_plain_words(override: str, expected: str) -> None:
@@ -128,10 +131,10 @@ def test_none_unsets_an_option_that_may_be_unset() -> None:
 
 def test_list_members_are_reached_by_index_also_in_the_default_list(tmp_path: Path) -> None:
     changed = load_config(None, ["environment.sources.0.size=100", "environment.sources.1.dataset=chain_sum"])
-    assert [(s.dataset, s.size) for s in changed.environment.sources] == [("spell_backward", 100), ("chain_sum", 2000)]
+    assert [(s.dataset, s.size) for s in changed.environment.sources] == [("spell_backward", 100), ("chain_sum", None)]
     path = write(tmp_path, '[[environment.sources]]\ndataset = "a"\n[[environment.sources]]\ndataset = "b"\nsize = 7\n')
     config = load_config(path, ["environment.sources.1.options.min_word_len=3"])
-    assert [(s.dataset, s.size) for s in config.environment.sources] == [("a", 2000), ("b", 7)]
+    assert [(s.dataset, s.size) for s in config.environment.sources] == [("a", None), ("b", 7)]
     assert config.environment.sources[1].options == {"min_word_len": 3}
 
 
@@ -151,3 +154,13 @@ def test_every_shipped_configuration_loads() -> None:
     assert files
     for file in files:
         load_config(file)
+
+
+@pytest.mark.parametrize(("written", "read"), [("7", 7), ("0.25", 0.25), ('"held.jsonl"', Path("held.jsonl")), ('"none"', None)])
+def test_what_is_held_out_is_a_number_a_share_or_a_file(tmp_path: Path, written: str, read: object) -> None:
+    path = write(tmp_path, f'[[environment.sources]]\npath = "x.jsonl"\nheldout = {written}\n')
+    assert load_config(path).environment.sources[0].heldout == read
+
+
+def test_what_is_held_out_is_refused_in_words() -> None:
+    assert "must be a whole number >= 0 or a number >= 0 and < 1 or text" in message(None, "environment.sources.0.heldout=-1")

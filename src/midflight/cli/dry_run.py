@@ -62,7 +62,7 @@ def _run(config: Config) -> Table:
     target = config.warm_start.target_accuracy
     table.add_row("warm start", "none" if target is None else f"until accuracy {target}, at most {config.warm_start.max_steps} steps")
     for source in config.environment.sources:
-        table.add_row("tasks", f"{escape(source.dataset)}: {source.size} for training, {source.heldout} held out, weight {source.weight:g}")
+        table.add_row("tasks", escape(f"{source.described}, weight {source.weight:g}"))
     return table
 
 

@@ -13,6 +13,7 @@ from midflight.config.derived import batch_bytes, batch_rollouts, engine_slots, 
 from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
 from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
 from midflight.config.sections import Config
+from midflight.config.sources import source_contradictions
 from midflight.entries import ENTRY
 from midflight.types import StalePolicy
 
@@ -308,8 +309,12 @@ def _places(config: Config) -> Iterator[str]:
             yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"
     if not ENTRY.fullmatch(config.environment.entry):
         yield f"environment.entry must be 'module:function', got {config.environment.entry!r}"
-    if not config.environment.sources:
-        yield "environment.sources is empty, so there is nothing to train on; add an [[environment.sources]] with a dataset"
+    yield from source_contradictions(config.environment.sources)
+    if config.warm_start.target_accuracy is not None and not any(s.has_heldout for s in config.environment.sources[:1]):
+        yield (
+            "warm_start.target_accuracy is measured on the held-out tasks of the first source, which has none; "
+            "set environment.sources.0.heldout, or remove target_accuracy"
+        )
     if config.gateway.port > 65535:
         yield f"gateway.port must be <= 65535, got {config.gateway.port}; 0 takes a free port"
 

@@ -118,9 +118,16 @@ def _option(key: str, variants: list[Schema], *, optional: bool, required: bool,
     choices = [
         str(c) for variant in variants for c in cast("list[Json]", variant.get("enum", [variant["const"]] if "const" in variant else []))
     ]
-    bounds = tuple(f"{sign} {_short(first[name])}" for name, sign in _BOUNDS.items() if name in first)
+    bounds = _bounds(first)
     kind = "a list of tables" if _is_list_of_tables(first) else _KINDS[str(first.get("type", "string"))]
+    if len(variants) > 1 and not choices:
+        each = [" ".join([_KINDS[str(variant.get("type", "string"))], " and ".join(_bounds(variant))]).strip() for variant in variants]
+        kind, bounds = " or ".join(each), ()
     return Option(key, kind, bounds, tuple(choices), optional, required, default)
+
+
+def _bounds(schema: Schema) -> tuple[str, ...]:
+    return tuple(f"{sign} {_short(schema[name])}" for name, sign in _BOUNDS.items() if name in schema)
 
 
 def _is_list_of_tables(schema: Schema) -> bool:
@@ -359,7 +366,7 @@ def _value_problem(table: Table, location: tuple[int | str, ...], kind: str, ori
     if kind == "missing":
         return f"{origin.of(path)}{key_of(path)} is missing; it must be {option.expectation}"
     value = _value_at(table, path)
-    expected = option.limits if kind in _BOUND_ERRORS else option.expectation
+    expected = option.limits if kind in _BOUND_ERRORS and option.bounds else option.expectation
     hint = nearest(value, option.choices) if option.choices and isinstance(value, str) else ""
     return f"{origin.of(path)}{key_of(path)} must be {expected}, got {value!r}{'.' + hint if 'mean' in hint else ''}"
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
+from midflight.config.sources import SourceSection
 from midflight.types import PauseMode, StalePolicy
 
 
@@ -106,27 +107,6 @@ class GatewaySection(Section):
     """Between which markers the model thinks before it answers; `auto` finds them as above, `none` leaves thinking in the content."""
     session_seconds: Seconds = 3600.0
     """A session opened over HTTP ends after this long without a request, and its record is kept as long for its owner; larger waits longer for late rewards."""
-
-
-class SourceSection(Section):
-    """One source of tasks: a dataset of reasoning-gym and the share it has in the stream."""
-
-    dataset: str
-    """Name in reasoning-gym, such as `spell_backward`."""
-    weight: Above0 = 1.0
-    """Share in the stream, relative to the other sources."""
-    size: Positive = 2000
-    """Distinct tasks to draw for training (an epoch); larger repeats less."""
-    heldout: Count = 256
-    """Tasks kept for evaluation, disjoint from training by content."""
-    prompt: str = "{question}"
-    """Format of the user message; fields are `question`, `answer` and those of the entry's metadata."""
-    content: str = "question"
-    """The field that identifies a task's content; training and held-out tasks never share a value of it."""
-    only: str = ""
-    """A regular expression that a whole content must match to become a task, such as `[a-z]+`; empty takes all."""
-    options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Options of the dataset itself."""
 
 
 class EnvironmentSection(Section):

@@ -46,7 +46,7 @@ class _Distinct:
     entry: dict[str, Any]
     content: str
     rank: int
-    """A hash of seed and content, below 2**64. Letter case does not count, so that `Word` is not held out from `word`."""
+    """Of its content."""
 
 
 def draw_tasks(
@@ -67,7 +67,7 @@ def draw_tasks(
     `metadata`. Equal arguments give equal tasks. `ConfigError` if the dataset, an option or a field is unknown, or if there are
     fewer distinct contents than asked for. `only`: a regular expression for whole contents; others are passed over.
     """
-    found, limit = _search(dataset, size=size, heldout=heldout, content=content, only=_pattern(only), options=options or {}, seed=seed)
+    found, limit = _search(dataset, size=size, heldout=heldout, content=content, only=pattern_of(only), options=options or {}, seed=seed)
     low = [item for item in found if item.rank < limit][:heldout]
     high = [item for item in found if item.rank >= limit][:size]
     _check_enough(len(high), len(low), size=size, heldout=heldout, dataset=dataset, content=content)
@@ -96,7 +96,7 @@ def _search(
         value = _content(entry, content, dataset)
         wanted = only is None or only.fullmatch(value) is not None
         if wanted and value not in found:
-            found[value] = _Distinct(number, entry, value, _rank(value, seed=seed))
+            found[value] = _Distinct(number, entry, value, rank_of(value, seed=seed))
             missing[found[value].rank < usual] -= 1
             newest = number
         elif number - newest > max(1000, BARREN_DRAWS * len(found)):
@@ -107,14 +107,16 @@ def _search(
     return items, usual if max(missing.values()) <= 0 else _limit(items, heldout)
 
 
-def _pattern(only: str) -> re.Pattern[str] | None:
+def pattern_of(only: str) -> re.Pattern[str] | None:
+    """Compiled; `ConfigError` where it is no regular expression."""
     try:
         return re.compile(only) if only else None
     except re.error as error:
         raise ConfigError(f"environment.sources.only = {only!r} is not a regular expression: {error}; correct or remove it.") from error
 
 
-def _rank(content: str, *, seed: int) -> int:
+def rank_of(content: str, *, seed: int) -> int:
+    """A hash of seed and content, below 2**64. Letter case does not count, so that `Word` is not held out from `word`."""
     return int.from_bytes(hashlib.blake2b(f"{seed}|{content.casefold()}".encode(), digest_size=8).digest(), "little")
 
 
@@ -187,6 +189,7 @@ def _task(entry: Mapping[str, Any], *, task_id: str, source: str, dataset: str, 
 
 
 def _format(prompt: str, fields: Mapping[str, Any], dataset: str) -> str:
+    prompt = f"{{{prompt}}}" if prompt in fields else prompt
     try:
         for _, name, _, _ in string.Formatter().parse(prompt):
             if name is not None and name not in fields:

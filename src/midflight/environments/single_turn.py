@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from starlette.types import ASGIApp
 
-from midflight.errors import EnvironmentFailed, TaskFieldMissing
+from midflight.errors import EnvironmentFailed
 from midflight.ports import SessionHandle
 from midflight.types import Json, Task
 from midflight.wire.asked import ask
@@ -31,18 +31,13 @@ def exact_match(reply: str, answer: str) -> float:
 
 def text_field(task: Task, name: str) -> str:
     """A field that must be there and hold text; `TaskFieldMissing` names the field, the task and what the task has."""
-    value = task.data.get(name)
-    if isinstance(value, str):
-        return value
-    has = ", ".join(sorted(task.data)) or "no field at all"
-    what = f"holds {value!r} in field {name!r}, which is not text" if name in task.data else f"has no field {name!r}"
-    raise TaskFieldMissing(f"task {task.id} of {task.source} {what} (it has: {has}); add the field to the task or use another environment.")
+    return task.text(name)
 
 
 async def answer(task: Task, client: AsyncOpenAI) -> float:
-    """Asks `question` as the only user message and compares the reply with `answer`. Waits for the reply; ended by its caller."""
-    question, expected = text_field(task, "question"), text_field(task, "answer")
-    completion = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": question}])
+    """Asks the task's prompt and compares the reply with `answer`. Waits for the reply; ended by its caller."""
+    messages, expected = task.messages, task.text("answer")
+    completion = await client.chat.completions.create(model="policy", messages=cast(Any, messages))
     return exact_match(completion.choices[0].message.content or "", expected)
 
 

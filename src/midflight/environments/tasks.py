@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections import deque
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import cast
 
-from midflight.config.sections import SourceSection
+import numpy as np
+from numpy.typing import NDArray
+
+from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
 from midflight.environments.reasoning_gym import DrawnTasks, draw_tasks
+from midflight.environments.row_tasks import RowSource
 from midflight.errors import ConfigError
-from midflight.types import GroupKey, Task
+from midflight.types import GroupKey, Json, Task
+
+MAX_SOURCES = 256
+"""The order of an epoch holds the number of a source in a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,37 +29,65 @@ class Source:
 
     name: str
     weight: float
-    training: tuple[Task, ...]
-    heldout: tuple[Task, ...] = ()
+    training: Sequence[Task]
+    heldout: Sequence[Task] = ()
+    shuffle: bool = True
+    """Whether each pass through the tasks has an order of its own."""
+    num_left_out: int = 0
+    """Rows that are in neither, because their content is held out already."""
 
 
 def load_sources(sections: Sequence[SourceSection], *, seed: int) -> tuple[Source, ...]:
-    """Draws the tasks of every source. A dataset named twice gives the sources `name` and `name-2`.
+    """Draws or opens the tasks of every source. A dataset named twice gives the sources `name` and `name-2`.
 
-    No source trains on what another one of the same dataset holds out: `ConfigError` if it is too small for that.
+    No source trains on what another one holds out, of the same dataset or of rows: `ConfigError` if a dataset is too small for that. What
+    is posted is no source here.
     """
-    seen: Counter[str] = Counter()
-    draws: dict[str, list[DrawnTasks]] = {}
+    names = source_names(sections)
+    drawn = {i: _drawn(section, names[i], seed=seed) for i, section in enumerate(sections) if section.dataset is not None}
+    for dataset in dict.fromkeys(section.dataset for section in sections if section.dataset is not None):
+        _check_apart(dataset, [drawn[i] for i, section in enumerate(sections) if section.dataset == dataset])
+    rows = {
+        i: RowSource(section, name=names[i], number=i, seed=seed)
+        for i, section in enumerate(sections)
+        if section.dataset is None and not section.posted
+    }
+    look = any(source.needs_contents for source in rows.values())
+    held = {i: source.look() for i, source in rows.items()} if look else {}
+    of_all = np.concatenate([np.zeros(0, np.uint64), *held.values()])
+    split = {i: source.split(held.get(i, of_all), of_all) for i, source in rows.items()}
     sources: list[Source] = []
-    for section in sections:
-        seen[section.dataset] += 1
-        name = section.dataset if seen[section.dataset] == 1 else f"{section.dataset}-{seen[section.dataset]}"
-        drawn = draw_tasks(
-            section.dataset,
-            size=section.size,
-            heldout=section.heldout,
-            prompt=section.prompt,
-            content=section.content,
-            only=section.only,
-            options=section.options,
-            seed=seed,
-            source=name,
-        )
-        draws.setdefault(section.dataset, []).append(drawn)
-        sources.append(Source(name=name, weight=section.weight, training=drawn.training, heldout=drawn.heldout))
-    for dataset, drawn_of_one in draws.items():
-        _check_apart(dataset, drawn_of_one)
+    for i, section in enumerate(sections):
+        if (tasks := drawn.get(i)) is not None:
+            sources.append(Source(names[i], section.weight, tasks.training, tasks.heldout, section.shuffle))
+        elif (made := split.get(i)) is not None:
+            sources.append(Source(names[i], section.weight, made.training, made.heldout, section.shuffle, made.num_left_out))
     return tuple(sources)
+
+
+def _drawn(section: SourceSection, name: str, *, seed: int) -> DrawnTasks:
+    heldout = section.num_heldout
+    assert section.dataset is not None and isinstance(heldout, int)
+    drawn = draw_tasks(
+        section.dataset,
+        size=section.size or DATASET_SIZE,
+        heldout=heldout,
+        prompt=section.prompt,
+        content=section.content or "question",
+        only=section.only,
+        options=section.options,
+        seed=seed,
+        source=name,
+    )
+    if not section.system:
+        return drawn
+    training, held = (tuple(_with_system(task, section.system) for task in side) for side in (drawn.training, drawn.heldout))
+    return replace(drawn, training=training, heldout=held)
+
+
+def _with_system(task: Task, system: str) -> Task:
+    messages: list[Json] = [{"role": "system", "content": system}, *task.messages]
+    return replace(task, data={**task.data, "messages": messages})
 
 
 def _check_apart(dataset: str, draws: Sequence[DrawnTasks]) -> None:
@@ -78,6 +115,7 @@ class SeededStream:
         self._counts = _positions([source.weight for source in sources], total=sum(len(source.training) for source in sources))
         self._requeued: deque[tuple[GroupKey, Task]] = deque()
         self._permutation = lru_cache(maxsize=4 * len(sources))(self._make_permutation)
+        self._order = lru_cache(maxsize=2)(self._make_order)
         self.seek(0, 0)
 
     @property
@@ -96,7 +134,7 @@ class SeededStream:
         if self._index == self.epoch_length:
             self.seek(self._epoch + 1, 0)
         key = GroupKey(self._epoch, self._index)
-        task = self._order[self._index]
+        task = self._task(self._epoch, self._index)
         self._index += 1
         return key, task
 
@@ -110,22 +148,27 @@ class SeededStream:
         """Continues at a position, as a resumed run does. What was requeued stays."""
         if epoch < 0 or not 0 <= index <= self.epoch_length:
             raise ConfigError(f"cannot start at epoch {epoch}, index {index}: an epoch has {self.epoch_length} positions.")
-        self._order = self._epoch_order(epoch)
         self._epoch, self._index = epoch, index
 
     def task_at(self, epoch: int, index: int) -> Task:
         """The task at a position, wherever the stream is: for a resumed run that tries an unfinished one again."""
-        return (self._order if epoch == self._epoch else self._epoch_order(epoch))[index]
+        return self._task(epoch, index)
 
-    def _epoch_order(self, epoch: int) -> list[Task]:
-        places = [number for number, count in enumerate(self._counts) for _ in range(count)]
-        random.Random(f"{self._seed}|epoch|{epoch}").shuffle(places)
-        drawn = [epoch * count for count in self._counts]
-        order: list[Task] = []
-        for number in places:
-            order.append(self._draw(number, drawn[number]))
-            drawn[number] += 1
-        return order
+    def _task(self, epoch: int, index: int) -> Task:
+        places, turns = self._order(epoch)
+        number = int(places[index])
+        return self._draw(number, epoch * self._counts[number] + int(turns[index]))
+
+    def _make_order(self, epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """By index the source, and how often that source had its turn in the epoch before."""
+        shuffled = bytearray(b"".join(bytes([number]) * count for number, count in enumerate(self._counts)))
+        if len(self._counts) > 1:
+            random.Random(f"{self._seed}|epoch|{epoch}").shuffle(shuffled)
+        places = np.frombuffer(shuffled, np.uint8)
+        turns = np.empty(len(places), np.uint32)
+        for number, count in enumerate(self._counts):
+            turns[places == number] = np.arange(count, dtype=np.uint32)
+        return places, turns
 
     def _draw(self, number: int, draw: int) -> Task:
         """The `draw`-th task of a source since the stream began."""
@@ -133,9 +176,13 @@ class SeededStream:
         permutation, place = divmod(draw, len(tasks))
         return tasks[self._permutation(number, permutation)[place]]
 
-    def _make_permutation(self, number: int, permutation: int) -> list[int]:
-        order = list(range(len(self._sources[number].training)))
-        random.Random(f"{self._seed}|{self._sources[number].name}|{permutation}").shuffle(order)
+    def _make_permutation(self, number: int, permutation: int) -> Sequence[int]:
+        """Four bytes a task: about a second for a million of them."""
+        size = len(self._sources[number].training)
+        if not self._sources[number].shuffle:
+            return range(size)
+        order = array("I", range(size))
+        random.Random(f"{self._seed}|{self._sources[number].name}|{permutation}").shuffle(cast("MutableSequence[int]", order))
         return order
 
 
@@ -152,6 +199,11 @@ def _positions(weights: Sequence[float], *, total: int) -> list[int]:
 
 
 def _check_sources(sources: Sequence[Source]) -> None:
+    """Ids only of tasks that are in memory."""
+    if len(sources) > MAX_SOURCES:
+        raise ConfigError(
+            f"environment.sources has {len(sources)} sources, and {MAX_SOURCES} are the most; put rows of some into one file."
+        )
     if not sources:
         raise ConfigError("there is no source of tasks; name at least one in environment.sources.")
     names: set[str] = set()
@@ -164,7 +216,7 @@ def _check_sources(sources: Sequence[Source]) -> None:
         if source.weight <= 0:
             raise ConfigError(f"source {source.name!r} has weight {source.weight}, expected more than 0; remove the source instead.")
         ids: set[str] = set()
-        for task in source.training:
+        for task in source.training if isinstance(source.training, tuple) else ():
             if task.id in ids:
                 raise ConfigError(f"source {source.name!r} has two tasks with id {task.id!r}; ids must be unique within a source.")
             ids.add(task.id)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+from midflight.errors import TaskFieldMissing
 from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, Version
 
 
@@ -18,6 +20,31 @@ class Task:
     id: str
     source: str
     data: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    @property
+    def prompt(self) -> str | list[dict[str, Json]]:
+        """What its source asks: the conversation `data["messages"]`, else the text `data["question"]`. `TaskFieldMissing` without either."""
+        messages = self.data.get("messages")
+        if isinstance(messages, list):
+            return [dict(cast("Mapping[str, Json]", message)) for message in messages]
+        return self.text("question")
+
+    @property
+    def messages(self) -> list[dict[str, Json]]:
+        """The conversation that a rollout begins with: `prompt`, or a user's message of it."""
+        prompt = self.prompt
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    def text(self, name: str) -> str:
+        """A field that must be there and hold text; `TaskFieldMissing` names the field, the task and what the task has."""
+        value = self.data.get(name)
+        if isinstance(value, str):
+            return value
+        has = ", ".join(sorted(self.data)) or "no field at all"
+        what = f"holds {value!r} in field {name!r}, which is not text" if name in self.data else f"has no field {name!r}"
+        raise TaskFieldMissing(
+            f"task {self.id} of {self.source} {what} (it has: {has}); add the field to the task or use another environment."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from midflight import given
 from midflight.config.sections import Config
+from midflight.config.sources import source_names
 from midflight.errors import ConfigError, disk_full, every_error, first_error
 from midflight.observe.memory import PeakMemory
 from midflight.observe.plot import drawn_by_itself
@@ -166,7 +167,7 @@ class Run:
 
     def conclude(self, *, finished: bool) -> Summary:
         """Writes summary and plot of what there is, also after an interruption or a failure, which wait less for the plot."""
-        primary = self._config.environment.sources[0].dataset
+        primary = source_names(self._config.environment.sources)[0]
         said = Said(tuple(self._loss), opening.remarks(self._config))
         summary = summarise(
             self.status, primary=primary, seconds=self.seconds, before=self._before, peak_memory_mb=self._memory.peak_mb, said=said

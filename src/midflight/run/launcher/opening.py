@@ -29,7 +29,7 @@ def serving(config: Config, *, logs: bool = True) -> str:
 
 def evaluating(config: Config) -> str:
     """Of `midflight evaluate`."""
-    tasks = ", ".join(f"{source.heldout} of {source.dataset}" for source in config.environment.sources)
+    tasks = ", ".join(f"{source.num_heldout} of {source.origin}" for source in config.environment.sources)
     return f"asking {_model(config)} with {_engines(config)} held-out tasks: {tasks}; logs: {config.run.folder / 'logs'}"
 
 
@@ -50,7 +50,7 @@ def _beginning(config: Config) -> Iterator[str]:
     yield f"{config.run.name}: {config.run.steps} steps{until}, each on {rollout.groups_per_step} groups of {rollout.group_size} rollouts"
     warm = "" if target is None else f"; a supervised warm start comes first, until accuracy {target:g}"
     yield f"model: {_model(config)}{warm}"
-    tasks = (f"{s.dataset}, {s.size} for training and {s.heldout} held out" for s in config.environment.sources)
+    tasks = (source.described for source in config.environment.sources)
     yield f"tasks: {'; '.join(tasks)}; agent {config.environment.entry}"
     stale = derived.worst_staleness(rollout)
     age = (

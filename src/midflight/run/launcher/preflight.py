@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -24,7 +24,8 @@ from midflight import given
 from midflight.config import derived
 from midflight.config.folders import check_tokenizer
 from midflight.config.formulas import OBJECTIVES
-from midflight.config.sections import Config, EnvironmentSection, SourceSection
+from midflight.config.sections import Config, EnvironmentSection
+from midflight.config.sources import DATASET_SIZE, SourceSection
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe.status import size
 from midflight.run.launcher.folder import num_bytes_of_run
@@ -106,22 +107,23 @@ class Inspection:
         load_environment(self._config.environment.entry)
 
     def _sources(self) -> Sequence[Source] | None:
-        """Whole, or none where that would take too long here."""
+        """Whole, or of datasets few tasks where drawing them takes too long here."""
         from midflight.environments.tasks import load_sources
 
         sections, seed = self._config.environment.sources, self._config.run.seed
+        drawn = [section for section in sections if section.dataset is not None]
+        if not drawn:
+            return load_sources(sections, seed=seed)
         try:
             with _within(DRAWING_SECONDS):
                 return load_sources(sections, seed=seed)
         except OutOfTime:
             pass
-        few = [
-            section.model_copy(update={"size": min(section.size, FEW), "heldout": min(section.heldout, FEW // 8)}) for section in sections
-        ]
+        few = [section if section.dataset is None else _with_few(section) for section in sections]
         began = time.perf_counter()
         sources = load_sources(few, seed=seed)
-        seconds = (time.perf_counter() - began) * max(_num_draws(one) / _num_draws(other) for one, other in zip(sections, few, strict=True))
-        wanted = ", ".join(f"{s.dataset}: size = {s.size}, heldout = {s.heldout}" for s in sections)
+        seconds = (time.perf_counter() - began) * max(_num_draws(section) / _num_draws(_with_few(section)) for section in drawn)
+        wanted = ", ".join(f"{s.dataset}: size = {s.size or DATASET_SIZE}, heldout = {s.num_heldout}" for s in drawn)
         if seconds > MAX_DRAWING_SECONDS:
             raise ConfigError(
                 f"environment.sources ({wanted}): drawing so many tasks takes about {seconds / 60:,.0f} minutes, at every start; "
@@ -141,10 +143,10 @@ class Inspection:
             return Tokenizer.load(Path(folder))
 
     def _prompt(self, source: Source, tokenizer: Tokenizer) -> Prompt | None:
-        """The first task's question as the only message, which is what the plainest environment and a warm start send."""
+        """The first task's prompt, which is what the plainest environment and a warm start send."""
         config, task = self._config, source.training[0]
         try:
-            text = tokenizer.render([{"role": "user", "content": str(task.data.get("question"))}], add_generation_prompt=True)
+            text = tokenizer.render(task.messages, add_generation_prompt=True)
         except MidflightError as error:
             if config.environment.entry != ANSWERS_CHATS and config.warm_start.target_accuracy is None:
                 self._notes.append(f"chats cannot be sent to this model: {error}")
@@ -215,8 +217,13 @@ class Inspection:
 
 
 def _num_draws(source: SourceSection) -> int:
-    """Every eighth content is held out."""
-    return max(source.size, 8 * source.heldout, 1)
+    """Of a dataset. Every eighth content is held out."""
+    return max(source.size or DATASET_SIZE, 8 * cast(int, source.num_heldout), 1)
+
+
+def _with_few(source: SourceSection) -> SourceSection:
+    few = {"size": min(source.size or DATASET_SIZE, FEW), "heldout": min(cast(int, source.num_heldout), FEW // 8)}
+    return source.model_copy(update=few)
 
 
 @contextmanager

@@ -312,7 +312,7 @@ async def warm_start(
 
 def prompt_ids(tokenizer: Tokenizer, task: Task) -> tuple[int, ...]:
     """The ids that a single-turn agent's request for the task becomes."""
-    return tokenizer.encode(tokenizer.render([{"role": "user", "content": str(task.data["question"])}], add_generation_prompt=True))
+    return tokenizer.encode(tokenizer.render(task.messages, add_generation_prompt=True))
 
 
 def _examples(tokenizer: Tokenizer, sources: Sequence[Source], *, seed: int) -> Iterator[Example]:
@@ -323,12 +323,12 @@ def _examples(tokenizer: Tokenizer, sources: Sequence[Source], *, seed: int) -> 
     weights = [source.weight for source in sources]
     while True:
         task = next(draw.choices(epochs, weights)[0])
-        yield prompt_ids(tokenizer, task), (*tokenizer.encode(str(task.data["answer"])), end)
+        yield prompt_ids(tokenizer, task), (*tokenizer.encode(task.text("answer")), end)
 
 
 def _epochs(tasks: Sequence[Task], order: random.Random) -> Iterator[Task]:
     while True:
-        yield from order.sample(tasks, len(tasks))
+        yield from (tasks[i] for i in order.sample(range(len(tasks)), len(tasks)))
 
 
 class Accuracy:
@@ -356,7 +356,7 @@ class Accuracy:
             tensor.data.copy_(named_tensors(self._model)[name])
         answers = self._engine.generate_all([self._request(number, task, seed) for number, task in enumerate(self._tasks)])
         texts = [self._tokenizer.decode(answer.token_ids, skip_special=True) for answer in answers]
-        return sum(exact_match(text, str(task.data["answer"])) for text, task in zip(texts, self._tasks, strict=True)) / len(self._tasks)
+        return sum(exact_match(text, task.text("answer")) for text, task in zip(texts, self._tasks, strict=True)) / len(self._tasks)
 
     def _request(self, number: int, task: Task, seed: int) -> GenerateRequest:
         ids = prompt_ids(self._tokenizer, task)

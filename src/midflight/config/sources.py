@@ -1,0 +1,136 @@
+"""Where tasks come from: the options of a source, and what follows from them without reading anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, JsonValue
+
+from midflight.config.section import Above0, Count, Positive, Section
+from midflight.entries import ENTRY
+
+DATASET_SIZE, DATASET_HELDOUT = 2000, 256
+"""Of a dataset of reasoning-gym, which is as large as one likes."""
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class SourceSection(Section):
+    """One source of tasks and the share it has in the stream. It says where they are from with one of `dataset`, `path`, `entry` and `posted`."""
+
+    dataset: str | None = None
+    """A dataset of reasoning-gym, by its name, such as `spell_backward`."""
+    path: Path | None = None
+    """A file of rows: JSON lines (`.jsonl`), CSV (`.csv`, `.tsv`), Parquet, or a folder written by `datasets.save_to_disk`; the last two need `pip install 'midflight[data]'`."""
+    entry: str | None = None
+    """`module:function` that returns the rows: an iterable of dicts, a `datasets.Dataset` or a torch one. Every process calls it, so it must return the same each time."""
+    posted: bool = False
+    """Tasks come over HTTP, `POST /midflight/v1/tasks`, and are tried before those of other sources; with no other source the run waits for them."""
+    name: str = ""
+    """What metrics call it. Default: the name of the dataset, of the file without its ending, or of the function; else `posted`."""
+    weight: Above0 = 1.0
+    """Share in the stream, relative to the other sources."""
+    size: Positive | None = None
+    """Most tasks to train on (an epoch); larger repeats less. Default: 2000 of a dataset, else all rows."""
+    heldout: Count | Share | Path | None = None
+    """Tasks kept for evaluation, disjoint from training by content: their number, their share of the rows, or a second file. Default: 256 of a dataset, else 0, and nothing is evaluated."""
+    shuffle: bool = True
+    """Whether each pass through the tasks has an order of its own; without it all are in the order of the rows."""
+    prompt: str = "{question}"
+    """What the model is asked: a format over the row's columns such as `{question}`, or the name of a column with a text or a conversation (`messages`). A dataset's columns are `question`, `answer` and those of its metadata."""
+    system: str = ""
+    """A system message before the prompt."""
+    answer: str = ""
+    """The column with the expected answer, a text or a number, which becomes `answer` as text; empty leaves all columns as they are."""
+    id: str = ""
+    """The column that identifies a task, a text or a whole number, each once; empty numbers the rows from 0."""
+    content: str = ""
+    """The column that identifies a task's content; training and held-out tasks never share a value of it. Default: the prompt; of a dataset `question`."""
+    only: str = ""
+    """A regular expression that a whole content must match to become a task, such as `[a-z]+`; empty takes all."""
+    options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Options of the dataset itself, or arguments of the function."""
+
+    @property
+    def origin(self) -> str:
+        """What the rows are from, as it was written."""
+        return str(self.dataset or self.path or self.entry or "posted")
+
+    @property
+    def num_heldout(self) -> int | float | Path:
+        """`heldout` with its default."""
+        return self.heldout if self.heldout is not None else DATASET_HELDOUT if self.dataset is not None else 0
+
+    @property
+    def has_heldout(self) -> bool:
+        return self.num_heldout != 0
+
+    @property
+    def described(self) -> str:
+        """For people: where from, how many, and what is held out."""
+        if self.posted:
+            return "what is posted"
+        size = DATASET_SIZE if self.size is None and self.dataset is not None else self.size
+        held = self.num_heldout
+        kept = f"{held:g} of the rows" if isinstance(held, float) else f"those of {held}" if isinstance(held, Path) else held or "none"
+        return f"{self.origin}, {'all rows' if size is None else size} for training and {kept} held out"
+
+
+def source_names(sources: Sequence[SourceSection]) -> tuple[str, ...]:
+    """The name of each. A dataset that stands there again is `name-2`."""
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for source in sources:
+        name = source.name or _own_name(source)
+        if source.dataset is not None and not source.name:
+            seen[name] += 1
+            name = name if seen[name] == 1 else f"{name}-{seen[name]}"
+        names.append(name)
+    return tuple(names)
+
+
+def _own_name(source: SourceSection) -> str:
+    if source.path is not None:
+        return source.path.stem or source.path.resolve().stem
+    return source.entry.rpartition(":")[2] if source.entry is not None else source.origin
+
+
+def source_contradictions(sources: Sequence[SourceSection]) -> Iterator[str]:
+    """One sentence for each thing that is wrong with the sources as they are written."""
+    if not sources:
+        yield "environment.sources is empty, so there is nothing to train on; add an [[environment.sources]] with a dataset, a path or an entry"
+    for number, source in enumerate(sources):
+        yield from (f"environment.sources.{number}{problem}" for problem in _of_one(source))
+    names = source_names(sources)
+    for name, count in Counter(names).items():
+        if count > 1:
+            numbers = [str(number) for number, other in enumerate(names) if other == name]
+            yield f"environment.sources {' and '.join(numbers)} are both called {name!r}, so nobody could tell their scores apart; give one another name"
+    if sum(source.posted for source in sources) > 1:
+        yield "environment.sources has more than one posted source; one takes all that is posted"
+
+
+def _of_one(source: SourceSection) -> Iterator[str]:
+    given = [key for key in ("dataset", "path", "entry", "posted") if getattr(source, key)]
+    if len(given) != 1:
+        said = f"has {' and '.join(given)}" if given else "says nothing of where its tasks are from"
+        yield f" {said}; give it exactly one of dataset, path, entry and posted"
+        return
+    kind = given[0]
+    if source.entry is not None and not ENTRY.fullmatch(source.entry):
+        yield f".entry must be 'module:function', got {source.entry!r}"
+    idle = {
+        "dataset": {"id": source.id, "answer": source.answer, "heldout": isinstance(source.heldout, float | Path)},
+        "path": {"options": source.options},
+        "entry": {},
+        "posted": {name: name in source.model_fields_set for name in ("size", "heldout", "weight", "shuffle", "only", "options")},
+    }[kind]
+    for name, is_given in idle.items():
+        if is_given:
+            remedy = "give a number of tasks" if name == "heldout" and kind == "dataset" else "remove it"
+            yield f".{name} ({getattr(source, name)}) has no meaning for a source with {kind}; {remedy}"
+    if not source.prompt:
+        yield ".prompt is empty, so nothing would be asked; give a format such as '{question}', or the name of a column"

@@ -1,0 +1,378 @@
+"""Rows of a user's own: from JSON lines and CSV by where each begins in the file, from Parquet and saved datasets mapped into memory, from
+a function as it gives them. However many there are, a row is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from midflight.entries import load_entry
+from midflight.errors import ConfigError
+from midflight.types import Json
+
+Columns = dict[str, Json]
+
+CHUNK = 16 * 2**20
+"""Bytes looked through at a time for the ends of lines."""
+SHOWN = 80
+"""Letters of a broken row that are shown."""
+MAX_ITERATED = 1_000_000
+"""Rows of an iterable, which is kept in memory whole."""
+_BOM = b"\xef\xbb\xbf"
+
+
+class SourceRows(Protocol):
+    """Rows by number, from 0. `ConfigError` names a broken one by its place."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Columns: ...
+
+    def __iter__(self) -> Iterator[Columns]:
+        """All in order: faster than one by one."""
+        ...
+
+    def place(self, number: int) -> str:
+        """Where the row is, for messages: `tasks.jsonl:17`."""
+        ...
+
+
+def open_rows(path: Path, *, option: str) -> SourceRows:
+    """The rows of a file or folder, by the ending of its name. `ConfigError` says what is wrong with it; nothing is kept open but the file."""
+    if path.is_dir():
+        return DatasetRows(_saved(path, option), str(path))
+    if not path.is_file():
+        near = ", ".join(sorted(other.name for other in path.parent.glob("*") if _known(other))) if path.parent.is_dir() else ""
+        there = f"; in {path.parent} there is {near}" if near else ""
+        raise ConfigError(f"{option} is {str(path)!r}, and there is no such file or folder (the current folder is {Path.cwd()}){there}.")
+    kind = path.suffix.lower()
+    if kind in (".jsonl", ".ndjson"):
+        return JsonLines(path)
+    if kind in (".csv", ".tsv"):
+        return CsvRows(path, separator="\t" if kind == ".tsv" else ",")
+    if kind == ".parquet":
+        return DatasetRows(_parquet(path, option), str(path))
+    raise ConfigError(
+        f"{option} is {str(path)!r}: expected a file that ends in .jsonl, .csv, .tsv or .parquet, or a folder of datasets.save_to_disk; "
+        "write the rows as JSON lines, one object a line."
+    )
+
+
+def _known(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet") or (path / "dataset_info.json").is_file()
+
+
+# --- Lines of a file --------------------------------------------------------------------------------------------------
+
+
+class _Lines:
+    """The lines of a file by number, with `skip_empty` of those that are not. Two numbers for each are in memory."""
+
+    def __init__(self, path: Path, *, skip_empty: bool) -> None:
+        self.path, self._skip_empty = path, skip_empty
+        self._file = path.open("rb")
+        ends, self.has_quotes = _line_ends(self._file)
+        self._begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
+        self._ends = ends
+        lengths = self._ends - self._begins
+        empty = [i for i in np.flatnonzero(lengths <= 2).tolist() if not self.raw(i).strip()]
+        self.has_empty = bool(empty) and not skip_empty
+        if empty and skip_empty:
+            self._begins, self._ends = np.delete(self._begins, empty), np.delete(self._ends, empty)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def raw(self, number: int, last: int | None = None) -> bytes:
+        """The bytes of one line, or of it up to the line `last`."""
+        self._file.seek(begin := int(self._begins[number]))
+        read = self._file.read(int(self._ends[number if last is None else last]) - begin)
+        return read.removeprefix(_BOM) if begin == 0 else read
+
+    def all(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            yield from (line for line in _without_mark(file) if not self._skip_empty or len(line) > 2 or line.strip())
+
+    def place(self, number: int) -> str:
+        """Counts the lines before it, empty ones too."""
+        left, before = int(self._begins[number]), 0
+        with self.path.open("rb") as file:
+            while left > 0 and (chunk := file.read(min(left, CHUNK))):
+                before, left = before + chunk.count(b"\n"), left - len(chunk)
+        return f"{self.path}:{before + 1}"
+
+
+def _without_mark(file: BinaryIO) -> Iterator[bytes]:
+    for first in islice(file, 1):
+        yield first.removeprefix(_BOM)
+    yield from file
+
+
+def _line_ends(file: BinaryIO) -> tuple[NDArray[np.int64], bool]:
+    """Where each line ends, its newline included, and whether any of them holds a quotation mark."""
+    found: list[NDArray[np.int64]] = []
+    at, quoted, last = 0, False, b"\n"
+    while chunk := file.read(CHUNK):
+        found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (at + 1))
+        quoted = quoted or b'"' in chunk
+        at, last = at + len(chunk), chunk[-1:]
+    if last != b"\n":
+        found.append(np.array([at], np.int64))
+    return (np.concatenate(found) if found else np.zeros(0, np.int64)), quoted
+
+
+class JsonLines:
+    """An object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = _Lines(path, skip_empty=True)
+        self._decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, number: int) -> Columns:
+        return self._row(self._lines.raw(number), number)
+
+    def __iter__(self) -> Iterator[Columns]:
+        decode, number = self._decode, 0
+        for number, line in enumerate(self._lines.all()):
+            try:
+                yield decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                yield self._row(line, number)
+
+    def place(self, number: int) -> str:
+        return self._lines.place(number)
+
+    def _row(self, line: bytes, number: int) -> Columns:
+        try:
+            return self._decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            shown = line.decode(errors="replace").strip()
+            shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
+            raise ConfigError(
+                f"{self.place(number)}: expected a JSON object, got {shown!r} ({error}); correct the line, or remove it."
+            ) from error
+
+
+class CsvRows:
+    """A header, then records; every value is a text. A record may go over several lines, where these are in quotation marks."""
+
+    def __init__(self, path: Path, *, separator: str) -> None:
+        csv.field_size_limit(2**31 - 1)
+        self._separator = separator
+        self._lines = _Lines(path, skip_empty=False)
+        self._spans = self._records() if self._lines.has_quotes or self._lines.has_empty else None
+        self._num_records = len(self._lines) if self._spans is None else len(self._spans)
+        if not self._num_records:
+            raise ConfigError(f"{path} is empty; expected a header with the names of the columns, then a record a line.")
+        self._header = self._fields(-1)
+        twice = sorted({name for name in self._header if self._header.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"{self.place(-1)}: the header names {', '.join(map(repr, twice))} twice; give each column a name of its own."
+            )
+
+    def _records(self) -> NDArray[np.int64]:
+        """First and last line of each record, the header too. Shape [records, 2]."""
+        reader = self._reader(self._lines.all())
+        spans: list[tuple[int, int]] = []
+        before = 0
+        try:
+            for record in reader:
+                if record:
+                    spans.append((before, reader.line_num - 1))
+                before = reader.line_num
+        except csv.Error as error:
+            place = self._lines.place(min(before, len(self._lines) - 1))
+            raise ConfigError(f"{place}: not valid CSV ({error}); correct the record that begins there.") from error
+        return np.array(spans, np.int64).reshape(-1, 2)
+
+    def _reader(self, lines: Iterable[bytes]) -> Any:
+        return csv.reader(self._texts(lines), delimiter=self._separator, strict=True)
+
+    def _texts(self, lines: Iterable[bytes]) -> Iterator[str]:
+        for number, line in enumerate(lines):
+            try:
+                yield line.decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{self._lines.place(number)}: not UTF-8 text ({error}); save the file as UTF-8.") from error
+
+    def __len__(self) -> int:
+        return self._num_records - 1
+
+    def __getitem__(self, number: int) -> Columns:
+        return self._row(self._fields(number), number)
+
+    def __iter__(self) -> Iterator[Columns]:
+        records = (record for record in self._reader(self._lines.all()) if record)
+        return (self._row(fields, number) for number, fields in enumerate(records, start=-1) if number >= 0)
+
+    def _fields(self, number: int) -> list[str]:
+        return next(self._reader(self._lines.raw(*self._span(number)).splitlines(keepends=True)))
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """First and last line of a record; -1 is the header."""
+        if self._spans is None:
+            return number + 1, number + 1
+        return int(self._spans[number + 1, 0]), int(self._spans[number + 1, 1])
+
+    def _row(self, fields: list[str], number: int) -> Columns:
+        if len(fields) != len(self._header):
+            raise ConfigError(
+                f"{self.place(number)}: the record has {len(fields)} fields and the header {len(self._header)} "
+                f"({', '.join(self._header)}); correct it, with quotation marks round fields that hold a separator."
+            )
+        return dict(zip(self._header, fields, strict=True))
+
+    def place(self, number: int) -> str:
+        return self._lines.place(self._span(number)[0])
+
+
+# --- What libraries hold ----------------------------------------------------------------------------------------------
+
+
+class DatasetRows:
+    """A `datasets.Dataset`, whose columns lie in files that are mapped into memory."""
+
+    def __init__(self, dataset: Any, origin: str) -> None:
+        self._dataset, self._origin = dataset.with_format(None), origin
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> Columns:
+        return plain(self._dataset[number], self.place(number))
+
+    def __iter__(self) -> Iterator[Columns]:
+        number = 0
+        for batch in self._dataset.with_format("arrow").iter(1000):
+            for row in cast("Iterable[object]", batch.to_pylist()):
+                yield plain(row, self.place(number))
+                number += 1
+
+    def place(self, number: int) -> str:
+        return f"{self._origin}, row {number}"
+
+
+def _saved(path: Path, option: str) -> Any:
+    datasets = _library(f"{option} is a folder, {str(path)!r}")
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # another library's: it may fail in any way
+        raise ConfigError(f"{option} is {str(path)!r}, which datasets.load_from_disk cannot read: {error}; save it again.") from error
+    if not isinstance(found, datasets.Dataset):
+        parts = ", ".join(f"{path}/{name}" for name in found)
+        raise ConfigError(f"{option} is {str(path)!r}, which holds several splits; name one of them: {parts}.")
+    return found
+
+
+def _parquet(path: Path, option: str) -> Any:
+    """Written once, uncompressed, into the cache of `datasets`, and mapped from there."""
+    datasets = _library(f"{option} is a Parquet file, {str(path)!r}")
+    datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_parquet(str(path))
+    except Exception as error:
+        why = error.__cause__ or error
+        raise ConfigError(f"{option} is {str(path)!r}, which cannot be read as Parquet: {why}; write it again.") from error
+
+
+def _library(said: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"{said}, which the package datasets reads; install it with: pip install 'midflight[data]'.") from error
+    return datasets
+
+
+# --- What a function returns ------------------------------------------------------------------------------------------
+
+
+class GivenRows:
+    """A list, or whatever has a length and gives rows by number, such as a torch `Dataset`."""
+
+    def __init__(self, given: Sequence[object], origin: str) -> None:
+        self._given, self._origin = given, origin
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getitem__(self, number: int) -> Columns:
+        return plain(self._given[number], self.place(number))
+
+    def __iter__(self) -> Iterator[Columns]:
+        return (self[number] for number in range(len(self)))
+
+    def place(self, number: int) -> str:
+        return f"{self._origin}, row {number}"
+
+
+def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> SourceRows:
+    """What the function at `module:function` returns, or what stands there if it is no function. `ConfigError` where these are no rows."""
+    found = load_entry(entry, option=option, such_as="my_tasks:rows")
+    if callable(found) and not hasattr(found, "__getitem__"):
+        try:
+            found = found(**arguments)
+        except Exception as error:
+            given = f" with {dict(arguments)}" if arguments else ""
+            raise ConfigError(
+                f"{option}: calling {entry}{given} failed with {type(error).__name__}: {error}; mend that function."
+            ) from error
+    elif arguments:
+        raise ConfigError(f"{option}: {entry} is no function, so it takes no options; remove them.")
+    return _given(found, entry, option)
+
+
+def _given(found: Any, entry: str, option: str) -> SourceRows:
+    kinds = cast(Any, sys.modules.get("datasets"))  # what it returns is of that library only if it has been imported
+    if kinds is not None and isinstance(found, kinds.Dataset):
+        return DatasetRows(found, entry)
+    if hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, str | bytes | Mapping):
+        return GivenRows(found, entry)
+    if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
+        raise ConfigError(
+            f"{option}: {entry} returned {type(found).__name__}, expected an iterable of dicts, or a Dataset of datasets or torch."
+        )
+    kept = list(islice(cast("Iterable[object]", found), MAX_ITERATED + 1))
+    if len(kept) > MAX_ITERATED:
+        raise ConfigError(
+            f"{option}: {entry} returned an iterable of more than {MAX_ITERATED:,} rows, which would be kept in memory; "
+            "write them to a file and name it as path, or return something with a length that gives rows by number."
+        )
+    return GivenRows(kept, entry)
+
+
+def plain(row: object, place: str) -> Columns:
+    """A row as JSON has it: numbers of NumPy and torch become Python's, dates texts. `ConfigError` names the column that has no such form."""
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{place} is {type(row).__name__} {str(row)[:SHOWN]!r}, expected a dict of columns.")
+    columns = cast("Mapping[object, object]", row)
+    try:
+        return cast(Columns, msgspec.to_builtins(dict(columns), str_keys=True, enc_hook=_number))
+    except (TypeError, ValueError, NotImplementedError, RecursionError):
+        for name, value in columns.items():
+            try:
+                msgspec.to_builtins(value, str_keys=True, enc_hook=_number)
+            except Exception as error:
+                raise ConfigError(
+                    f"{place}: column {name!r} is {type(value).__name__}, which has no form in JSON; make it a text, a number or a list, or leave it out."
+                ) from error
+        raise
+
+
+def _number(value: Any) -> object:
+    """Of NumPy and torch: a number, or lists of them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} has no form in JSON")
