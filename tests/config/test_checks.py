@@ -73,7 +73,10 @@ from midflight.errors import ConfigError
         (["environment.sources=[{path='x.jsonl', prompt=''}]"], "environment.sources.0.prompt is empty"),
         (["environment.sources=[{path='a/x.jsonl'}, {path='b/x.csv'}]"], "environment.sources 0 and 1 are both called 'x'"),
         (["environment.sources=[{posted=true}, {posted=true, name='p'}]"], "more than one posted source"),
-        (["environment.sources=[{path='x.jsonl'}]", "warm_start.target_accuracy=0.5"], "which has none; set environment.sources.0.heldout"),
+        (
+            ["environment.sources=[{path='x.jsonl'}]", "warm_start.target_accuracy=0.5"],
+            "which has none; set environment.sources.0.heldout, or warm_start.data",
+        ),
         (['engine.urls=["http://a:1"]'], 'engine.kind is "embedded", which is started here'),
         (["engine.python=/x"], "engine.python (/x) is for a server that is started here"),
         (['engine.arguments=["--x"]'], "engine.arguments (--x) are for a server that is started here"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from midflight.config import derived, load_config
-from midflight.config.checks import effective_loss
+from midflight.config.checks import effective_loss, notes
 from midflight.config.derived import LOGITS_AT_ONCE, computing_threads, core_note, memory_estimate, model_sizes, placement, total_bytes
 from midflight.errors import ModelNotFound
 from midflight.run.rollout.system import buffer_limits
@@ -219,3 +220,33 @@ def test_placement_counts_processes_and_warns_when_threads_exceed_cores() -> Non
 )
 def test_the_loss_is_printed_as_what_it_is(overrides: list[str], expected: str) -> None:
     assert expected in "\n".join(effective_loss(load_config(None, overrides)))
+
+
+def folder_of_model(folder: Path, **fields: object) -> Path:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 262, **sizes, "max_position_embeddings": 4096, **fields}))
+    return folder
+
+
+def test_the_context_is_the_folders_own_unless_it_is_given(tmp_path: Path) -> None:
+    path = folder_of_model(tmp_path)
+    assert load_config(None, [f"model.path={path}"]).model.max_context == 4096
+    assert load_config(None, [f"model.path={path}", "model.max_context=300"]).model.max_context == 300
+    assert load_config(None, []).model.max_context == load_config(None, [f"model.path={tmp_path}/nowhere"]).model.max_context == 256
+    nested = folder_of_model(tmp_path, max_position_embeddings=None, text_config={"max_position_embeddings": 512})
+    assert load_config(None, [f"model.path={nested}"]).model.max_context == 512
+    assert load_config(None, [f"model.path={folder_of_model(tmp_path, max_position_embeddings=128)}"]).model.max_context == 128
+
+
+def test_the_context_is_bounded_by_memory_which_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder_of_model(tmp_path)
+    # Keys and values: 2 layers x 2 x 1 head x 4 numbers x 4 bytes = 64 bytes a token, in 64 slots 4096; a quarter of 16 MB has 1024 of them.
+    monkeypatch.setattr(derived, "machine_bytes", lambda: 16 * 2**20)
+    config = load_config(None, [f"model.path={path}"])
+    assert config.model.max_context == 1024 and any("1,024 of the 4,096 tokens" in note for note in notes(config))
+    assert load_config(None, [f"model.path={path}", "engine.max_running=32"]).model.max_context == 2048
+    # Activations: 4 bytes x 2 layers x (14 x 8 + 3 x 16) = 1280 bytes a token; 4 MB have 3276, of which 51 x 64 = 3264 are taken.
+    assert load_config(None, [f"model.path={path}", "engine.max_running=1"]).model.max_context == 3264
+    assert not any(
+        "tokens that the model can" in note for note in notes(load_config(None, [f"model.path={path}", "model.max_context=300"]))
+    )

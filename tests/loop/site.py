@@ -20,7 +20,7 @@ from tests.facts import Facts
 from midflight.buffer.books import Books
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection, RolloutSection, RunSection, TrainerSection
 from midflight.environments.registry import Environment
-from midflight.environments.tasks import Source
+from midflight.environments.tasks import PostedTasks, Source
 from midflight.errors import MidflightError
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.http.control import Control
@@ -136,7 +136,8 @@ class Site:
         self.config, self.folder = made, folder
         self.engines = list(engines or fast_engines(1))
         self.agents = agents or Agents(0)
-        self.source = source(num_tasks)
+        self.sources = [source(num_tasks)]
+        self.posted: PostedTasks | None = None
         self.seen = Facts()
         self.on_fact: Record = unheard
         self.trainer = SimulatedTrainer()
@@ -163,7 +164,8 @@ class Site:
             self.config,
             self.engines,
             tokenizer=TOKENIZER,
-            sources=[self.source],
+            sources=self.sources,
+            posted=self.posted,
             environment=self.agents,
             folder=self.folder,
             record=self._record,

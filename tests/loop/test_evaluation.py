@@ -61,7 +61,7 @@ class Evaluating(Site):
         made = config(steps=steps, staleness=2).model_copy(update={"evaluation": section, "weights": WeightsSection(every=publish_every)})
         agents = Examined(0, num_turns=num_turns, quick=quick)
         super().__init__(made, folder, engines=fast_engines(engines, by_version=True), agents=agents, sdk=False)
-        self.source = replace(self.source, heldout=HELD_OUT)
+        self.sources = [replace(self.sources[0], heldout=HELD_OUT)]
         self.versions: list[frozenset[Version]] = []
         self.served: list[tuple[float, Version]] = []
 

@@ -13,7 +13,7 @@ import pytest
 
 from midflight.config import Config, load_config
 from midflight.models.load import make_model, save_model
-from midflight.run.launcher import preflight
+from midflight.run.launcher import preflight, survey
 from midflight.run.launcher.preflight import Findings, Inspection
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
@@ -143,3 +143,63 @@ def test_a_disk_or_shared_memory_without_room_is_named(tmp_path: Path, monkeypat
     assert str(tmp_path / "run") in disk and "1.0 MB" in disk and "keep_checkpoints" in disk
     assert "/dev/shm has 1.0 MB free" in shared and "--shm-size" in shared
     assert len(look(tmp_path, "weights.transport=file").problems) == 1
+
+
+def sums(folder: Path, *more: str, rows: int = 40) -> list[str]:
+    """Overrides for one source over rows of sums, and what is written behind these."""
+    lines = [json.dumps({"question": f"{i} + {i} =", "answer": 2 * i}) for i in range(rows)]
+    (folder / "sums.jsonl").write_text("\n".join([*lines, *more]) + "\n")
+    return [f"environment.sources=[{{path='{folder}/sums.jsonl', answer='answer', heldout=8}}]", "warm_start.target_accuracy=none"]
+
+
+def own(folder: Path, *overrides: str) -> Findings:
+    return Inspection(load_config(None, [f"run.folder={folder / 'run'}", *overrides])).findings()
+
+
+def test_rows_are_counted_and_their_prompts_measured(tmp_path: Path) -> None:
+    found = own(tmp_path, *sums(tmp_path))
+    assert not found.problems and found.prompt is not None and found.prompt.source == "sums"
+    (source,) = found.sources
+    assert (source.num_training, source.num_heldout, source.num_left_out, source.num_measured) == (32, 8, 0, 32)
+    assert source.lengths[0] >= len("1 + 1 =") + 3 and source.lengths[-1] == len("10 + 10 =") + 3, "the text and three markers"
+    assert list(source.lengths) == sorted(source.lengths)
+
+
+def test_a_broken_row_is_named_before_the_run_starts(tmp_path: Path) -> None:
+    (problem,) = own(tmp_path, *sums(tmp_path, '{"question": "a"}')).problems
+    assert problem.startswith(f"{tmp_path}/sums.jsonl:41: there is no column 'answer', which environment.sources.0.answer names")
+    (problem,) = own(tmp_path, *sums(tmp_path, '{"question": ')).problems
+    assert problem.startswith(f"{tmp_path}/sums.jsonl:41: expected a JSON object")
+
+
+def test_a_row_without_a_text_to_compare_with_is_named_where_replies_are_compared(tmp_path: Path) -> None:
+    sources = [sums(tmp_path)[0].replace("answer='answer', heldout=8", "heldout=0")]
+    (problem,) = own(tmp_path, *sources).problems
+    assert (
+        problem.startswith(f"{tmp_path}/sums.jsonl:1: task 0 of sums holds 0 in field 'answer'") and "name its column as answer" in problem
+    )
+    assert not own(tmp_path, *sources, "environment.entry=examples.own_environment:spell_with_a_hint").problems
+
+
+def test_ids_that_are_there_twice_are_named_with_both_places(tmp_path: Path) -> None:
+    sources = sums(tmp_path, json.dumps({"question": "again", "answer": 14}))[0].replace("heldout=8", "id='answer'")
+    (problem,) = own(tmp_path, sources).problems
+    assert f"{tmp_path}/sums.jsonl:41: column 'answer' is '14', as at {tmp_path}/sums.jsonl:8" in problem
+
+
+def test_prompts_that_leave_no_room_are_counted(tmp_path: Path) -> None:
+    found = own(tmp_path, *sums(tmp_path, json.dumps({"question": "a" * 300, "answer": "b"})), "environment.sources.0.heldout=0")
+    assert not found.problems and "1 of 41 prompts of sums that were measured have 256 tokens or more" in found.notes[0]
+
+
+def test_rows_beyond_the_time_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "LOOKING_SECONDS", 0.0)
+    found = own(tmp_path, *sums(tmp_path, rows=1500), "environment.sources.0.heldout=0")
+    assert not found.problems and "of sums the first 1,000 of 1,500 rows were looked at" in found.notes[0]
+
+
+def test_a_broken_conversation_of_the_warm_start_is_named(tmp_path: Path) -> None:
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (problem,) = own(tmp_path, *sums(tmp_path), f"warm_start.data={data}").problems
+    assert problem.startswith(f"{data}:1: there is no message of the assistant")

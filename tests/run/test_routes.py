@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from midflight.errors import UnknownLease
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedSessions
 from midflight.gateway.http.http import build_app
-from midflight.run.api.routes import TrainerRoutes, info_route
+from midflight.run.api.routes import TrainerRoutes, info_route, tasks_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, pack
@@ -84,6 +84,10 @@ class Service:
         self.said.append(("restart", checkpoint))
         return 9
 
+    def post(self, rows: Sequence[dict[str, Any]]) -> tuple[range, int]:
+        self.said.append(("tasks", *rows))
+        return range(4, 4 + len(rows)), 7
+
 
 @dataclass
 class Site:
@@ -107,7 +111,8 @@ async def site(
     sessions = SessionRoutes(gateway, owned, token=TOKEN, sampling=SamplingParams(max_tokens=8), served=lambda: 5, board=environment.board)
     trainer = TrainerRoutes(service, token=TOKEN, model=model, start_version=0, served=lambda: 1, finished=finished.set)
     info = info_route(Config(), purpose="rollouts", model="/model", max_context=256, served=lambda: 1, token=TOKEN)
-    app = build_app(gateway, RecordingControl(), control_token=TOKEN, extra_routes=[info, *sessions.routes(), *trainer.routes()])
+    posting = tasks_route(service.post, token=TOKEN)
+    app = build_app(gateway, RecordingControl(), control_token=TOKEN, extra_routes=[info, *sessions.routes(), *trainer.routes(), posting])
     async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://here:1") as http:
         yield Site(http, gateway, service, environment, finished)
 
@@ -180,7 +185,7 @@ def test_an_agent_can_neither_score_nor_read_nor_end_a_session_and_an_owner_only
 
 
 CONTROLLED = [
-    *(("POST", f"{API}/{path}") for path in ("sessions", "claims", "take", "done", "weights", "checkpointed", "finish")),
+    *(("POST", f"{API}/{path}") for path in ("sessions", "claims", "take", "done", "weights", "checkpointed", "finish", "tasks")),
     ("GET", API),
     *(("POST", f"{API}/sessions/mf-x/{verb}") for verb in ("reward", "end")),
     *(("POST", path) for path in ("/pause_generation", "/continue_generation", "/abort_request")),
@@ -207,6 +212,16 @@ def test_every_control_route_is_401_without_its_token_or_with_another() -> None:
     run_virtual(main)
 
 
+def test_posted_tasks_are_numbered_and_counted() -> None:
+    async def main() -> None:
+        async with site() as at:
+            answer = await at.post("/tasks", {"tasks": [{"question": "a"}, {"question": "b", "n": [1, None]}]})
+            assert (answer.status_code, answer.json()) == (200, {"first": 4, "taken": 2, "waiting": 7})
+            assert at.service.said == [("tasks", {"question": "a"}, {"question": "b", "n": [1, None]})]
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
@@ -223,6 +238,8 @@ def test_every_control_route_is_401_without_its_token_or_with_another() -> None:
         ("/sessions", {"task": "DEEP"}, ""),
         ("/claims", {"max": 0}, "max"),
         ("/claims", {"wait_seconds": 1e9}, "wait_seconds"),
+        ("/tasks", {"tasks": []}, "tasks"),
+        ("/tasks", {"tasks": ["a"]}, "Expected `object`, got `str` - at `$.tasks[0]`"),
         ("/take", {}, "train_version"),
         ("/take", {"train_version": -1}, "train_version"),
         ("/take", {"train_version": 2**65}, "train_version"),

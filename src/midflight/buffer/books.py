@@ -16,10 +16,13 @@ from midflight.buffer.staleness import Lineage, ages, credit, overfull, surplus
 from midflight.errors import OutOfTurn, UnknownLease
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, StalePolicy, Version, facts
 
+FOR_TASKS = "tasks"
+"""For whom admission waits in a run whose tasks are all posted: whoever posts them may take as long as he likes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not yet. `for_whom` is one of generation, stragglers, trainer, handover, slots; `detail` is a sentence for people."""
+    """Not yet. `for_whom` is one of generation, stragglers, trainer, handover, slots, tasks; `detail` is a sentence for people."""
 
     for_whom: str
     detail: str

@@ -70,8 +70,9 @@ class GroupQueue:
         self._stopping = True
         self.wake()
 
-    async def admit(self, draw: Callable[[], GroupKey], task_of: Callable[[GroupKey], Task]) -> Admitted:
-        """Waits until a group may start, and starts it; see the module's table. `draw` is called once there is credit.
+    async def admit(self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]) -> Admitted:
+        """Waits until a group may start, and starts it; see the module's table. `draw` is called once there is credit, and again after
+        every change while it says to wait.
 
         A group in line is started before any is drawn: a further attempt of an earlier one, or one that ran before a crash.
         """
@@ -94,10 +95,12 @@ class GroupQueue:
         finally:
             self.wake()
 
-    def _admit(self, draw: Callable[[], GroupKey], task_of: Callable[[GroupKey], Task]) -> Admitted | Wait:
+    def _admit(self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]) -> Admitted | Wait:
         if (wait := self._books.admission()) is not None:
             return wait
         key = self._books.in_line or draw()
+        if isinstance(key, Wait):
+            return key
         admitted = Admitted(key, task_of(key))
         self._record(admitted)
         return admitted

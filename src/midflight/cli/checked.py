@@ -52,6 +52,8 @@ def config_of_evaluation(path: Path, overrides: Sequence[str], folder: Path | No
     """It writes into a folder of its own in that of the run, which may be under way, unless told otherwise."""
     check_tokenizer(model)
     config = config_of_file(path, overrides, folder)
+    if not any(source.has_heldout for source in config.environment.sources):
+        raise ConfigError(f"{path}: no source holds tasks out, so there is nothing to evaluate on; set environment.sources.0.heldout.")
     own = config.run.folder / "evaluation" if folder is None else folder
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": own})})
 

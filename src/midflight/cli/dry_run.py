@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -14,8 +15,10 @@ from rich.text import Text
 from midflight.config import Config, derived
 from midflight.config.checks import effective_loss, notes
 from midflight.observe.status import size
+from midflight.run.launcher import opening
 from midflight.run.launcher.folder import kept
 from midflight.run.launcher.preflight import Findings, Prompt
+from midflight.run.launcher.survey import QUANTILES, SourceFindings
 
 SHOWN_TOKENS = 100
 
@@ -25,9 +28,10 @@ def print_report(config: Config, findings: Findings, console: Console | None = N
 
 
 def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
-    """Seven tables or lists: run, first prompt, knobs, batch and staleness, loss, placement, memory; then notes."""
+    """Eight tables or lists: run, tasks, first prompt, knobs, batch and staleness, loss, placement, memory; then notes."""
     parts: list[RenderableType] = [
         _run(config),
+        *([_sources(findings.sources)] if findings.sources else []),
         *([] if findings.prompt is None else [_prompt(findings.prompt)]),
         _knobs(config),
         _derived(config),
@@ -59,10 +63,18 @@ def _run(config: Config) -> Table:
     table.add_row("model", f"{sizes.num_parameters:,} parameters, {config.model.dtype}, {escape(origin)}")
     if (served := derived.served_dtype(config)) != config.model.dtype:
         table.add_row("served", served)
-    target = config.warm_start.target_accuracy
-    table.add_row("warm start", "none" if target is None else f"until accuracy {target}, at most {config.warm_start.max_steps} steps")
+    table.add_row("warm start", escape(opening.warm_start(config) or "none"))
     for source in config.environment.sources:
         table.add_row("tasks", escape(f"{source.described}, weight {source.weight:g}"))
+    return table
+
+
+def _sources(found: Sequence[SourceFindings]) -> Table:
+    shares = ", ".join(f"{quantile:.0%}" for quantile in QUANTILES)
+    table = _table("tasks", "source", "training", "held out", "left out", f"tokens of a prompt at {shares}")
+    for source in found:
+        counts = (f"{n:,}" for n in (source.num_training, source.num_heldout, source.num_left_out))
+        table.add_row(escape(source.name), *counts, f"{', '.join(map(str, source.lengths))} (of {source.num_measured:,} measured)")
     return table
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from midflight.config import formulas
-from midflight.config.derived import batch_bytes, batch_rollouts, engine_slots, in_flight, served_dtype
+from midflight.config.derived import batch_bytes, batch_rollouts, context_notes, engine_slots, in_flight, served_dtype
 from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
 from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
 from midflight.config.sections import Config
@@ -309,12 +309,9 @@ def _places(config: Config) -> Iterator[str]:
             yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"
     if not ENTRY.fullmatch(config.environment.entry):
         yield f"environment.entry must be 'module:function', got {config.environment.entry!r}"
-    yield from source_contradictions(config.environment.sources)
-    if config.warm_start.target_accuracy is not None and not any(s.has_heldout for s in config.environment.sources[:1]):
-        yield (
-            "warm_start.target_accuracy is measured on the held-out tasks of the first source, which has none; "
-            "set environment.sources.0.heldout, or remove target_accuracy"
-        )
+    warm = config.warm_start
+    learns_to_accuracy = warm.target_accuracy is not None and warm.data is None
+    yield from source_contradictions(config.environment.sources, learns_to_accuracy=learns_to_accuracy)
     if config.gateway.port > 65535:
         yield f"gateway.port must be <= 65535, got {config.gateway.port}; 0 takes a free port"
 
@@ -348,5 +345,8 @@ def _notes(config: Config) -> Iterator[str]:
         )
     if (served := served_dtype(config)) != config.model.dtype:
         yield f"engines serve in {served} what is trained in {config.model.dtype}: log-probabilities differ by rounding, which the loss corrects for."
-    if config.warm_start.target_accuracy is None and config.model.path is None:
+    yield from context_notes(config)
+    if not any(source.has_heldout for source in config.environment.sources):
+        yield "no source holds tasks out (heldout), so nothing is evaluated, before, during or after training."
+    if not config.warm_start.is_made and config.model.path is None:
         yield "warm_start.target_accuracy is not set and the model is made with random weights: reward may stay at 0."

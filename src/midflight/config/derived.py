@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from midflight.config.sections import Config, EngineSection, EnvironmentSection, LoraSection, ModelSection, RolloutSection
+from midflight.errors import ModelNotFound
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 from midflight.types import StalePolicy, Version
 
@@ -235,6 +237,8 @@ ACTIVATIONS_PER_LAYER = 14
 """Vectors of hidden size kept per token and layer for the backward pass, the feed-forward's counted separately."""
 LOGIT_COPIES = 4
 """Logits, their log-softmax and the gradients of both."""
+CONTEXT_STEP = 64
+"""A context that memory bounds is a multiple of this."""
 LOGITS_AT_ONCE = 2**24
 """The most of them that the trainer makes at a time (`trainer.model.policy.CHUNK`)."""
 
@@ -264,6 +268,35 @@ def model_sizes(model: ModelSection) -> ModelSizes:
     )
 
 
+def default_context(config: Config) -> tuple[int, int] | None:
+    """`model.max_context` where it is not given, and what the model itself can; None where its folder does not say.
+
+    The longest row must fit a quarter of the memory twice: as keys and values in every slot of our own engines, and as activations of the
+    trainer. Less than a prompt of some length would be of no use: 256 at least.
+    """
+    try:
+        sizes = sizes_of(config.model.path) if config.model.path is not None else None
+    except ModelNotFound:
+        return None  # said where the model is looked for
+    if sizes is None or not sizes.max_context:
+        return None
+    engine, room = config.engine, machine_bytes() // 4
+    slots = engine.count * engine.max_running * sizes.kv_bytes_per_token(served_dtype(config)) if engine.kind == "embedded" else 0
+    row = element_bytes(config.model.dtype) * sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)
+    fits = min(room // max(slots, 1), room // row)
+    least = min(sizes.max_context, ModelSection().max_context)
+    return max(least, min(sizes.max_context, fits // CONTEXT_STEP * CONTEXT_STEP)), sizes.max_context
+
+
+def context_notes(config: Config) -> Iterator[str]:
+    """That memory bounds the context."""
+    if (found := default_context(config)) is not None and found[0] == config.model.max_context < found[1]:
+        yield (
+            f"model.max_context is {found[0]:,} of the {found[1]:,} tokens that the model can: more would take a quarter of the memory for the "
+            f"keys and values of {config.engine.max_running} slots, or for the trainer's activations; set it, or lower engine.max_running."
+        )
+
+
 def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]:
     """Worst case of each part: every slot full to `max_context`, every waiting rollout as long as can be."""
     m, e, t, r = config.model, config.engine, config.trainer, config.rollout
@@ -271,7 +304,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     weights, served = sizes.num_parameters * element, sizes.weight_bytes(served_dtype(config))
     trained, handed = _trained_parameters(config, sizes), _handed_bytes(config, sizes)
     added = 0 if config.lora.rank is None else trained * element  # adapters beside the weights; a warm start trains the weights first
-    optimised = trained * element if config.warm_start.target_accuracy is None else weights
+    optimised = weights if config.warm_start.is_made else trained * element
     slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
     engines = 0 if e.urls else e.count  # servers that others started take their memory whether we run or not
     per_token = sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)

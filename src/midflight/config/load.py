@@ -20,6 +20,7 @@ from typing import cast
 from pydantic import BaseModel, ValidationError
 
 from midflight.config.checks import contradictions
+from midflight.config.derived import default_context
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, nearest
 from midflight.types import Json
@@ -236,7 +237,7 @@ def load_config(
     overridden = {apply_override(whole, text) for text in overrides}
     origin = _Origin("" if path is None else str(path), overridden)
     _refuse(list(_unknown(whole, (), origin)))
-    config = _validate(whole, origin)
+    config = _with_context(_validate(whole, origin))
     _refuse([f"{origin.file}: {problem}" if origin.file else problem for problem in contradictions(config)])
     return config
 
@@ -245,6 +246,13 @@ def _lay_over(table: Table, name: str, value: object) -> None:
     """A copy as it is after a trip through JSON; tables are laid over tables."""
     under, over = table.get(name), cast(Json, json.loads(json.dumps(value, default=str)))
     table[name] = {**under, **over} if isinstance(under, dict) and isinstance(over, dict) else over
+
+
+def _with_context(config: Config) -> Config:
+    """With the model's own context where none is given."""
+    if config.model.path is None or "max_context" in config.model.model_fields_set or (found := default_context(config)) is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"max_context": found[0]})})
 
 
 class _Origin:

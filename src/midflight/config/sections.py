@@ -52,7 +52,7 @@ class ModelSection(Section):
     num_kv_heads: Positive = 2
     """Its key/value heads; must divide `num_heads`."""
     max_context: Positive = 256
-    """Longest prompt plus answer, in tokens; larger costs memory in every engine slot."""
+    """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with `path`: what the model can (`max_position_embeddings`), as far as its keys and values, and the trainer's activations for a row, each fit into a quarter of the machine's memory."""
 
 
 class EngineSection(Section):
@@ -230,16 +230,23 @@ class DistillationSection(Section):
 
 
 class WarmStartSection(Section):
-    """Supervised fine-tuning before reinforcement learning. Stops on accuracy, not on steps."""
+    """Supervised fine-tuning before reinforcement learning, on the answers of the sources' tasks or on conversations. Stops on accuracy, not
+    on steps. Neither `target_accuracy` nor `data`: there is none."""
 
+    data: Path | None = None
+    """Conversations to learn from, such as one of a tool's use, as JSON lines with `messages` (OpenAI's, with their tool calls) and, where the model should see some, `tools`. Every message of the assistant is learnt. None learns the `answer` of the sources' tasks."""
     target_accuracy: Fraction | None = None
-    """Stop once held-out exact match, sampled at temperature 1, reaches this; none skips the warm start."""
+    """Stop once held-out exact match, sampled at the run's temperature, reaches this: of held-out tasks of the first source, or of the assistant's messages in an eighth of the conversations; larger trains longer. Without it `data` is learnt for `max_steps`."""
     learning_rate: Above0 = 2e-3
     """Peak step size."""
     max_steps: Positive = 2000
     """Gives up (and goes on) after this many steps."""
     evaluate_every: Positive = 25
     """Steps between looks at the accuracy."""
+
+    @property
+    def is_made(self) -> bool:
+        return self.target_accuracy is not None or self.data is not None
 
 
 class WeightsSection(Section):

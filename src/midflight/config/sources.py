@@ -98,8 +98,13 @@ def _own_name(source: SourceSection) -> str:
     return source.entry.rpartition(":")[2] if source.entry is not None else source.origin
 
 
-def source_contradictions(sources: Sequence[SourceSection]) -> Iterator[str]:
-    """One sentence for each thing that is wrong with the sources as they are written."""
+def source_contradictions(sources: Sequence[SourceSection], *, learns_to_accuracy: bool) -> Iterator[str]:
+    """One sentence for each thing that is wrong with the sources as they are written. `learns_to_accuracy`: a warm start goes by the first one."""
+    if learns_to_accuracy and not any(source.has_heldout for source in sources[:1]):
+        yield (
+            "warm_start.target_accuracy is measured on the held-out tasks of the first source, which has none; "
+            "set environment.sources.0.heldout, or warm_start.data, or remove target_accuracy"
+        )
     if not sources:
         yield "environment.sources is empty, so there is nothing to train on; add an [[environment.sources]] with a dataset, a path or an entry"
     for number, source in enumerate(sources):

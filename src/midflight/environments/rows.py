@@ -5,7 +5,6 @@ a function as it gives them. However many there are, a row is read when it is as
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -74,7 +73,7 @@ def _known(path: Path) -> bool:
 # --- Lines of a file --------------------------------------------------------------------------------------------------
 
 
-class _Lines:
+class _FileLines:
     """The lines of a file by number, with `skip_empty` of those that are not. Two numbers for each are in memory."""
 
     def __init__(self, path: Path, *, skip_empty: bool) -> None:
@@ -134,7 +133,7 @@ class JsonLines:
     """An object a line."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = _Lines(path, skip_empty=True)
+        self._lines = _FileLines(path, skip_empty=True)
         self._decode = msgspec.json.Decoder(dict[str, Any]).decode
 
     def __len__(self) -> int:
@@ -171,7 +170,7 @@ class CsvRows:
     def __init__(self, path: Path, *, separator: str) -> None:
         csv.field_size_limit(2**31 - 1)
         self._separator = separator
-        self._lines = _Lines(path, skip_empty=False)
+        self._lines = _FileLines(path, skip_empty=False)
         self._spans = self._records() if self._lines.has_quotes or self._lines.has_empty else None
         self._num_records = len(self._lines) if self._spans is None else len(self._spans)
         if not self._num_records:
@@ -335,8 +334,7 @@ def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> 
 
 
 def _given(found: Any, entry: str, option: str) -> SourceRows:
-    kinds = cast(Any, sys.modules.get("datasets"))  # what it returns is of that library only if it has been imported
-    if kinds is not None and isinstance(found, kinds.Dataset):
+    if hasattr(found, "with_format") and hasattr(found, "column_names") and hasattr(found, "__getitem__"):  # a datasets.Dataset
         return DatasetRows(found, entry)
     if hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, str | bytes | Mapping):
         return GivenRows(found, entry)

@@ -1,4 +1,8 @@
-"""The tasks of a run: the sources they come from, and the order in which they are tried."""
+"""The tasks of a run: the sources they come from, and the order in which they are tried.
+
+What comes over HTTP while a run goes on is tried before all else. It is kept in a file of the run's folder, so that a resumed run goes on
+with what was waiting; the number of the line is the place of a task.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,18 @@ from collections import deque
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
 from midflight.environments.reasoning_gym import DrawnTasks, draw_tasks
-from midflight.environments.row_tasks import RowSource
-from midflight.errors import ConfigError
+from midflight.environments.row_tasks import RowBroken, RowSource, TaskMaker
+from midflight.environments.rows import Columns
+from midflight.errors import ConfigError, NotSupported, Overloaded, RequestRejected
 from midflight.types import GroupKey, Json, Task
 
 MAX_SOURCES = 256
@@ -220,3 +227,118 @@ def _check_sources(sources: Sequence[Source]) -> None:
             if task.id in ids:
                 raise ConfigError(f"source {source.name!r} has two tasks with id {task.id!r}; ids must be unique within a source.")
             ids.add(task.id)
+
+
+# --- Tasks that are posted --------------------------------------------------------------------------------------------
+
+
+POSTED_EPOCH = -1
+"""Of the keys of posted tasks, whose index is their line in the file."""
+MAX_WAITING = 10_000
+"""Posted tasks that were not tried yet: hours of work for most runs. A client that posts more is told to come back."""
+
+
+class PostedTasks:
+    """All that were posted to a run, and how many of them have been drawn. One process writes the file."""
+
+    def __init__(self, section: SourceSection, path: Path, *, name: str, number: int) -> None:
+        """`number` is the place of the section in `environment.sources`. What a crash cut off at the end of the file is taken away."""
+        self._maker = TaskMaker(section, name=name, option=f"environment.sources.{number}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        self._file.seek(0)
+        self._ends = [0]
+        for line in self._file:
+            if line.endswith(b"\n"):
+                self._ends.append(self._ends[-1] + len(line))
+        self._file.truncate(self._ends[-1])
+        self._drawn = 0
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self) - self._drawn
+
+    def post(self, rows: Sequence[Columns]) -> range:
+        """Takes all rows or none, and returns their places. `RequestRejected` names the first that makes no task, `Overloaded` says that
+        too many are waiting."""
+        for number, row in enumerate(rows):
+            try:
+                self._maker.task(row, default_id=str(len(self) + number))
+            except RowBroken as broken:
+                raise RequestRejected(f"task {number}: {broken}", param="tasks") from None
+        if self.num_waiting + len(rows) > MAX_WAITING:
+            raise Overloaded(
+                f"{self.num_waiting:,} posted tasks are waiting, and {MAX_WAITING:,} are the most; post these {len(rows):,} when some were drawn."
+            )
+        lines = [msgspec.json.encode(row) + b"\n" for row in rows]
+        self._file.write(b"".join(lines))
+        self._file.flush()
+        first = len(self)
+        for line in lines:
+            self._ends.append(self._ends[-1] + len(line))
+        return range(first, len(self))
+
+    def draw(self) -> int | None:
+        """The place of the next one; None while there is none."""
+        if not self.num_waiting:
+            return None
+        self._drawn += 1
+        return self._drawn - 1
+
+    def seek(self, place: int) -> None:
+        """Goes on at a place, as a resumed run does."""
+        self._drawn = place
+
+    def task(self, place: int) -> Task:
+        self._file.seek(self._ends[place])
+        row = msgspec.json.decode(self._file.read(self._ends[place + 1] - self._ends[place]), type=dict)
+        return self._maker.task(row, default_id=str(place))
+
+
+def posted_tasks(sections: Sequence[SourceSection], folder: Path) -> PostedTasks | None:
+    """Those of a run in that folder; None where it has no posted source."""
+    names = source_names(sections)
+    for number, section in enumerate(sections):
+        if section.posted:
+            return PostedTasks(section, folder / "posted.jsonl", name=names[number], number=number)
+    return None
+
+
+class TaskStream:
+    """New tasks of a run: what was posted before what the other sources have. It never waits; without a task to draw it says so."""
+
+    def __init__(self, sources: Sequence[Source], posted: PostedTasks | None, *, seed: int) -> None:
+        self._seeded = None if posted is not None and not sources else SeededStream(sources, seed=seed)
+        self._posted = posted
+
+    def draw(self) -> GroupKey | None:
+        """The key of the next task; None until one is posted."""
+        if self._posted is not None and (place := self._posted.draw()) is not None:
+            return GroupKey(POSTED_EPOCH, place)
+        return None if self._seeded is None else self._seeded.next()[0]
+
+    def post(self, rows: Sequence[Columns]) -> tuple[range, int]:
+        """Takes posted tasks, and returns their places and how many are waiting now. `NotSupported` in a run that has no posted source."""
+        if self._posted is None:
+            raise NotSupported(
+                "posting tasks: this run takes none. Start it with a source of them: [[environment.sources]] with posted = true."
+            )
+        return self._posted.post(rows), self._posted.num_waiting
+
+    def task_of(self, key: GroupKey) -> Task:
+        """Wherever the stream is: for a resumed run that tries an unfinished one again."""
+        if key.epoch == POSTED_EPOCH:
+            assert self._posted is not None, "a run keeps its sources"
+            return self._posted.task(key.index)
+        assert self._seeded is not None, "a run keeps its sources"
+        return self._seeded.task_at(key.epoch, key.index)
+
+    def seek(self, epoch: int, index: int, *, posted: int = 0) -> None:
+        """Goes on at a position of the seeded stream, and behind so many posted tasks."""
+        if self._seeded is not None:
+            self._seeded.seek(epoch, index)
+        if self._posted is not None:
+            self._posted.seek(posted)

@@ -104,9 +104,17 @@ def sizes_of(folder: Path) -> ModelSizes:
         num_heads=heads,
         num_kv_heads=_int(config, "num_key_value_heads", heads),
         head_dim=_int(config, "head_dim", hidden // heads),
-        max_context=_int(config, "max_position_embeddings", 0),
+        max_context=max_positions(config),
         tied=config.get("tie_word_embeddings") is True,
     )
+
+
+def max_positions(config: Mapping[str, object]) -> int:
+    """The longest context that `config.json` states, of the text model where there are several (`text_config`); 0 where it states none."""
+    text = config.get("text_config")
+    inner = cast("Mapping[str, object]", text) if isinstance(text, dict) else config
+    found = inner.get("max_position_embeddings", config.get("max_position_embeddings"))
+    return found if isinstance(found, int) else 0
 
 
 def read_config(folder: Path) -> dict[str, object]:

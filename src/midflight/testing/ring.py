@@ -20,7 +20,7 @@ import numpy as np
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentsHere, SharedClients
 from midflight.environments.registry import Environment
-from midflight.environments.tasks import Source
+from midflight.environments.tasks import PostedTasks, Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase
 from midflight.ports import Engine, SessionHandle
@@ -200,6 +200,7 @@ async def open_ring(
     checkpoint: Version | None = None,
     client_for: Callable[[Serving, SessionHandle], AsyncOpenAI] | None = None,
     teacher: Teacher | None = None,
+    posted: PostedTasks | None = None,
 ) -> AsyncGenerator[SmallRing]:
     """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`; with `checkpoint` it goes on after a crash.
 
@@ -223,5 +224,6 @@ async def open_ring(
             version=version,
             checkpoint=checkpoint,
             teacher=teacher,
+            posted=posted,
         )
         yield SmallRing(config, serving, system, phases)

@@ -285,8 +285,13 @@ class Store:
 
     def next_position(self) -> tuple[int, int]:
         """(epoch, index) of the next task to draw. An index past the end of its epoch means the start of the next."""
-        found = self._db.execute("SELECT epoch, position FROM groups ORDER BY epoch DESC, position DESC LIMIT 1")
+        found = self._db.execute("SELECT epoch, position FROM groups WHERE epoch >= 0 ORDER BY epoch DESC, position DESC LIMIT 1")
         return (found[0][0], found[0][1] + 1) if found else (0, 0)
+
+    def next_posted(self) -> int:
+        """The place of the next posted task to draw: their groups have an epoch below 0."""
+        ((last,),) = self._db.execute("SELECT COALESCE(MAX(position), -1) FROM groups WHERE epoch < 0")
+        return last + 1
 
     def _carried_over(self) -> facts.CarriedOver:
         trained, dropped = 0, dict[Reason, int]()

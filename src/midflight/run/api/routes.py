@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -223,6 +223,32 @@ class TrainerRoutes:
         manifest = WeightManifest(body.version, body.fingerprint, body.transport, body.location, body.tensors, body.deltas)
         await asyncio.to_thread(check_readable, manifest)
         return manifest
+
+
+# --- Tasks ------------------------------------------------------------------------------------------------------------
+
+
+class TasksBody(StrictBody, frozen=True):
+    tasks: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    """Rows: an object of columns each, which the source makes a task of."""
+
+
+class TasksTaken(msgspec.Struct, frozen=True):
+    first: int
+    """The number of the first of them, counted from 0 in the whole run; the others follow. It is their id, unless a column is."""
+    taken: int
+    waiting: int
+    """That were not drawn yet, these and earlier ones."""
+
+
+def tasks_route(post: Callable[[Sequence[dict[str, Any]]], tuple[range, int]], *, token: str) -> BaseRoute:
+    """`POST /midflight/v1/tasks`: all of them join the stream, or none does."""
+
+    async def tasks(request: Request) -> Response:
+        places, waiting = post((await body_of(request, TasksBody)).tasks)
+        return json_answer(TasksTaken(places.start, len(places), waiting))
+
+    return route(PREFIX + "/tasks", tasks, token=token)
 
 
 # --- The teacher ------------------------------------------------------------------------------------------------------

@@ -38,6 +38,17 @@ def loss_lines(config: Config, own_loss: str | None) -> tuple[str, ...]:
     return (*effective_loss(config), *(own_loss.splitlines() if own_loss else ()))
 
 
+def warm_start(config: Config) -> str | None:
+    """On what, and until when; none where there is none."""
+    section = config.warm_start
+    if not section.is_made:
+        return None
+    on = "on answers" if section.data is None else f"on {section.data}"
+    return (
+        on + (f", until accuracy {section.target_accuracy:g}" if section.target_accuracy else "") + f", at most {section.max_steps} steps"
+    )
+
+
 def remarks(config: Config) -> tuple[str, ...]:
     """What may surprise."""
     cores = derived.core_note(config, os.cpu_count() or 1)
@@ -45,11 +56,10 @@ def remarks(config: Config) -> tuple[str, ...]:
 
 
 def _beginning(config: Config) -> Iterator[str]:
-    rollout, target = config.rollout, config.warm_start.target_accuracy
+    rollout, warm = config.rollout, warm_start(config)
     until = f", or until the mean reward is {config.run.stop_at_reward:g}" if config.run.stop_at_reward else ""
     yield f"{config.run.name}: {config.run.steps} steps{until}, each on {rollout.groups_per_step} groups of {rollout.group_size} rollouts"
-    warm = "" if target is None else f"; a supervised warm start comes first, until accuracy {target:g}"
-    yield f"model: {_model(config)}{warm}"
+    yield f"model: {_model(config)}" + (f"; a supervised warm start comes first, {warm}" if warm else "")
     tasks = (source.described for source in config.environment.sources)
     yield f"tasks: {'; '.join(tasks)}; agent {config.environment.entry}"
     stale = derived.worst_staleness(rollout)

@@ -25,10 +25,11 @@ from midflight.config import derived
 from midflight.config.folders import check_tokenizer
 from midflight.config.formulas import OBJECTIVES
 from midflight.config.sections import Config, EnvironmentSection
-from midflight.config.sources import DATASET_SIZE, SourceSection
+from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe.status import size
 from midflight.run.launcher.folder import num_bytes_of_run
+from midflight.run.launcher.survey import LOOKING_SECONDS, SourceFindings, Survey
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.files import SHARED
@@ -65,6 +66,7 @@ class Findings(msgspec.Struct, frozen=True):
     prompt: Prompt | None = None
     own_loss: str | None = None
     """What a loss of the user's own says of itself."""
+    sources: tuple[SourceFindings, ...] = ()
 
 
 class OutOfTime(BaseException):
@@ -85,12 +87,17 @@ class Inspection:
         sources = self._tried(self._sources)
         tokenizer = self._tried(self._tokenizer)
         prompt = None if not sources or tokenizer is None else self._tried(lambda: self._prompt(sources[0], tokenizer))
+        found = (
+            [] if not sources or tokenizer is None else self._tried(lambda: self._survey(sources, tokenizer, measured=prompt is not None))
+        )
+        if config.warm_start.data is not None and tokenizer is not None:
+            self._tried(lambda: self._conversations(tokenizer))
         if config.model.path is not None:
             self._tried(self._architecture)
         own_loss = None if config.objective.kind in OBJECTIVES else self._tried(self._own_loss)
         for look in (self._devices, self._disk, self._shared_memory, self._port):
             self._tried(look)
-        return Findings(tuple(self._problems), tuple(self._notes), prompt, own_loss)
+        return Findings(tuple(self._problems), tuple(self._notes), prompt, own_loss, tuple(found or ()))
 
     def _tried(self, look: Callable[[], T]) -> T | None:
         try:
@@ -148,7 +155,7 @@ class Inspection:
         try:
             text = tokenizer.render(task.messages, add_generation_prompt=True)
         except MidflightError as error:
-            if config.environment.entry != ANSWERS_CHATS and config.warm_start.target_accuracy is None:
+            if config.environment.entry != ANSWERS_CHATS and not config.warm_start.is_made:
                 self._notes.append(f"chats cannot be sent to this model: {error}")
                 return None
             raise
@@ -159,6 +166,30 @@ class Inspection:
                 "which leaves none for an answer; raise it, or choose shorter tasks."
             )
         return Prompt(source.name, task.id, text, tuple((i, tokenizer.backend.id_to_token(i) or "?") for i in ids))
+
+    def _survey(self, sources: Sequence[Source], tokenizer: Tokenizer, *, measured: bool) -> list[SourceFindings]:
+        """Every row, and the lengths of prompts where the model takes chats."""
+        config = self._config
+        learns_answers = config.warm_start.is_made and config.warm_start.data is None
+        survey = Survey(needs_answer=config.environment.entry == ANSWERS_CHATS or learns_answers, max_context=config.model.max_context)
+        sections = dict(zip(source_names(config.environment.sources), config.environment.sources, strict=True))
+        for source in sources:
+            survey.rows(source, sections[source.name])
+        found = [survey.lengths(source, tokenizer) for source in sources] if measured else []
+        self._notes += survey.notes
+        return found
+
+    def _conversations(self, tokenizer: Tokenizer) -> None:
+        from midflight.run.trainer.conversations import Conversations
+
+        assert self._config.warm_start.data is not None
+        conversations = Conversations(self._config.warm_start.data, tokenizer, max_tokens=self._config.model.max_context)
+        looked = conversations.check(seconds=LOOKING_SECONDS)
+        if looked < len(conversations):
+            self._notes.append(
+                f"of warm_start.data the first {looked:,} of {len(conversations):,} conversations were looked at in {LOOKING_SECONDS:.0f} s: "
+                "a broken one behind them ends the run when it is learnt."
+            )
 
     def _architecture(self) -> None:
         from midflight.models.load import check_folder

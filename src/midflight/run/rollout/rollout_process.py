@@ -21,7 +21,7 @@ from midflight.environments.claimed import Board, Claimed
 from midflight.environments.crew import Crew
 from midflight.environments.registry import load_environment
 from midflight.environments.single_turn import AnswersHere
-from midflight.environments.tasks import load_sources
+from midflight.environments.tasks import load_sources, posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
@@ -30,7 +30,7 @@ from midflight.observe.journal import Journal, Observers
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase
-from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route
+from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route, tasks_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, Words, serve_while
@@ -117,6 +117,7 @@ class RolloutProcess:
                 version=self._spec.version,
                 checkpoint=self._spec.checkpoint,
                 teacher=teacher,
+                posted=posted_tasks(self._config.environment.sources, Path(self._config.run.folder)),
             )
             self._standing.watch(agents, system.queue)
             self._state.accounts = self._metrics.accounts = lambda: accounts(system.books)
@@ -129,7 +130,8 @@ class RolloutProcess:
                 served=serving.fleet.served_version,
                 finished=finished.set,
             )
-            routes = [*trainer.routes(), score_route(teacher, token=self._spec.control_token), *hosting.routes]
+            token = self._spec.control_token
+            routes = [*trainer.routes(), score_route(teacher, token=token), tasks_route(system.post, token=token), *hosting.routes]
             services = (self._http(serving, routes, board=hosting.board), *hosting.services)
             if self._spec.purpose is Purpose.TRAIN:
                 await serve_while(system.run(), *services)

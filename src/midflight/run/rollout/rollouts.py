@@ -3,7 +3,7 @@ run: before it, after it, and of every so many versions between, each of exactly
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `RolloutStream.run` | tasks | admission of the next group | the queue: a step taken, a version served, a rollout ended |
+| `RolloutStream.run` | tasks | admission of the next group | the queue: a step taken, a version served, a rollout ended, a task posted |
 | `RolloutStream._group` (one each) | its rollouts | their ends | the rollouts' deadlines |
 | `Evaluations.run` | evaluations due | the next that is due; its rollouts; then the handover that its engine missed | a version published; the rollouts' deadlines, or the end of the reservation; the engine, or the handover's deadlines |
 | `Evaluations.making_way` | nothing | an evaluation that no version may overtake | its end; where training goes on, another engine, or `pin_seconds` |
@@ -18,11 +18,11 @@ from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Protocol
 
-from midflight.buffer.books import Books
+from midflight.buffer.books import FOR_TASKS, Books, Wait
 from midflight.buffer.queue import GroupQueue
 from midflight.environments.evaluation import Evaluator
 from midflight.environments.rollout import GroupRunner, RolloutRunner
-from midflight.environments.tasks import SeededStream
+from midflight.environments.tasks import TaskStream
 from midflight.errors import RunFailed
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.fleet.routing import Reservation
@@ -143,7 +143,7 @@ class RolloutStream:
         self,
         queue: GroupQueue,
         books: Books,
-        stream: SeededStream,
+        stream: TaskStream,
         *,
         runner: Recorded,
         ages: GroupAges,
@@ -165,15 +165,12 @@ class RolloutStream:
         async with asyncio.TaskGroup() as groups:
             while True:
                 await self._room()
-                admitted = await self._queue.admit(self._draw, self._task_of)
+                admitted = await self._queue.admit(self._draw, self._stream.task_of)
                 groups.create_task(self._group(admitted.key, admitted.task), name=f"group {admitted.key}")
                 await asyncio.sleep(0)  # the agents of a group start together: milliseconds in which nobody else is heard
 
-    def _draw(self) -> GroupKey:
-        return self._stream.next()[0]
-
-    def _task_of(self, key: GroupKey) -> Task:
-        return self._stream.task_at(key.epoch, key.index)
+    def _draw(self) -> GroupKey | Wait:
+        return self._stream.draw() or Wait(FOR_TASKS, "no task that was posted is left")
 
     async def _group(self, key: GroupKey, task: Task) -> None:
         slots = GroupSlots(key, self._record)
@@ -280,7 +277,9 @@ class Evaluations:
     # --- Before and after training -----------------------------------------------------------------------------------
 
     async def evaluate(self) -> None:
-        """Waits for a handover under way, then for its rollouts, each of which has a deadline."""
+        """Waits for a handover under way, then for its rollouts, each of which has a deadline. Without a held-out task it is not made."""
+        if not self._tasks:
+            return
         async with self._all_engines:
             self._phases.begin_phase(Phase.EVALUATION, num_tasks=len(self._tasks))
             current = self._handover.current  # what an engine that is away comes back with
@@ -305,7 +304,7 @@ class Evaluations:
     def published(self, version: Version) -> None:
         """To be called as soon as its handover has ended, before the next can begin. One that falls due during another is left out."""
         before, self._published = version - 1 if self._published is None else self._published, version
-        due = self._every and version // self._every > before // self._every
+        due = self._tasks and self._every and version // self._every > before // self._every
         if due and version != self._before and self._sessions.reservation is None:
             self._sessions.reservation = self._fleet.reserve(version)
             self._idle.clear()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from midflight.buffer.books import FOR_TASKS
 from midflight.buffer.queue import GroupQueue
 from midflight.environments.rollout import GRACE_SECONDS
 from midflight.run.heart import ENDLESS, Absence, Doing, Situation
@@ -43,7 +44,12 @@ class RolloutStanding:
     def _waits(self, shift: float) -> list[Doing]:
         waits = {} if self._queue is None else self._queue.waits
         return [
-            Doing(f"{who} waits for {one.wait.for_whom} ({one.wait.detail})", one.began + shift, whom=PARTS.get(one.wait.for_whom, ""))
+            Doing(
+                f"{who} waits for {one.wait.for_whom} ({one.wait.detail})",
+                one.began + shift,
+                whom=PARTS.get(one.wait.for_whom, ""),
+                limit=ENDLESS if one.wait.for_whom == FOR_TASKS else None,
+            )
             for who, one in waits.items()
         ]
 

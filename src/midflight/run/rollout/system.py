@@ -19,7 +19,8 @@ from midflight.buffer.groups import Limits
 from midflight.buffer.queue import GroupQueue
 from midflight.config import derived
 from midflight.config.sections import RolloutSection
-from midflight.environments.tasks import SeededStream, Source
+from midflight.environments.rows import Columns
+from midflight.environments.tasks import PostedTasks, Source, TaskStream
 from midflight.observe.status import Phase
 from midflight.run.api.routes import Teacher
 from midflight.run.parts import serve_while
@@ -95,11 +96,11 @@ class RolloutSystem:
         version: Version = 0,
         checkpoint: Version | None = None,
         teacher: Teacher | None = None,
+        posted: PostedTasks | None = None,
     ) -> None:
         config, serving = agents.config, agents.serving
-        self._teacher = teacher
+        self._teacher, self._version = teacher, version
         self._observe, self._phases_told = agents.record, phases
-        self._version = version
         self._writer = StoreWriter(store)
         self._gateway, self._handover = serving.gateway, serving.handover
         self._gateway.on_turn = lambda key, number, turn: self.record(facts.TurnKept(key, number, turn))
@@ -107,7 +108,7 @@ class RolloutSystem:
         self.books = Books(buffer_limits(config.rollout), start_version=version)
         self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group)
         serving.fleet.on_served = lambda version: self.record(facts.VersionServed(version))
-        self._stream = SeededStream(sources, seed=config.run.seed)
+        self._stream = TaskStream(sources, posted, seed=config.run.seed)
         fates = Fates()
         recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record)
         if checkpoint is not None:
@@ -149,7 +150,7 @@ class RolloutSystem:
             self._observe(fact)
         for fact in store.facts():
             self.books.apply(fact)
-        self._stream.seek(*store.next_position())
+        self._stream.seek(*store.next_position(), posted=store.next_posted())
         going_on = store.unfinished()
         self._observe(resumed(self.books, store, going_on))
         for unfinished in going_on:
@@ -166,6 +167,12 @@ class RolloutSystem:
         self._observe(fact)
         if isinstance(fact, facts.Booked):
             self.queue.wake()
+
+    def post(self, rows: Sequence[Columns]) -> tuple[range, int]:
+        """As `TaskStream`; whoever waits for tasks is woken."""
+        taken = self._stream.post(rows)
+        self.queue.wake()
+        return taken
 
     # --- The run of it -----------------------------------------------------------------------------------------------
 

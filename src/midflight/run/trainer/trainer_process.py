@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import random
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,31 +15,26 @@ from transformers import PreTrainedModel
 
 from midflight.config.derived import lora_alpha, num_engines, served_dtype
 from midflight.config.sections import Config, ModelSection
-from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.environments.single_turn import exact_match
-from midflight.environments.tasks import Source, load_sources
-from midflight.errors import ConfigError, StepSkipped
+from midflight.errors import ConfigError
 from midflight.models.load import add_adapters, export_model, is_adapted, load_model, lora_config, make_model, save_adapters
-from midflight.models.names import assign, in_dtype, named_tensors, torch_dtype
+from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.run.api.service import RolloutClient
 from midflight.run.heart import START_SECONDS, Heart
-from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec, WarmStart
+from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec
 from midflight.run.trainer.team import Team, follow
 from midflight.run.trainer.training import TrainingLoop
+from midflight.run.trainer.warm_start import lessons_of, warm_start
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.folders import newest_whole, version_of
-from midflight.trainer.model.microbatch import Example, Layout
+from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.model.policy import Ranks, join
 from midflight.trainer.model.probe import proven_layout
 from midflight.trainer.own_loss import objective_of
-from midflight.trainer.step import Schedule
-from midflight.trainer.trainer import PolicyTrainer, SupervisedTrainer, trainer_of
-from midflight.types import GenerateRequest, SamplingParams, Task, Version, WeightManifest
-from midflight.types.facts import unheard
+from midflight.trainer.trainer import PolicyTrainer, trainer_of
+from midflight.types import Version, WeightManifest
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher as make_publisher
-from midflight.weights.transports.select import receiver
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -49,10 +42,6 @@ if TYPE_CHECKING:
 
 COMPILE_SECONDS = 1800.0
 """For a step while processes beside the trainer compile for it, which they do in the first steps."""
-WARM_START_BATCH = 64
-"""Examples of one step of the warm start."""
-EVALUATED_TASKS = 256
-"""Held-out tasks of the first source that the accuracy is taken on: a standard error of at most 0.03."""
 
 
 class PublishedVersions:
@@ -154,10 +143,10 @@ async def _first(config: Config, launcher: Launcher) -> tuple[PreTrainedModel, L
     model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
     layout = await asyncio.to_thread(_layout, config, model, launcher.tell)  # a model that cannot be trained is told before all else
     adapters = _adapters(config, model)
-    if (target := config.warm_start.target_accuracy) is not None:
-        sources = await asyncio.to_thread(load_sources, config.environment.sources, seed=config.run.seed)
+    if config.warm_start.is_made:
+        lessons = await asyncio.to_thread(lessons_of, config, Tokenizer.load(source))
         with launcher.heart.doing("makes the warm start", computes=True):
-            await warm_start(model, Tokenizer.load(source), sources, config, launcher.tell, target=target, layout=layout)
+            await warm_start(model, lessons, config, launcher.tell, layout=layout)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
     for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
@@ -273,92 +262,3 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
                 # What a crash in the first steps goes back to: the warm start is not made twice.
                 await asyncio.to_thread(await asyncio.to_thread(team.stage))
             await loop.run()
-
-
-# --- Warm start ------------------------------------------------------------------------------------------------------
-
-
-async def warm_start(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    sources: Sequence[Source],
-    config: Config,
-    tell: Callable[[WarmStart], None],
-    *,
-    target: float,
-    layout: Layout = Layout.PACKED,
-) -> None:
-    """Trains on answers until exact match on the first source's held-out tasks, sampled, reaches the target.
-
-    Waits for its own steps only, each in a thread; ended by the accuracy, by `max_steps`, or by cancellation between steps.
-    """
-    section = config.warm_start
-    held_out = Accuracy(model, tokenizer, sources[0].heldout[:EVALUATED_TASKS], config)  # before the trainer changes how the model attends
-    schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
-    trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule, layout=layout)
-    examples = _examples(tokenizer, sources, seed=config.run.seed)
-    for step in range(1, section.max_steps + 1):
-        try:
-            loss = await asyncio.to_thread(trainer.step, [next(examples) for _ in range(WARM_START_BATCH)])
-        except StepSkipped:
-            loss = None  # it costs the step: the weights are as they were
-        accuracy = None
-        if step % section.evaluate_every == 0:
-            accuracy = await asyncio.to_thread(held_out.measure, seed=step)
-        tell(WarmStart(step, loss, accuracy))
-        if accuracy is not None and accuracy >= target:
-            return
-
-
-def prompt_ids(tokenizer: Tokenizer, task: Task) -> tuple[int, ...]:
-    """The ids that a single-turn agent's request for the task becomes."""
-    return tokenizer.encode(tokenizer.render(task.messages, add_generation_prompt=True))
-
-
-def _examples(tokenizer: Tokenizer, sources: Sequence[Source], *, seed: int) -> Iterator[Example]:
-    """Endless examples, sources by weight, tasks in seeded order without replacement within a source's epoch."""
-    draw = random.Random(seed)
-    end = min(tokenizer.eos_token_ids)
-    epochs = [_epochs(source.training, random.Random(f"{seed}/{source.name}")) for source in sources]
-    weights = [source.weight for source in sources]
-    while True:
-        task = next(draw.choices(epochs, weights)[0])
-        yield prompt_ids(tokenizer, task), (*tokenizer.encode(task.text("answer")), end)
-
-
-def _epochs(tasks: Sequence[Task], order: random.Random) -> Iterator[Task]:
-    while True:
-        yield from (tasks[i] for i in order.sample(range(len(tasks)), len(tasks)))
-
-
-class Accuracy:
-    """Exact match of one sampled answer per task. Generates with a copy of the model: trainer and engine each attend in their own way."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, tasks: Sequence[Task], config: Config) -> None:
-        self._model, self._tokenizer, self._tasks = model, tokenizer, tasks
-        self._max_tokens, self._temperature = config.environment.max_tokens, config.environment.temperature
-        self._copy = copy.deepcopy(model)
-        self._engine = EmbeddedEngine(
-            self._copy,
-            tokenizer=tokenizer,
-            name="warm-start",
-            receiver=receiver(),
-            record=unheard,
-            max_running=max(1, len(tasks)),
-            max_batch_tokens=config.engine.max_batch_tokens,
-            max_context=config.model.max_context,
-            pause_lease_seconds=config.engine.pause_lease_seconds,
-        )
-
-    def measure(self, *, seed: int) -> float:
-        """Of the model as it is now. Blocking."""
-        for name, tensor in named_tensors(self._copy).items():
-            tensor.data.copy_(named_tensors(self._model)[name])
-        answers = self._engine.generate_all([self._request(number, task, seed) for number, task in enumerate(self._tasks)])
-        texts = [self._tokenizer.decode(answer.token_ids, skip_special=True) for answer in answers]
-        return sum(exact_match(text, task.text("answer")) for text, task in zip(texts, self._tasks, strict=True)) / len(self._tasks)
-
-    def _request(self, number: int, task: Task, seed: int) -> GenerateRequest:
-        ids = prompt_ids(self._tokenizer, task)
-        sampling = SamplingParams(max_tokens=self._max_tokens, temperature=self._temperature, seed=seed * 1_000_003 + number)
-        return GenerateRequest(f"{number:032x}", ids, len(ids), sampling)

@@ -1,0 +1,136 @@
+"""Conversations to learn from: each message of the assistant, calls of tools too, behind the prompt that the chat template makes of what
+came before it. That is what the gateway sends an engine in its place, so what is learnt is what is sampled later.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from midflight.environments.reasoning_gym import rank_of
+from midflight.environments.rows import SHOWN, Columns, open_rows
+from midflight.errors import ConfigError, RequestRejected
+from midflight.text.tokenizer import Message, Tokenizer
+from midflight.types import Json
+
+Learnt = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids of a prompt and of the message to learn, the token that ends it included."""
+MAX_APART = 256
+"""Conversations held out, at most."""
+
+
+class Conversations:
+    """Those of one file, by number. Each is read and written out when it is asked for; `ConfigError` names a broken one by its place."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, *, max_tokens: int) -> None:
+        """`max_tokens` of a message and all before it."""
+        self._rows = open_rows(path, option="warm_start.data")
+        self._path, self._tokenizer, self._max_tokens = path, tokenizer, max_tokens
+        if not len(self._rows):
+            raise ConfigError(f"warm_start.data is {str(path)!r}, which has no conversation; give it some.")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def turns(self, number: int) -> list[Learnt]:
+        """Every message of the assistant."""
+        return self._turns(self._rows[number], number)
+
+    def split(self, *, seed: int, every: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Those to learn from and those held out, one of `every` by a hash of the messages: none is in both, also where it is there twice."""
+        if not every:
+            return range(len(self)), ()
+        ranks = [rank_of(json.dumps(row.get("messages"), sort_keys=True), seed=seed) for row in self._rows]
+        distinct = sorted(set(ranks))
+        number = min(MAX_APART, -(-len(distinct) // every))
+        if number >= len(distinct):
+            raise ConfigError(
+                f"warm_start.data is {str(self._path)!r} with {len(distinct)} conversations, none of which would be left to learn from; add some."
+            )
+        limit, seen = distinct[number], set[int]()
+        apart = [i for i, rank in enumerate(ranks) if rank < limit and not (rank in seen or seen.add(rank))]
+        return [i for i, rank in enumerate(ranks) if rank >= limit], apart
+
+    def check(self, *, seconds: float) -> int:
+        """Writes out one after the other until the time is up; how many."""
+        until = time.monotonic() + seconds
+        number = 0
+        for number, row in enumerate(self._rows, start=1):
+            self._turns(row, number - 1)
+            if time.monotonic() > until:
+                break
+        return number
+
+    def _turns(self, row: Columns, number: int) -> list[Learnt]:
+        try:
+            messages, tools = _messages(row), _tools(row)
+            return [self._learnt(messages, i, tools) for i, message in enumerate(messages) if message["role"] == "assistant"]
+        except (ValueError, RequestRejected) as error:
+            raise ConfigError(f"{self._rows.place(number)}: {error}") from None
+
+    def _learnt(self, messages: Sequence[Message], place: int, tools: Sequence[Message] | None) -> Learnt:
+        """The message at a place. Raises `ValueError` where it is too long, or the template does not write it behind its own beginning."""
+        before = self._tokenizer.render(messages[:place], tools=tools, add_generation_prompt=True)
+        whole = self._tokenizer.render(messages[: place + 1], tools=tools)
+        if not whole.startswith(before):
+            raise ValueError(
+                f"message {place}: the chat template begins an answer with {before[-20:]!r}, and writes this one otherwise; write it as the model would, with its thinking if the template asks for that."
+            )
+        prompt = self._tokenizer.encode(before)
+        answer = self._tokenizer.encode_after(prompt[-1], whole[len(before) :])
+        end = next((i for i, token in enumerate(answer) if token in self._tokenizer.eos_token_ids), None)
+        learnt = (*answer, min(self._tokenizer.eos_token_ids)) if end is None else answer[: end + 1]
+        if len(prompt) + len(learnt) > self._max_tokens:
+            raise ValueError(
+                f"message {place} ends at token {len(prompt) + len(learnt)}, and model.max_context is {self._max_tokens}; raise it, or shorten the conversation."
+            )
+        return prompt, learnt
+
+
+def _messages(row: Columns) -> list[dict[str, Json]]:
+    found = row.get("messages")
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"expected a list of messages in column 'messages', got {_short(found)}; there are {', '.join(row)}.")
+    for number, message in enumerate(found):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {number} is {_short(message)}; give it a role.")
+        if not isinstance(message.get("content"), str) and not (message["role"] == "assistant" and message.get("tool_calls")):
+            raise ValueError(f"message {number} has content {_short(message.get('content'))}; give it a text.")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) and _is_call(call.get("function")) for call in calls):
+            raise ValueError(
+                f'message {number} has tool_calls {_short(calls)}; write each as {{"function": {{"name": ..., "arguments": {{...}}}}}}.'
+            )
+    messages = cast("list[dict[str, Json]]", found)
+    if messages[0]["role"] == "assistant" or all(message["role"] != "assistant" for message in messages):
+        raise ValueError(
+            "there is no message of the assistant behind another one, so there is nothing to learn; add one, or remove the row."
+        )
+    return messages
+
+
+def _is_call(function: Json) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(function.get("arguments"), dict | str)
+
+
+def _tools(row: Columns) -> list[Message] | None:
+    """As OpenAI's `tools`, or that as a text of JSON."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = cast(Json, json.loads(tools))
+        except ValueError as error:
+            raise ValueError(f"column 'tools' is a text that is not JSON ({error}); give it a list of tools.") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"column 'tools' holds {_short(tools)}; give it a list of tools, each an object.")
+    return cast("list[Message]", tools)
+
+
+def _short(value: Json) -> str:
+    shown = json.dumps(value, default=str)
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."

@@ -1,0 +1,144 @@
+"""The warm start: supervised learning of answers, or of conversations, before a ring starts. A model of random weights learns here what an
+answer looks like, or a call of a tool, so that there is something to reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from midflight.config.sections import Config
+from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.environments.single_turn import exact_match
+from midflight.environments.tasks import Source, load_sources
+from midflight.errors import StepSkipped
+from midflight.models.names import named_tensors
+from midflight.run.parts import WarmStart
+from midflight.run.trainer.conversations import Conversations
+from midflight.text.tokenizer import Tokenizer
+from midflight.trainer.model.microbatch import Example, Layout
+from midflight.trainer.step import Schedule
+from midflight.trainer.trainer import SupervisedTrainer
+from midflight.types import GenerateRequest, SamplingParams, Task
+from midflight.types.facts import unheard
+from midflight.weights.transports.select import receiver
+
+WARM_START_BATCH = 64
+"""Examples of one step."""
+EVALUATED = 256
+"""Examples that the accuracy is taken on: a standard error of at most 0.03."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What is learnt, without an end, and what the accuracy is taken on."""
+
+    tokenizer: Tokenizer
+    examples: Iterator[Example]
+    heldout: Sequence[Example]
+
+
+def lessons_of(config: Config, tokenizer: Tokenizer) -> Lessons:
+    """From the conversations that the configuration names, else from its tasks. Blocking; `ConfigError` names what is wrong in them."""
+    section, seed = config.warm_start, config.run.seed
+    if section.data is None:
+        sources = load_sources(config.environment.sources, seed=seed)
+        heldout = [_answered(tokenizer, task) for task in sources[0].heldout[:EVALUATED]]
+        return Lessons(tokenizer, _examples(tokenizer, sources, seed=seed), heldout)
+    conversations = Conversations(section.data, tokenizer, max_tokens=config.model.max_context)
+    learnt, apart = conversations.split(seed=seed, every=0 if section.target_accuracy is None else 8)
+    heldout = [turn for number in apart for turn in conversations.turns(number)][:EVALUATED]
+    return Lessons(tokenizer, _turns(conversations, learnt, random.Random(seed)), heldout)
+
+
+async def warm_start(
+    model: PreTrainedModel, lessons: Lessons, config: Config, tell: Callable[[WarmStart], None], *, layout: Layout = Layout.PACKED
+) -> None:
+    """Trains on the examples until exact match on the held-out ones, sampled, reaches the target.
+
+    Waits for its own steps only, each in a thread; ended by the accuracy, by `max_steps`, or by cancellation between steps.
+    """
+    section, target = config.warm_start, config.warm_start.target_accuracy
+    held_out = None if target is None else Accuracy(model, lessons, config)  # before the trainer changes how the model attends
+    schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
+    trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule, layout=layout)
+    for step in range(1, section.max_steps + 1):
+        try:
+            loss = await asyncio.to_thread(trainer.step, [next(lessons.examples) for _ in range(WARM_START_BATCH)])
+        except StepSkipped:
+            loss = None  # it costs the step: the weights are as they were
+        accuracy = None
+        if held_out is not None and step % section.evaluate_every == 0:
+            accuracy = await asyncio.to_thread(held_out.measure, seed=step)
+        tell(WarmStart(step, loss, accuracy))
+        if accuracy is not None and target is not None and accuracy >= target:
+            return
+
+
+def _answered(tokenizer: Tokenizer, task: Task) -> Example:
+    """What a single-turn agent's request for the task becomes, and its answer with the end of a message."""
+    prompt = tokenizer.encode(tokenizer.render(task.messages, add_generation_prompt=True))
+    return prompt, (*tokenizer.encode(task.text("answer")), min(tokenizer.eos_token_ids))
+
+
+def _examples(tokenizer: Tokenizer, sources: Sequence[Source], *, seed: int) -> Iterator[Example]:
+    """Endless examples, sources by weight, tasks in seeded order without replacement within a source's epoch."""
+    draw = random.Random(seed)
+    epochs = [_epochs(source.training, random.Random(f"{seed}/{source.name}")) for source in sources]
+    weights = [source.weight for source in sources]
+    while True:
+        yield _answered(tokenizer, next(draw.choices(epochs, weights)[0]))
+
+
+def _epochs(tasks: Sequence[Task], order: random.Random) -> Iterator[Task]:
+    while True:
+        yield from (tasks[i] for i in order.sample(range(len(tasks)), len(tasks)))
+
+
+def _turns(conversations: Conversations, learnt: Sequence[int], order: random.Random) -> Iterator[Example]:
+    """Endless turns, those of a conversation together."""
+    while True:
+        for number in order.sample(learnt, len(learnt)):
+            yield from conversations.turns(number)
+
+
+class Accuracy:
+    """Exact match of one sampled answer per example. Generates with a copy of the model: trainer and engine each attend in their own way."""
+
+    def __init__(self, model: PreTrainedModel, lessons: Lessons, config: Config) -> None:
+        self._model, self._tokenizer, self._examples = model, lessons.tokenizer, lessons.heldout
+        longest = max((len(answer) for _, answer in lessons.heldout), default=0)
+        self._max_tokens = config.environment.max_tokens if config.warm_start.data is None else longest
+        self._temperature = config.environment.temperature
+        self._copy = copy.deepcopy(model)
+        self._engine = EmbeddedEngine(
+            self._copy,
+            tokenizer=lessons.tokenizer,
+            name="warm-start",
+            receiver=receiver(),
+            record=unheard,
+            max_running=max(1, len(lessons.heldout)),
+            max_batch_tokens=config.engine.max_batch_tokens,
+            max_context=config.model.max_context,
+            pause_lease_seconds=config.engine.pause_lease_seconds,
+        )
+
+    def measure(self, *, seed: int) -> float:
+        """Of the model as it is now. Blocking."""
+        for name, tensor in named_tensors(self._copy).items():
+            tensor.data.copy_(named_tensors(self._model)[name])
+        answers = self._engine.generate_all([self._request(number, prompt, seed) for number, (prompt, _) in enumerate(self._examples)])
+        pairs = zip(answers, self._examples, strict=True)
+        return sum(exact_match(self._text(given.token_ids), self._text(wanted)) for given, (_, wanted) in pairs) / len(self._examples)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special=True)
+
+    def _request(self, number: int, prompt: Sequence[int], seed: int) -> GenerateRequest:
+        sampling = SamplingParams(max_tokens=self._max_tokens, temperature=self._temperature, seed=seed * 1_000_003 + number)
+        return GenerateRequest(f"{number:032x}", tuple(prompt), len(prompt), sampling)
