@@ -13,7 +13,7 @@ from midflight.config.checks import effective_loss, notes
 from midflight.config.derived import LOGITS_AT_ONCE, computing_threads, core_note, memory_estimate, model_sizes, placement, total_bytes
 from midflight.errors import ModelNotFound
 from midflight.run.rollout.system import buffer_limits
-from midflight.trainer.model.policy import CHUNK
+from midflight.trainer.model.scores import CHUNK
 
 
 def knob(name: str, *overrides: str) -> derived.Knob:
@@ -250,3 +250,19 @@ def test_the_context_is_bounded_by_memory_which_is_said(tmp_path: Path, monkeypa
     assert not any(
         "tokens that the model can" in note for note in notes(load_config(None, [f"model.path={path}", "model.max_context=300"]))
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trainer_is_ours", "expected"),
+    [
+        ([], True, True),
+        ([], False, False),
+        (["correction.sampling_masks=true"], False, True),
+        (["correction.sampling_masks=false"], True, False),
+        (["distillation.teacher=x", "correction.sampling_masks=true"], True, False),
+    ],
+)
+def test_truncated_turns_are_trained_by_our_trainer_and_by_another_if_it_is_asked(
+    overrides: list[str], trainer_is_ours: bool, expected: bool
+) -> None:
+    assert derived.trains_truncated(load_config(None, overrides), trainer_is_ours=trainer_is_ours) is expected

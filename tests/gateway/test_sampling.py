@@ -10,12 +10,27 @@ import pytest
 from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, offered
 from tests.gateway.test_dialects_names import DIALECTS
 
-from midflight.errors import RequestRejected
+from midflight.errors import EngineUnavailable, RequestRejected
+from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.plan import EngineLimits, params_for, samples_the_policy
 from midflight.gateway.dialects.exchange import Exchange
+from midflight.gateway.sessions.history import Prompt
+from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Feature, LogprobKind, Reason, SamplingParams
+from midflight.types import (
+    Chunk,
+    Feature,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    GrammarKind,
+    Kind,
+    LogprobKind,
+    Reason,
+    SamplingParams,
+)
 
 UNSEEDED = EngineLimits(max_context=256, vocab_size=262, honours_seed=False)
 
@@ -79,3 +94,73 @@ def test_turns_at_another_temperature_are_kept_out_of_the_loss_where_logprobs_ar
             assert (len(record.rows), set(record.masked)) == ((1, set()) if trainable else (0, {Reason.NOT_POLICY_SAMPLED}))
 
     run_virtual(main())
+
+
+MASKS = EngineLimits(256, 262, features=frozenset({Feature.SAMPLING_MASKS}))
+
+
+@pytest.mark.parametrize(
+    ("params", "trained"),
+    [
+        (SamplingParams(top_p=0.9), True),
+        (SamplingParams(top_k=5, min_p=0.1, top_p=0.9), True),
+        (SamplingParams(top_p=0.9, temperature=0.0), False),
+        (SamplingParams(top_k=5, presence_penalty=0.5), False),
+        (SamplingParams(top_k=5, logit_bias=((3, 1.0),)), False),
+        (SamplingParams(top_k=5, grammar=Grammar(GrammarKind.REGEX, "a")), False),
+        (SamplingParams(top_k=5, min_tokens=2), False),
+    ],
+)
+def test_a_truncated_turn_is_of_the_policy_where_engines_say_what_was_kept_and_nothing_else_shapes_it(
+    params: SamplingParams, trained: bool
+) -> None:
+    assert samples_the_policy(params, params, limits=MASKS) is trained
+    assert not samples_the_policy(params, params, limits=UNSEEDED)
+    assert not samples_the_policy(params, replace(params, temperature=0.7), limits=MASKS)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [(Kind.TRAINING, True), (Kind.EVALUATION, False), (Kind.OUTSIDE, False)])
+def test_what_was_kept_is_asked_for_only_where_it_is_trained(kind: Kind, wanted: bool) -> None:
+    async def main() -> None:
+        generator = ScriptedGenerator()
+        async with offered(generator, limits=MASKS) as it:
+            session = it.gateway.open(replace(KEY, kind=kind), sampling=replace(DEFAULTS, top_p=0.9), tracked=True)
+            sdk = it.sdk(base_url=f"http://memory/s/{session.api_key}/v1", api_key=session.api_key)
+            await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+            await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}], top_p=1.0)
+            assert [request.wants_kept for request in generator.requests] == [wanted, False]
+            # The scripted answers have no records, so that the first is context in any case.
+            record = it.gateway.close(session.session_id)
+            assert (len(record.rows), set(record.masked)) == (1, {Reason.NOT_POLICY_SAMPLED})
+
+    run_virtual(main())
+
+
+def answer_of(params: SamplingParams) -> Answer:
+    request = GenerateRequest("r", (65, 66), 2, params, wants_kept=True)
+    return Answer(request, Prompt((65, 66), None), scripted_tokenizer())
+
+
+def test_i6_records_stay_with_their_tokens_over_attempts_and_past_a_stop_string() -> None:
+    answer = answer_of(SamplingParams(max_tokens=9, top_p=0.9, stop=("END",)))
+    answer.next_request("first")
+    answer.accept(Chunk(tuple(b"ab"), (-1.0, -1.0), 0, 0, Finish(FinishReason.ABORT), kept=(b"1", b"2")), vocab_size=262)
+    assert answer.next_request("second").wants_kept
+    answer.accept(Chunk(tuple(b"cENDx"), (-1.0,) * 5, 1, 1, kept=(b"3", b"4", b"5", b"6", b"7")), vocab_size=262)
+    turn = answer.close()
+    assert (bytes(turn.output_ids), turn.kept, turn.num_overshoot) == (b"abcEND", (b"1", b"2", b"3", b"4", b"5", b"6"), 1)
+    assert turn.policy_sampled
+    again = answer_of(SamplingParams(max_tokens=9, top_p=0.9))
+    again.replay(turn)
+    assert again.close().kept == turn.kept
+
+
+def test_a_turn_of_which_an_engine_left_records_out_is_context_and_a_chunk_out_of_step_is_nonsense() -> None:
+    answer = answer_of(SamplingParams(max_tokens=3, top_p=0.9))
+    answer.next_request("first")
+    answer.accept(Chunk((5,), (-1.0,), 0, 0, kept=(b"1",)), vocab_size=262)
+    with pytest.raises(EngineUnavailable, match="it says of 1 tokens what truncation kept"):
+        answer.accept(Chunk((6, 7), (-1.0, -1.0), 0, 0, kept=(b"1",)), vocab_size=262)
+    answer.accept(Chunk((6, 7), (-1.0, -1.0), 0, 0, Finish(FinishReason.LENGTH)), vocab_size=262)
+    turn = answer.close()
+    assert turn.output_ids == (5, 6, 7) and turn.kept == () and not turn.policy_sampled

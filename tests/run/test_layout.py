@@ -7,8 +7,10 @@ import json
 import re
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from tests.run.test_routes import one_batch
 
 from midflight.run.api.session_routes import batch_as_lists
@@ -45,6 +47,13 @@ def test_the_bytes_are_laid_out_as_the_page_says_and_say_what_the_lists_say() ->
     assert arrays["loss_mask"] == [0, 1, 1] and lists.rows[0].loss_mask == [False, True, True]
     assert arrays["logprobs"] == [0.0, -0.5, -1.5]
     assert list(zip(arrays["rollout_group"], arrays["rewards"], arrays["truncated"], strict=True)) == [(0, 1.0, 0), (1, 0.25, 1)]
+
+
+def test_what_truncation_kept_is_in_the_lists_as_ids() -> None:
+    # The second token was drawn from ids 2 and 5 of many, the third from all.
+    batch = replace(one_batch(7), kept=np.array([0, 2, 3], np.uint8), kept_lengths=np.array([0, 3, 0], np.int32))
+    assert batch_as_lists(batch).rows[0].kept == [[], [2, 5], []]
+    assert batch_as_lists(one_batch(7)).rows[0].kept is None
 
 
 def test_the_page_shows_the_fields_that_the_lists_have() -> None:

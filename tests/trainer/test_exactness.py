@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.models.names import named_tensors
-from midflight.trainer.model.policy import token_scores
+from midflight.trainer.model.scores import token_scores
 from midflight.trainer.objective import Objective
 from midflight.types import PackedBatch
 

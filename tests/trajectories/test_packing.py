@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from midflight.errors import BatchCorrupt
+from midflight.trajectories.database import decode_rows, encode_rows
 from midflight.trajectories.packing import NO_ANSWER, from_bytes, pack, to_bytes
 from midflight.types import Batch, Group, PackedBatch, RolloutKey, Trajectory
 
@@ -26,6 +27,10 @@ def batch() -> Batch:
     )
     last = Trajectory(RolloutKey(key(1), 0), "b", "letters", 1.0, (row((1, 2), (False, True), version=4),))
     return Batch(12, 4, (Group(key(0), "a", "letters", rollouts), Group(key(1), "b", "letters", (last,))))
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
 
 
 def assert_same(one: PackedBatch, other: PackedBatch) -> None:
@@ -81,12 +86,35 @@ def test_the_teachers_scores_survive_the_wire_and_without_a_teacher_there_are_no
     assert_same(from_bytes(to_bytes(scored)), scored)
 
 
+def with_kept() -> Batch:
+    """The batch above, where the first row's second token has a record of two bytes and its third one of none."""
+    made = batch()
+    first = made.groups[0].trajectories[0]
+    rows = (replace(first.rows[0], kept=np.array([0, 6], np.uint8), kept_lengths=int32(0, 2, 0)), first.rows[1])
+    others = made.groups[0].trajectories[1:]
+    return replace(made, groups=(replace(made.groups[0], trajectories=(replace(first, rows=rows), *others)), made.groups[1]))
+
+
+def test_what_truncation_kept_lies_end_to_end_and_survives_wire_and_store() -> None:
+    packed = pack(with_kept())
+    assert packed.kept is not None and packed.kept.tolist() == [0, 6]
+    assert packed.kept_lengths is not None and packed.kept_lengths.tolist() == [0, 2, 0, 0, 0, 0, 0]
+    assert_same(from_bytes(to_bytes(packed)), packed)
+    assert pack(batch()).kept is None and pack(batch()).kept_lengths is None
+    rows = with_kept().groups[0].trajectories[0].rows
+    for given_row, found in zip(rows, decode_rows(encode_rows(rows)), strict=True):
+        np.testing.assert_array_equal(given_row.kept, found.kept)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(given_row.kept_lengths, found.kept_lengths)  # type: ignore[arg-type]
+    assert rows[0].num_bytes == rows[1].num_bytes // 2 * 3 + 2 + 12
+
+
+def test_i6_a_row_whose_records_are_not_as_long_as_it_says_is_not_made() -> None:
+    with pytest.raises(AssertionError, match="I6"):
+        replace(with_kept().groups[0].trajectories[0].rows[0], kept_lengths=int32(0, 3, 0))
+
+
 def corrupted(**parts: object) -> bytes:
     return to_bytes(replace(pack(batch()), **parts))  # pyright: ignore[reportArgumentType]
-
-
-def int32(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +135,9 @@ def int32(*values: int) -> np.ndarray:
         (corrupted(teacher_logprobs=np.zeros(6, np.float32)), "lengths disagree"),
         (corrupted(teacher_logprobs=np.zeros((7, 1), np.float32)), "teacher_logprobs"),
         (corrupted(teacher_logprobs=np.array([0, np.nan, 0, 0, 0, 0, 0], np.float32)), "of the teacher is not finite"),
+        (corrupted(kept=np.zeros(2, np.uint8), kept_lengths=int32(0, 2, 0)), "lengths disagree"),
+        (corrupted(kept=np.zeros(2, np.uint8), kept_lengths=int32(0, 3, 0, 0, 0, 0, 0)), "kept_lengths say 3 bytes, kept has 2"),
+        (corrupted(kept=np.zeros(2, np.uint8)), "kept_lengths say 0 bytes, kept has 2"),
         (corrupted(lease=-1), "lease is '-1'"),
         (save(load(to_bytes(pack(batch())))), "format is None"),
         (to_bytes(pack(batch())).replace(b'"format_version":"1"', b'"format_version":"2"'), "format_version is '2'"),

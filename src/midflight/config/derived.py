@@ -43,6 +43,13 @@ def machine_bytes() -> int:
     return min(physical, int(allowed)) if allowed.isdecimal() else physical
 
 
+def trains_truncated(config: Config, *, trainer_is_ours: bool) -> bool:
+    """Whether turns sampled with top-p, top-k or min-p are trained where engines record what was kept. Beside a teacher they are not: he
+    scores tokens over the whole vocabulary."""
+    asked = config.correction.sampling_masks
+    return (trainer_is_ours if asked is None else asked) and config.distillation.teacher is None
+
+
 def batch_bytes(config: Config) -> int:
     """Of the rows of one batch whose rollouts all fill the context."""
     return batch_rollouts(config.rollout) * config.model.max_context * ROW_BYTES_PER_TOKEN

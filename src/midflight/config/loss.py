@@ -121,6 +121,9 @@ class CorrectionSection(Section):
     opsm: Above0 | None = None
     """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
 
+    sampling_masks: bool | None = None
+    """Train turns that were sampled with top-p, top-k or min-p over what these kept of the vocabulary, where engines record it; false keeps such turns out of the loss. Default: true, but for a trainer that is not ours, which must read `kept`."""
+
 
 class CriticSection(Section):
     """The critic of `objective.advantage = "gae"`: a model of the policy's size that learns beside it. What is not said here is as in `[trainer]`."""

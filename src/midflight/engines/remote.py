@@ -179,7 +179,8 @@ class RemoteEngine:
     def _take_step(self, frame: wire.StepFrame) -> None:
         rows = wire.step_rows(frame)
         tops = wire.step_tops(frame) if frame.top_ids else ()
-        self._streams.take(frame.version, rows, tops, finishes=frame.finishes, attested=frame.attested)
+        kept = wire.step_kept(frame) if frame.kept_lengths else ()
+        self._streams.take(frame.version, rows, tops, kept, finishes=frame.finishes, attested=frame.attested)
         if frame.num_running:
             self._record(EngineStepped(self._name, frame.started, frame.ended, len(rows), frame.num_running))
 

@@ -114,6 +114,8 @@ class StepOutput:
     """[R, W] the likeliest ids at each token's place, likeliest first, filled up with -1; W is 0 where nobody asks."""
     top_logprobs: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """[R, W]"""
+    kept: tuple[bytes | None, ...] = ()
+    """[R] what truncation kept for each token, `None` for a request that did not ask; empty where nobody asks."""
     outlets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     finishes: tuple[tuple[int, int, Finish], ...] = ()
     """(handle, outlet, how it ended)"""
@@ -138,6 +140,7 @@ class StepOutput:
             kv_versions=self.kv_versions[rows],
             top_ids=top_ids[:, :width],
             top_logprobs=(self.top_logprobs[rows] if self.top_logprobs.size else self.top_logprobs)[:, :width],
+            kept=tuple([self.kept[row] for row in rows.tolist()]) if self.kept else (),
             outlets=self.outlets[rows],
             finishes=tuple(f for f in self.finishes if f[1] == outlet),
             failures=tuple(f for f in self.failures if f[1] == outlet),
@@ -184,6 +187,7 @@ class _Gathered:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
+    kept: list[bytes] = field(default_factory=list[bytes])
     finish: Finish | None = None
     attested: tuple[Segment, ...] = ()
 
@@ -210,7 +214,9 @@ class ChunkStream:
 
     # --- For the side that brings the tokens -------------------------------------------------------------------------
 
-    def add(self, token_id: int, logprob: float, *, version: Version, kv_version: Version, top: Top = None) -> None:
+    def add(
+        self, token_id: int, logprob: float, *, version: Version, kv_version: Version, top: Top = None, kept: bytes | None = None
+    ) -> None:
         part = self._gathered[-1] if self._gathered else None
         if part is None or part.version != version or part.kv_version != kv_version:
             part = _Gathered(version, kv_version)
@@ -219,6 +225,8 @@ class ChunkStream:
         part.logprobs.append(logprob)
         if top is not None:
             part.top_logprobs.append(top)
+        if kept is not None:
+            part.kept.append(kept)
         if self._at_once:
             self._at_once = self._eager
             self._ready.set()
@@ -266,7 +274,7 @@ class ChunkStream:
                 self._timer.cancel()
                 self._timer = None
         ids, logprobs, top = tuple(part.token_ids), tuple(part.logprobs), tuple(part.top_logprobs)
-        return Chunk(ids, logprobs, part.version, part.kv_version, part.finish, top, part.attested)
+        return Chunk(ids, logprobs, part.version, part.kv_version, part.finish, top, part.attested, tuple(part.kept))
 
     async def aclose(self) -> None:
         self.close()
@@ -298,7 +306,7 @@ class ChunkStreams:
         return self._streams.pop(handle, None) is not None
 
     def put(self, step: StepOutput) -> None:
-        self.take(step.version, step.rows(), step.tops(), finishes=[(h, f) for h, _, f in step.finishes])
+        self.take(step.version, step.rows(), step.tops(), step.kept, finishes=[(h, f) for h, _, f in step.finishes])
         for handle, _, error in step.failures:
             self.reject(handle, error)
 
@@ -307,18 +315,20 @@ class ChunkStreams:
         version: Version,
         rows: Iterable[TokenRow],
         tops: Sequence[Top],
+        kept: Sequence[bytes | None] = (),
         *,
         finishes: Iterable[tuple[int, Finish]],
         attested: Sequence[tuple[int, tuple[Segment, ...]]] = (),
     ) -> None:
         """Gives each request what a step did for it. What is for requests that were closed meanwhile is dropped.
 
-        `tops` has one entry for each row, or none where nobody asks for alternatives.
+        `tops` and `kept` have one entry for each row, or none where nobody asks.
         """
         streams = self._streams
-        for (handle, token, logprob, kv), top in zip(rows, tops or itertools.repeat(None), strict=False):
+        each = zip(rows, tops or itertools.repeat(None), kept or itertools.repeat(None), strict=False)
+        for (handle, token, logprob, kv), top, left in each:
             if (stream := streams.get(handle)) is not None:
-                stream.add(token, logprob, version=version, kv_version=kv, top=top)
+                stream.add(token, logprob, version=version, kv_version=kv, top=top, kept=left)
         for handle, finish in finishes:
             if (stream := streams.pop(handle, None)) is not None:
                 stream.end(version, finish, attested=dict(attested).get(handle, ()))

@@ -61,6 +61,10 @@ class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """int32, as many for each token, -1 where a request asked for fewer than another; absent where nobody asks"""
     top_logprobs: bytes = b""
     """float32, one for each of `top_ids`"""
+    kept: bytes = b""
+    """What truncation kept for each token, end to end; absent where nobody asks"""
+    kept_lengths: bytes = b""
+    """int32, of each token's part of `kept`; -1 where its request did not ask"""
     attested: tuple[tuple[int, tuple[Segment, ...]], ...] = ()
     """Of requests among `finishes`: `Chunk.attested`, where the engine has it"""
 
@@ -126,6 +130,8 @@ def pack_step(step: StepOutput, numbers: dict[int, int]) -> StepFrame:
         num_running=step.num_running,
         top_ids=step.top_ids.astype("<i4").tobytes() if step.top_ids.size else b"",
         top_logprobs=step.top_logprobs.astype("<f4").tobytes() if step.top_ids.size else b"",
+        kept=b"".join(filter(None, step.kept)),
+        kept_lengths=_lengths(step.kept),
     )
 
 
@@ -134,6 +140,7 @@ def pack_chunks(chunks: Sequence[tuple[int, Chunk]], *, started: float, ended: f
     rows = [(h, i, p, c.kv_version) for h, c in chunks for i, p in zip(c.token_ids, c.logprobs, strict=True)]
     width = max((len(top) for _, c in chunks for top in c.top_logprobs), default=0)
     tops = [_widened(top, width) for _, c in chunks for top in c.top_logprobs or ((),) * len(c.token_ids)] if width else []
+    has_kept = any(c.kept for _, c in chunks)
     return StepFrame(
         version=chunks[0][1].version,
         rows=np.array(rows, dtype=_ROW_DTYPE).tobytes(),
@@ -144,13 +151,19 @@ def pack_chunks(chunks: Sequence[tuple[int, Chunk]], *, started: float, ended: f
         top_ids=np.fromiter((i for top in tops for i, _ in top), dtype="<i4").tobytes(),
         top_logprobs=np.fromiter((p for top in tops for _, p in top), dtype="<f4").tobytes(),
         attested=tuple((h, c.attested) for h, c in chunks if c.attested),
+        kept=b"".join(left for _, c in chunks for left in c.kept),
+        kept_lengths=_lengths([left for _, c in chunks for left in c.kept or [None] * len(c.token_ids)]) if has_kept else b"",
     )
 
 
 def can_carry(chunk: Chunk) -> bool:
     """Whether a chunk fits the columns: their lengths agree, and what should be an int32 is one."""
     num = len(chunk.token_ids)
-    aligned = len(chunk.logprobs) == num and (not chunk.top_logprobs or (len(chunk.top_logprobs) == num and all(chunk.top_logprobs)))
+    aligned = (
+        len(chunk.logprobs) == num
+        and len(chunk.kept) in (0, num)
+        and (not chunk.top_logprobs or (len(chunk.top_logprobs) == num and all(chunk.top_logprobs)))
+    )
     ints = (chunk.version, chunk.kv_version, *chunk.token_ids, *(i for top in chunk.top_logprobs for i, _ in top))
     spans = (i for s in chunk.attested for i in (s.version, s.kv_version, s.start, s.end))
     return aligned and all(0 <= i < END_OF_INTS for i in (*ints, *spans))
@@ -169,6 +182,17 @@ def step_tops(frame: StepFrame) -> list[Top]:
     pairs = list(zip(ids, logprobs, strict=True))
     width = len(pairs) * _ROW.size // len(frame.rows)
     return [tuple(pair for pair in pairs[at : at + width] if pair[0] >= 0) or None for at in range(0, len(pairs), width)]
+
+
+def step_kept(frame: StepFrame) -> list[bytes | None]:
+    """What truncation kept for each token; empty where nobody asks."""
+    lengths = _int32(frame.kept_lengths)
+    ends = np.cumsum(lengths.clip(min=0)).tolist()
+    return [None if length < 0 else frame.kept[end - length : end] for length, end in zip(lengths.tolist(), ends, strict=True)]
+
+
+def _lengths(kept: Sequence[bytes | None]) -> bytes:
+    return np.fromiter((-1 if left is None else len(left) for left in kept), dtype="<i4").tobytes()
 
 
 def _widened(top: tuple[tuple[int, float], ...], width: int) -> tuple[tuple[int, float], ...]:

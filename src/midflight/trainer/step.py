@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -27,6 +27,7 @@ from midflight.trainer.formulas.corrections import log_ratio
 from midflight.trainer.formulas.diagnostics import Observed
 from midflight.trainer.model.microbatch import Index, Predictions, on_device, predictions_of, shift
 from midflight.trainer.model.policy import Ranks
+from midflight.trainer.model.scores import kept_of
 from midflight.trainer.objective import Factors, Known, Objective, TokenLosses
 from midflight.types import PackedBatch, Reason, Version
 
@@ -176,8 +177,9 @@ def step_tokens(
     mask = batch.loss_mask & ~missing & ~unscored & ~truncated
     admitted = shift(mask, batch.row_offsets)
     rollout = shift(rollout_of_token, batch.row_offsets)[admitted]
+    predictions = predictions_of(batch.token_ids, batch.row_offsets, mask=mask)
     return LossTokens(
-        predictions=predictions_of(batch.token_ids, batch.row_offsets, mask=mask),
+        predictions=replace(predictions, kept=kept_of(batch, np.flatnonzero(mask))),
         behaviour=on_device(shift(batch.logprobs, batch.row_offsets)[admitted], device).to(dtype),
         advantage=on_device(token_advantages(batch, scoring, rollout_of_token)[admitted], device).to(dtype),
         age=on_device(batch.train_version - shift(batch.versions, batch.row_offsets)[admitted], device),

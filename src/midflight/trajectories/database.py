@@ -230,6 +230,8 @@ class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     versions: bytes
     kv_versions: bytes
     turns: bytes | None = None
+    kept: bytes = b""
+    kept_lengths: bytes = b""
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
@@ -297,6 +299,8 @@ def _pack_row(row: Row) -> _StoredRow:
         versions=row.versions.astype("<i4").tobytes(),
         kv_versions=row.kv_versions.astype("<i4").tobytes(),
         turns=None if row.turns is None else row.turns.astype("<i4").tobytes(),
+        kept=b"" if row.kept is None else row.kept.tobytes(),
+        kept_lengths=b"" if row.kept_lengths is None else row.kept_lengths.astype("<i4").tobytes(),
     )
 
 
@@ -309,6 +313,8 @@ def _unpack_row(row: _StoredRow) -> Row:
         versions=_array(row.versions, "<i4"),
         kv_versions=_array(row.kv_versions, "<i4"),
         turns=None if row.turns is None else _array(row.turns, "<i4"),
+        kept=_array(row.kept, "u1") if row.kept_lengths else None,
+        kept_lengths=_array(row.kept_lengths, "<i4") if row.kept_lengths else None,
     )
 
 

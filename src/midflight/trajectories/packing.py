@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from midflight.errors import BatchCorrupt
-from midflight.types import Batch, PackedBatch, Row, Trajectory
+from midflight.types import Batch, Int32, PackedBatch, Row, Trajectory, UInt8
 
 FORMAT = "midflight.packed_batch"
 FORMAT_VERSION = "1"
@@ -36,7 +36,9 @@ _TURNS: Mapping[str, type[np.generic]] = {"turns": np.int32}
 """As long as `_TOKENS`, and there or not."""
 _TABLES: Mapping[str, type[np.generic]] = {"turn_rewards": np.float32, "components": np.float32}
 """Flat tables with a line for each rollout, each there or not."""
-_OPTIONAL = {**_TEACHER, **_ROOM, **_TURNS, **_TABLES}
+_KEPT: Mapping[str, type[np.generic]] = {"kept_lengths": np.int32}
+"""As long as `_TOKENS`, and there or not, as `kept` is, which has as many bytes as they say."""
+_OPTIONAL = {**_TEACHER, **_ROOM, **_TURNS, **_TABLES, **_KEPT, "kept": np.uint8}
 NO_ANSWER = 2**31 - 1
 """The room of a rollout without an answer."""
 
@@ -49,6 +51,7 @@ def pack(batch: Batch) -> PackedBatch:
     """
     rollouts = [(number, t) for number, group in enumerate(batch.groups) for t in group.trajectories]
     rows = [(number, row) for number, (_, t) in enumerate(rollouts) for row in t.rows]
+    kept, kept_lengths = _kept([row for _, row in rows])
     return PackedBatch(
         lease=batch.lease,
         train_version=batch.train_version,
@@ -62,6 +65,8 @@ def pack(batch: Batch) -> PackedBatch:
         rewards=np.array([t.reward for _, t in rollouts], dtype=np.float32),
         rollout_group=np.array([number for number, _ in rollouts], dtype=np.int32),
         truncated=np.array([t.truncated for _, t in rollouts], dtype=np.bool_),
+        kept=kept,
+        kept_lengths=kept_lengths,
         room=np.array([NO_ANSWER if t.room is None else t.room for _, t in rollouts], dtype=np.int32),
         **_tables([t for _, t in rollouts], [row for _, row in rows]),
     )
@@ -85,6 +90,13 @@ def _tables(rollouts: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, An
 
 def _flat(rows: list[tuple[int, Row]], part: Callable[[Row], NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *(part(row).astype(dtype, copy=False) for _, row in rows)])
+
+
+def _kept(rows: list[Row]) -> tuple[UInt8, Int32] | tuple[None, None]:
+    if all(row.kept is None for row in rows):
+        return None, None
+    lengths = [np.zeros(len(row.token_ids), np.int32) if row.kept_lengths is None else row.kept_lengths for row in rows]
+    return np.concatenate([row.kept for row in rows if row.kept is not None]), np.concatenate(lengths)
 
 
 def to_bytes(packed: PackedBatch) -> bytes:
@@ -166,9 +178,11 @@ def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
     for name, found in arrays.items():
         dtype = {**_ARRAYS, **_OPTIONAL}[name]
         _require(found.ndim == 1 and found.dtype == dtype, f"{name} is {found.dtype}{list(found.shape)}, expected flat {np.dtype(dtype)}")
-    for beside in ({**_TOKENS, **_TEACHER, **_TURNS}, {**_ROLLOUTS, **_ROOM}):
+    for beside in ({**_TOKENS, **_TEACHER, **_TURNS, **_KEPT}, {**_ROLLOUTS, **_ROOM}):
         lengths = {name: len(arrays[name]) for name in beside if name in arrays}
         _require(len(set(lengths.values())) == 1, f"lengths disagree: {lengths}")
+    size, said = len(arrays.get("kept", ())), arrays.get("kept_lengths", np.zeros(0, np.int32))
+    _require(not (said < 0).any() and int(said.sum()) == size, f"kept_lengths say {int(said.sum())} bytes, kept has {size}")
 
 
 def _check_offsets(packed: PackedBatch) -> None:

@@ -16,6 +16,7 @@ from midflight.types.names import (
     PauseMode,
     Reason,
     StalePolicy,
+    UInt8,
     Version,
 )
 from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, PackedBatch, Result, RolloutKey, Row, SessionRecord, Task, Trajectory
@@ -57,6 +58,7 @@ __all__ = [
     "TensorSpec",
     "Trajectory",
     "Turn",
+    "UInt8",
     "Version",
     "WeightManifest",
 ]

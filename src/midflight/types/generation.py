@@ -80,6 +80,8 @@ class Parameter:
     """What an engine must be able to do for any value but the default."""
     reshapes: bool
     """Whether any value but the default samples from another distribution than the policy's."""
+    truncates: bool
+    """Whether it does so by leaving ids out alone."""
     names: Mapping[Api, str]
     """Its name for those who write it as it is. A wire that is missing does not have it, or its own code writes it in another form."""
 
@@ -90,6 +92,7 @@ def parameter(
     feature: Feature | None = None,
     *,
     reshapes: bool = True,
+    truncates: bool = False,
     openai: str | None = _SAME,
     anthropic: str | None = _SAME,
     native: str | None = _SAME,
@@ -100,7 +103,7 @@ def parameter(
     """A field of `SamplingParams`. `copied=False`: servers are not sent the value as it is; their own code makes something of it."""
     clients = {Api.OPENAI: openai, Api.ANTHROPIC: anthropic, Api.NATIVE: native}
     servers = {Api.VLLM: vllm, Api.SGLANG: sglang} if copied else {}
-    about = {"range": range, "feature": feature, "reshapes": reshapes, "names": {**clients, **servers}}
+    about = {"range": range, "feature": feature, "reshapes": reshapes, "truncates": truncates, "names": {**clients, **servers}}
     return field(default=default, metadata=about)
 
 
@@ -120,9 +123,9 @@ class SamplingParams:
     min_tokens: int = parameter(0, Range(0, _MOST), native="min_new_tokens", copied=False)
     temperature: float = parameter(1.0, Range(0, 1000), reshapes=False)
     """0 is greedy."""
-    top_p: float = parameter(1.0, Range(0, 1, above=True))
-    top_k: int | None = parameter(None, Range(1, _MOST), copied=False)
-    min_p: float = parameter(0.0, Range(0, 1))
+    top_p: float = parameter(1.0, Range(0, 1, above=True), truncates=True)
+    top_k: int | None = parameter(None, Range(1, _MOST), truncates=True, copied=False)
+    min_p: float = parameter(0.0, Range(0, 1), truncates=True)
     stop: tuple[str, ...] = parameter((), reshapes=False, anthropic="stop_sequences")
     stop_token_ids: tuple[int, ...] = parameter((), reshapes=False, anthropic=None, copied=False)
     ignore_eos: bool = parameter(False, reshapes=False, anthropic=None, copied=False)
@@ -155,6 +158,11 @@ class SamplingParams:
         return self.temperature > 0 and _reshaping(self) == _RESHAPES_NOT
 
     @property
+    def truncates_the_policy(self) -> bool:
+        """Whether it is the policy's own over a part of the vocabulary, which top-p, top-k or min-p left."""
+        return self.temperature > 0 and _truncating(self) != _TRUNCATES_NOT and _distorting(self) == _DISTORTS_NOT
+
+    @property
     def features(self) -> frozenset[Feature]:
         """What an engine must be able to do for this."""
         if _featured(self) == _FEATURELESS:
@@ -176,6 +184,7 @@ def _parameters() -> Mapping[str, Parameter]:
             range=f.metadata["range"],
             feature=f.metadata["feature"],
             reshapes=f.metadata["reshapes"],
+            truncates=f.metadata["truncates"],
             names=named(f.name, f.metadata["names"]),
         )
         for f in fields(SamplingParams)
@@ -195,6 +204,10 @@ ranged_values = attrgetter(*(p.name for p, _ in RANGED))
 _values = attrgetter(*PARAMETERS)
 _reshaping = attrgetter(*(p.name for p in PARAMETERS.values() if p.reshapes))
 _RESHAPES_NOT: Final = tuple(p.default for p in PARAMETERS.values() if p.reshapes)
+_truncating = attrgetter(*(p.name for p in PARAMETERS.values() if p.truncates))
+_TRUNCATES_NOT: Final = tuple(p.default for p in PARAMETERS.values() if p.truncates)
+_distorting = attrgetter(*(p.name for p in PARAMETERS.values() if p.reshapes and not p.truncates))
+_DISTORTS_NOT: Final = tuple(p.default for p in PARAMETERS.values() if p.reshapes and not p.truncates)
 _featured = attrgetter(*(p.name for p in FEATURED))
 _FEATURELESS: Final = tuple(p.default for p in FEATURED)
 
@@ -219,6 +232,8 @@ class GenerateRequest:
     sampling: SamplingParams
     eager: bool = True
     """Whether each token is wanted as it comes; otherwise they may come several at a time, which costs less."""
+    wants_kept: bool = False
+    """Whether each token is wanted with what truncation kept of the vocabulary."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -263,6 +278,8 @@ class Chunk:
     attested: tuple[Segment, ...] = ()
     """On the last chunk of an engine that says its tokens' versions only at the end: segments over all tokens of this attempt, which
     take the place of the labels given before."""
+    kept: tuple[bytes, ...] = ()
+    """For each token what truncation kept of the vocabulary, a record of `types.kept`; empty unless asked for, or where an engine has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +296,5 @@ class Turn:
     num_overshoot: int = 0
     """Tokens received after a stop string and cut from `output_ids`: dropped(overshoot)."""
     num_resumes: int = 0
+    kept: tuple[bytes, ...] = ()
+    """Of a turn that was sampled with truncation and can be trained: what was kept for each output token, as in `Chunk`."""

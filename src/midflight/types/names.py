@@ -13,6 +13,7 @@ Version: TypeAlias = int
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Int32: TypeAlias = NDArray[np.int32]
+UInt8: TypeAlias = NDArray[np.uint8]
 Float32: TypeAlias = NDArray[np.float32]
 Bool: TypeAlias = NDArray[np.bool_]
 
@@ -62,6 +63,8 @@ class Feature(StrEnum):
     LOGIT_BIAS = "logit_bias"
     TOP_LOGPROBS = "top_logprobs"
     GRAMMARS = "grammars"
+    SAMPLING_MASKS = "sampling_masks"
+    """It says of each token what top-p, top-k and min-p kept, where it is asked to; see `types.kept`."""
 
 
 class GrammarKind(StrEnum):

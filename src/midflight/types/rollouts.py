@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from midflight.errors import TaskFieldMissing
-from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, Version
+from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, UInt8, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,16 @@ class Row:
     kv_versions: Int32
     turns: Int32 | None = None
     """The answer that the token is of, counted from 0 in the order of the session's requests."""
+    kept: UInt8 | None = None
+    """What truncation kept of the vocabulary for each token that this row trains on: records of `types.kept`, end to end; None where no
+    token has one."""
+    kept_lengths: Int32 | None = None
+    """[T] bytes of each token's record in `kept`; 0 where nothing was cut off"""
 
     def __post_init__(self) -> None:
         lengths = {len(a) for a in self._arrays()}
+        if self.kept is not None and self.kept_lengths is not None:
+            assert self.kept_lengths.sum() == len(self.kept), f"I6: records of {self.kept_lengths.sum()} bytes in {len(self.kept)}"
         assert len(lengths) == 1, f"I6: per-token arrays of lengths {lengths}"
 
     @property
@@ -116,11 +123,12 @@ class Row:
     @property
     def num_bytes(self) -> int:
         """Of its arrays in memory."""
-        return sum(a.nbytes for a in self._arrays())
+        return sum(a.nbytes for a in self._arrays()) + (0 if self.kept is None else self.kept.nbytes)
 
     def _arrays(self) -> Sequence[Int32 | Bool | Float32]:
+        """Those per token."""
         arrays = (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions)
-        return arrays if self.turns is None else (*arrays, self.turns)
+        return (*arrays, *(a for a in (self.turns, self.kept_lengths) if a is not None))
 
     @property
     def oldest_version(self) -> Version | None:
@@ -271,4 +279,6 @@ class PackedBatch:
     components: Float32 | None = None  # [M * C], of each rollout's reward, NaN where one does not apply; None where there are none
     component_names: tuple[str, ...] = ()  # [C]
     room: Int32 | None = None  # [M], tokens that the answer nearest to its own limit left of it; a number above all limits without answers
+    kept: UInt8 | None = None  # records of what truncation kept, end to end; None where no token has one
+    kept_lengths: Int32 | None = None  # [N], bytes of each token's record; 0 where nothing was cut off
     teacher_logprobs: Float32 | None = None  # [N], of a teacher, for the token after those before it; None in a run without one

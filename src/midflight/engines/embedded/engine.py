@@ -44,6 +44,8 @@ class Generated:
     finish: types.Finish
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Empty unless asked for."""
+    kept: tuple[bytes, ...] = ()
+    """Likewise."""
 
 
 class EmbeddedEngine:
@@ -183,6 +185,7 @@ class EmbeddedEngine:
             self._scheduler.submit(submission)
         rows: dict[int, list[tuple[int, float, types.Version, types.Version]]] = {s.handle: [] for s in submissions}
         tops: dict[int, list[tuple[tuple[int, float], ...]]] = {s.handle: [] for s in submissions}
+        kept: dict[int, list[bytes]] = {s.handle: [] for s in submissions if s.request.wants_kept}
         finishes: dict[int, types.Finish] = {}
         failures: list[Exception] = []
         while self._scheduler.has_work():
@@ -191,11 +194,14 @@ class EmbeddedEngine:
                 rows[handle].append((token_id, logprob, step.version, kv_version))
             for handle, top in zip(step.handles.tolist(), step.tops(), strict=False):
                 tops[handle] += [top] if top else []
+            for handle, left in zip(step.handles.tolist(), step.kept, strict=False):
+                if left is not None:
+                    kept[handle].append(left)
             finishes.update((handle, finish) for handle, _, finish in step.finishes)
             failures += [error for _, _, error in step.failures]
         if failures:
             raise failures[0]
-        return [_generated(rows[s.handle], tuple(tops[s.handle]), finishes[s.handle]) for s in submissions]
+        return [_generated(rows[s.handle], tuple(tops[s.handle]), finishes[s.handle], tuple(kept.get(s.handle, ()))) for s in submissions]
 
     async def score(self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float) -> types.Float32:
         """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the decode thread.
@@ -344,6 +350,7 @@ def _generated(
     rows: list[tuple[int, float, types.Version, types.Version]],
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...],
     finish: types.Finish,
+    kept: tuple[bytes, ...],
 ) -> Generated:
     token_ids, logprobs, versions, kv_versions = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Generated(token_ids, logprobs, versions, kv_versions, finish, top_logprobs)
+    return Generated(token_ids, logprobs, versions, kv_versions, finish, top_logprobs, kept)

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midflight.types.kept import pack_kept
+
 Ints = NDArray[np.int64]
 
 
@@ -141,6 +143,8 @@ class SamplingBatch:
     masks: Masks | None = None
     num_top: NDArray[np.int64] | None = None
     """How many of the likeliest ids to report; `None`: of no row."""
+    wants_kept: NDArray[np.bool_] | None = None
+    """Whose truncation to record; `None`: of no row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +158,8 @@ class Sampled:
     """[R, W]"""
     top_logprobs: NDArray[np.float64]
     """[R, W]"""
+    kept: tuple[bytes | None, ...] = ()
+    """[R] what truncation left of the vocabulary, records of `types.kept`, `None` for rows that do not ask; empty where none does."""
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
@@ -184,7 +190,15 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     top_ids, top_logprobs = (
         _likeliest(log_p, batch.num_top) if batch.num_top is not None else (np.empty((len(log_p), 0), np.int64), np.empty((len(log_p), 0)))
     )
-    return Sampled(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs)
+    kept = _kept(log_p, batch.wants_kept) if batch.wants_kept is not None else ()
+    return Sampled(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs, kept)
+
+
+def _kept(log_p: Tensor, wanted: NDArray[np.bool_]) -> tuple[bytes | None, ...]:
+    rows = np.flatnonzero(wanted)
+    possible = (log_p[_on(rows, log_p)] > -torch.inf).cpu().numpy()
+    records = dict(zip(rows.tolist(), pack_kept(possible), strict=True))
+    return tuple(records.get(row) for row in range(len(log_p)))
 
 
 def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:

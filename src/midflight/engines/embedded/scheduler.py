@@ -138,6 +138,7 @@ class Scheduler:
                 kv_versions=kv_versions,
                 top_ids=sampled.top_ids,
                 top_logprobs=sampled.top_logprobs,
+                kept=sampled.kept,
                 outlets=self._table.outlets[slots],
                 touched=touched,
                 started=started,

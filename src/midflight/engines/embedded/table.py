@@ -58,7 +58,7 @@ class SlotTable:
         self.top_k = np.zeros(n, dtype=np.int64)
         self.stop_ids = np.full((n, 2), -1, dtype=np.int64)
         self.has_matcher = np.zeros(n, dtype=np.bool_)
-        self.constrained, self.penalised, self.biased = (np.zeros(n, dtype=np.bool_) for _ in range(3))
+        self.constrained, self.penalised, self.biased, self.wants_kept = (np.zeros(n, dtype=np.bool_) for _ in range(4))
         """Rows that need more than the arrays here say; a step in which there is none pays for none."""
         self.num_top = np.zeros(n, dtype=np.int64)
         self.submissions: list[Submission | None] = [None] * n
@@ -86,6 +86,7 @@ class SlotTable:
         self.has_matcher[slot] = submission.matcher is not None
         self.constrained[slot], self.num_top[slot] = submission.constraint is not None, sampling.top_logprobs
         self.penalised[slot], self.biased[slot] = Feature.PENALTIES in sampling.features, bool(sampling.logit_bias)
+        self.wants_kept[slot] = request.wants_kept
         self._set_stop_ids(slot, submission.stop_ids)
         return slot
 
@@ -127,6 +128,7 @@ class SlotTable:
             biases=self._biases(slots) if self.biased[slots].any() else None,
             masks=masks,
             num_top=self.num_top[slots] if self.num_top[slots].any() else None,
+            wants_kept=self.wants_kept[slots] if self.wants_kept[slots].any() else None,
         )
 
     def append(self, slots: Ints, token_ids: Ints) -> None:

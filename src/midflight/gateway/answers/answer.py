@@ -102,6 +102,7 @@ class Answer:
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
+        self.kept: list[bytes] = []
         self._policy_sampled, self._tokenizer, self._chat = policy_sampled, tokenizer, chat
         self._keep = frozenset[int]() if chat is None else chat.keep
         self._labels: list[list[int]] = []
@@ -134,7 +135,7 @@ class Answer:
         self.num_attempts += 1
         asked = self.request
         ids = (*asked.input_ids, *self.output_ids) if self.output_ids else asked.input_ids
-        return GenerateRequest(request_id, ids, asked.num_prompt_tokens, asked.sampling, eager=asked.eager)
+        return GenerateRequest(request_id, ids, asked.num_prompt_tokens, asked.sampling, eager=asked.eager, wants_kept=asked.wants_kept)
 
     def accept(self, chunk: Chunk, *, vocab_size: int) -> None:
         """Adds what of an engine's chunk belongs to the answer. An abort ends the attempt and not the answer.
@@ -148,9 +149,9 @@ class Answer:
         num_kept, finish = self._cut(chunk.token_ids)
         if num_kept < len(chunk.token_ids):
             self.num_overshoot += len(chunk.token_ids) - num_kept
-            self._add(chunk.token_ids[:num_kept], chunk.logprobs[:num_kept], chunk.top_logprobs[:num_kept])
+            self._add(chunk.token_ids[:num_kept], chunk.logprobs[:num_kept], chunk.top_logprobs[:num_kept], chunk.kept[:num_kept])
         elif num_kept:
-            self._add(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+            self._add(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, chunk.kept)
         self.num_gained += num_kept
         last = self._labels[-1] if self._labels else None
         if last is not None and last[0] == chunk.version and last[1] == chunk.kv_version:
@@ -176,7 +177,7 @@ class Answer:
         """Takes over a turn that was recorded before: the same tokens, log-probabilities and versions, without an engine."""
         if self._matcher is not None:
             self._matcher.feed(turn.output_ids)
-        self._add(turn.output_ids, turn.logprobs, ())
+        self._add(turn.output_ids, turn.logprobs, (), turn.kept)
         for segment in turn.segments:
             self._label(segment.version, segment.kv_version, end=segment.end)
         self.num_overshoot, self.num_attempts, self.finish = turn.num_overshoot, turn.num_resumes + 1, turn.finish
@@ -213,15 +214,18 @@ class Answer:
             pieces = (self._chat.parser.feed(self.tail) if self.tail else ()) + self._chat.parser.finish()
             self.tail_pieces = self._chat.shown(pieces)
             self.message = joined((*self._pieces, *self.tail_pieces))
+        # A record that an engine left out can't be made up: then the turn is context, as if it had never been asked for.
+        has_kept = len(self.kept) == len(self.output_ids)
         self._turn = Turn(
             prompt_ids=self.prompt.ids,
             output_ids=tuple(self.output_ids),
             logprobs=tuple(self.logprobs),
             segments=self.segments,
             finish=self.finish,
-            policy_sampled=self._policy_sampled,
+            policy_sampled=self._policy_sampled and (has_kept or not self.request.wants_kept),
             num_overshoot=self.num_overshoot,
             num_resumes=self.num_resumes,
+            kept=tuple(self.kept) if has_kept else (),
         )
         self.is_closed = True
         return self._turn
@@ -252,10 +256,13 @@ class Answer:
                 return match.token_index + 1 - len(self.output_ids), Finish(FinishReason.STOP, match.stop)
         return (len(token_ids), None) if len(token_ids) <= room else (room, Finish(FinishReason.LENGTH))
 
-    def _add(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], top_logprobs: tuple[TopLogprobs, ...]) -> None:
+    def _add(
+        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], top_logprobs: tuple[TopLogprobs, ...], kept: tuple[bytes, ...]
+    ) -> None:
         self.output_ids += token_ids
         self.logprobs += logprobs
         self.top_logprobs += top_logprobs
+        self.kept += kept
         if self.request.eager and self._matcher is not None and (text := self._matcher.take()):
             self._texts.append(text)
             if self._chat is not None:
@@ -297,6 +304,8 @@ def nonsense(chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before
     ids, logprobs = chunk.token_ids, chunk.logprobs
     if len(ids) != len(logprobs):
         return f"it has {len(logprobs)} log-probabilities"
+    if chunk.kept and len(chunk.kept) != len(ids):
+        return f"it says of {len(chunk.kept)} tokens what truncation kept"
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         strange = next(i for i in ids if not 0 <= i < vocab_size)
         return f"token id {strange} is outside the vocabulary of {vocab_size}"

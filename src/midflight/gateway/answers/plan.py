@@ -12,7 +12,7 @@ from midflight.gateway.sessions.history import Prompt
 from midflight.gateway.sessions.session import CompletionCall, Messages, Session, ToolChoice
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
-from midflight.types import Capabilities, Feature, GenerateRequest, LogprobKind, SamplingParams
+from midflight.types import Capabilities, Feature, GenerateRequest, Kind, LogprobKind, SamplingParams
 from midflight.types.generation import FEATURED
 
 
@@ -31,13 +31,13 @@ class EngineLimits:
     """Those of all engines."""
 
     @classmethod
-    def of(cls, engines: Sequence[Capabilities]) -> EngineLimits:
-        """What all of them can take."""
+    def of(cls, engines: Sequence[Capabilities], *, without: frozenset[Feature] = frozenset()) -> EngineLimits:
+        """What all of them can take, less what is not wanted."""
         smallest = min(engines, key=lambda engine: engine.max_context)
         return cls(
             max_context=smallest.max_context,
             vocab_size=smallest.vocab_size,
-            features=frozenset.intersection(*(engine.features for engine in engines)),
+            features=frozenset.intersection(*(engine.features for engine in engines)) - without,
             honours_seed=all(engine.honours_seed for engine in engines),
             logprob_kinds=frozenset(engine.logprob_kind for engine in engines),
         )
@@ -80,12 +80,14 @@ def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: Sampli
 
 
 def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, *, limits: EngineLimits) -> bool:
-    """Whether the trainer's distribution is the one sampled: not truncated, and at the session's temperature.
+    """Whether the trainer's distribution is the one sampled: at the session's temperature, and truncated only where engines say of each
+    token what was kept.
 
     If an engine leaves the temperature out of its log-probabilities, they belong to another distribution, unless it is 1.
     """
     told = params.temperature == 1 or LogprobKind.RAW not in limits.logprob_kinds
-    return told and params.samples_the_policy and (defaults is None or params.temperature == defaults.temperature)
+    recorded = params.truncates_the_policy and Feature.SAMPLING_MASKS in limits.features
+    return told and (params.samples_the_policy or recorded) and (defaults is None or params.temperature == defaults.temperature)
 
 
 def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> int:
@@ -189,12 +191,17 @@ class Planner:
         seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=call.asked.number("seed"), choice=index % call.n)
         single = len(call.sources) * call.n == 1
         own = call.request_id if call.request_id is None or single else f"{call.request_id}-{index}"
+        policy_sampled = samples_the_policy(sampling, session.sampling, limits=self._limits)
+        truncated = policy_sampled and sampling.truncates_the_policy
+        # Rows that an owner reads have no records: there such a turn is context.
+        wants_kept = truncated and session.key is not None and session.key.kind is Kind.TRAINING
         request = GenerateRequest(
             request_id=own or f"{session.session_id}.{self._prefix}{self._serial:08d}",
             input_ids=prompt.ids,
             num_prompt_tokens=len(prompt.ids),
             sampling=sampling.changed(seed=seed),
             eager=call.stream,
+            wants_kept=wants_kept,
         )
         return Answer(
             request,
@@ -202,7 +209,7 @@ class Planner:
             self._tokenizer,
             index=index,
             number=number,
-            policy_sampled=samples_the_policy(sampling, session.sampling, limits=self._limits),
+            policy_sampled=policy_sampled and wants_kept is truncated,
             chat=self._chat(call, prompt),
         )
 

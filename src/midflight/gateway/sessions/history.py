@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TypeAlias, cast
 
 import msgspec
@@ -103,6 +104,9 @@ class Node:
     reply_digest: bytes
     """Digest of the text the agent saw."""
     num_reply_letters: int
+    kept: bytes = b""
+    """What truncation kept for each output token, end to end, and how many bytes each has: int32."""
+    kept_lengths: bytes = b""
     children: list[Node] = field(default_factory=list["Node"])
 
     @classmethod
@@ -123,6 +127,8 @@ class Node:
             num_letters=len(prompt.text or ""),
             reply_digest=text_digest(reply),
             num_reply_letters=len(reply),
+            kept=b"".join(turn.kept),
+            kept_lengths=packed([len(left) for left in turn.kept]),
         )
 
     @property
@@ -130,7 +136,9 @@ class Node:
         """As it was recorded, but for how often it was resumed."""
         prompt, output = unpacked(self.packed_ids[: self.num_prompt * _ID_BYTES]), unpacked(self.output)
         logprobs = struct.unpack(f"<{len(output)}f", self.logprobs)
-        return Turn(prompt, output, logprobs, self.segments, self.finish, self.policy_sampled, self.num_overshoot)
+        ends = accumulate(unpacked(self.kept_lengths), initial=0)
+        kept = tuple(self.kept[begin:end] for begin, end in pairwise(ends))
+        return Turn(prompt, output, logprobs, self.segments, self.finish, self.policy_sampled, self.num_overshoot, kept=kept)
 
     @property
     def num_prompt(self) -> int:

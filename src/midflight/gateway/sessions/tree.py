@@ -23,7 +23,7 @@ from midflight.gateway.sessions import history as remembered
 from midflight.gateway.sessions.history import History, Node, Prompt
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat, Tool
-from midflight.types import Json, Reason, Row, Turn
+from midflight.types import Int32, Json, Reason, Row, Turn, UInt8
 
 _PROBE = "Zq7x"
 """Content that no template writes of its own accord."""
@@ -332,6 +332,7 @@ def _rows(nodes: Sequence[Node], turn_of: Mapping[int, int]) -> tuple[Row, ...]:
 def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mapping[int, int]) -> Row:
     """`turn_of`: the place of each request among those that were answered."""
     length = leaf.end
+    kept, kept_lengths = _kept([node for node in path if node in trained], length=length)
     row = Row(
         token_ids=np.frombuffer(leaf.packed_ids, dtype="<i4").astype(np.int32),
         generated=np.zeros(length, dtype=np.bool_),
@@ -340,10 +341,23 @@ def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mappi
         versions=np.zeros(length, dtype=np.int32),
         kv_versions=np.zeros(length, dtype=np.int32),
         turns=np.zeros(length, dtype=np.int32),
+        kept=kept,
+        kept_lengths=kept_lengths,
     )
     for node in path:
         _write(row, node, trained=node in trained, turn=turn_of[node.request])
     return row
+
+
+def _kept(trained: Sequence[Node], *, length: int) -> tuple[UInt8, Int32] | tuple[None, None]:
+    """What truncation kept for the tokens of these turns, which are in order."""
+    if not any(node.kept for node in trained):
+        return None, None
+    lengths = np.zeros(length, dtype=np.int32)
+    for node in trained:
+        if node.kept_lengths:
+            lengths[node.num_prompt : node.end] = np.frombuffer(node.kept_lengths, dtype="<i4")
+    return np.frombuffer(b"".join(node.kept for node in trained), dtype=np.uint8), lengths
 
 
 def _write(row: Row, node: Node, *, trained: bool, turn: int) -> None:

@@ -27,6 +27,7 @@ from midflight.run.api.service import PREFIX
 from midflight.trajectories.packing import NO_ANSWER, pack, to_bytes
 from midflight.types import Batch, Group, Json, PackedBatch, Row, SamplingParams, Trajectory, Version
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_STOPS, PARAMETERS
+from midflight.types.kept import kept_ids
 from midflight.wire.edge import JSON, PACKED, StrictBody, bearer_of, body_of, holds, json_answer, local_address, route, wants, with_client
 
 # --- Rows and batches as JSON -----------------------------------------------------------------------------------------
@@ -49,6 +50,8 @@ class RolloutRow(RowLists, frozen=True, omit_defaults=True):
     """Of a run with a teacher, as long as the others; meaningful where `loss_mask` is true."""
     turns: list[int] | None = None
     """The answer that each token is of, from 0, where some rollout has rewards for its answers."""
+    kept: list[list[int]] | None = None
+    """Where `correction.sampling_masks` is on: of each token the ids that truncation left; none where nothing was cut off."""
 
 
 class RolloutFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,6 +86,7 @@ def batch_as_lists(batch: PackedBatch) -> BatchLists:
     components = [{name: value for name, value in zip(named, line, strict=True) if value == value} for line in table]  # no NaN
     facts = zip(batch.rollout_group.tolist(), batch.rewards.tolist(), batch.truncated.tolist(), left, earned, components, strict=True)
     spans = [slice(*span) for span in zip(batch.row_offsets[:-1].tolist(), batch.row_offsets[1:].tolist(), strict=True)]
+    kept = None if batch.kept is None or batch.kept_lengths is None else kept_ids(batch.kept, batch.kept_lengths)
     return BatchLists(
         lease=batch.lease,
         train_version=batch.train_version,
@@ -97,6 +101,7 @@ def batch_as_lists(batch: PackedBatch) -> BatchLists:
                 rollout,
                 None if batch.teacher_logprobs is None else batch.teacher_logprobs[span].tolist(),
                 None if batch.turns is None else batch.turns[span].tolist(),
+                None if kept is None else kept[span],
             )
             for span, rollout in zip(spans, batch.row_rollout.tolist(), strict=True)
         ],

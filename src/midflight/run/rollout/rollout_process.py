@@ -39,7 +39,7 @@ from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
-from midflight.types import SamplingParams, facts
+from midflight.types import Feature, SamplingParams, facts
 from midflight.wire.memory import MemoryTransport
 from midflight.wire.server import guarded, serve_app
 
@@ -165,7 +165,16 @@ class RolloutProcess:
             with self._launcher.heart.doing(f"attaches {remote.name}", whom=remote.name, limit=ATTACH_SECONDS + starting):
                 await remote.connect(seconds=ATTACH_SECONDS + starting)
         tokenizer = Tokenizer.load(Path(self._spec.model))
-        serving = Serving(self._config, tokenizer, self.engines, record=self._record, version=self._spec.version, anonymous=anonymous)
+        wants_masks = derived.trains_truncated(self._config, trainer_is_ours=self._spec.purpose is Purpose.TRAIN)
+        serving = Serving(
+            self._config,
+            tokenizer,
+            self.engines,
+            record=self._record,
+            version=self._spec.version,
+            anonymous=anonymous,
+            without=frozenset() if wants_masks else frozenset({Feature.SAMPLING_MASKS}),
+        )
         serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
         self._standing = RolloutStanding(serving)
         self._launcher.heart.ask = self._standing.now

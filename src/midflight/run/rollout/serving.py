@@ -28,7 +28,7 @@ from midflight.ports import Engine, Sessions
 from midflight.run.rollout.rollouts import Fates
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import SamplingParams, Version
+from midflight.types import Feature, SamplingParams, Version
 from midflight.types.facts import Record
 from midflight.weights.handover import Handover
 
@@ -63,21 +63,23 @@ class Serving:
     """Gateway and fleet: all that answering agents needs. `serve` mode is this alone."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, engines: Sequence[Engine], *, record: Record, version: Version, anonymous: bool
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        engines: Sequence[Engine],
+        *,
+        record: Record,
+        version: Version,
+        anonymous: bool,
+        without: frozenset[Feature] = frozenset(),
     ) -> None:
+        """`without`: what engines can do and is not wanted."""
         self.fleet = Fleet(record=record)
         for engine in engines:
             self.fleet.attach(engine, version=version)
         self.generator = Generator(self.fleet, request_seconds=config.gateway.request_seconds)
         self.control = Control(self.fleet, self.generator)
-        self.handover = Handover(
-            self.fleet,
-            pause_mode=config.rollout.pause_mode,
-            way=config.weights.commit,
-            stage_seconds=config.weights.stage_seconds,
-            commit_seconds=config.weights.commit_seconds,
-            record=record,
-        )
+        self.handover = self._handover(config, record)
         self.rejoin = Rejoin(self.fleet, self.handover)
         self.health = HealthWatch(self.fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS)
         self.gateway = Gateway(
@@ -85,7 +87,7 @@ class Serving:
             tokenizer,
             record,
             model=config.model.name,
-            limits=EngineLimits.of([engine.capabilities for engine in engines]),
+            limits=EngineLimits.of([engine.capabilities for engine in engines], without=without),
             run_name=config.run.name,
             run_seed=config.run.seed,
             max_sessions=config.gateway.max_sessions,
@@ -94,6 +96,16 @@ class Serving:
             anonymous=anonymous,
             count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
+        )
+
+    def _handover(self, config: Config, record: Record) -> Handover:
+        return Handover(
+            self.fleet,
+            pause_mode=config.rollout.pause_mode,
+            way=config.weights.commit,
+            stage_seconds=config.weights.stage_seconds,
+            commit_seconds=config.weights.commit_seconds,
+            record=record,
         )
 
     def routable(self) -> bool:

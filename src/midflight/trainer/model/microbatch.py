@@ -21,6 +21,7 @@ from torch import Tensor
 
 from midflight.errors import ConfigError
 from midflight.trainer.model.attention import Runs
+from midflight.trainer.model.scores import Kept
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -144,6 +145,8 @@ class Predictions:
     """[K], ascending"""
     targets: Index
     """[K], the tokens to predict"""
+    kept: Kept | None = None
+    """What the tokens were drawn from; None: each from the whole vocabulary"""
 
     @property
     def row(self) -> Index:
@@ -167,6 +170,8 @@ class MicroBatch:
     targets: Int[Tensor, " k"]
     predictions: Int[Tensor, " k"]
     """Which of the `Predictions` these are."""
+    kept: Kept | None
+    """Of these predictions, as in `Predictions`."""
 
 
 def predictions_of(token_ids: NDArray[np.int32], row_offsets: NDArray[np.int32], *, mask: NDArray[np.bool_]) -> Predictions:
@@ -304,6 +309,7 @@ def _pad(predictions: Predictions, rows: Sequence[_RowSpan], *, device: torch.de
         inputs=on_device(where, device),
         targets=on_device(predictions.targets[chosen], device),
         predictions=on_device(chosen, device),
+        kept=None if predictions.kept is None else predictions.kept.at(chosen),
     )
 
 
@@ -350,6 +356,7 @@ def _pack(predictions: Predictions, rows: Sequence[_RowSpan], part: Sequence[Fam
         inputs=on_device(np.concatenate(where), device),
         targets=on_device(predictions.targets[chosen], device),
         predictions=on_device(chosen, device),
+        kept=None if predictions.kept is None else predictions.kept.at(chosen),
     )
 
 

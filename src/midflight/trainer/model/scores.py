@@ -1,0 +1,194 @@
+"""Log-probabilities of tokens from the last hidden states, over the whole vocabulary or over what truncation left of it, in memory that
+does not grow with the vocabulary.
+
+Logits are made for a few predictions at a time, read, and forgotten; the backward makes them again. At most `CHUNK` of them exist
+at once, whatever the vocabulary and the number of predictions.
+
+A token that was drawn from a part S of the vocabulary is scored over that part:
+
+    log pi_S(t) = z_t - log sum_{j in S} exp z_j,   t in S
+
+DeepSeek-V3.2 (2512.02556), section 3.1, "Keep Sampling Mask": with the S of the engine's truncation, behaviour and policy are distributions
+over the same set, and their ratio is an importance weight. The logits outside S have no gradient. The divergence from a reference and the
+entropy are those over S too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midflight.errors import RunFailed
+from midflight.types import PackedBatch
+from midflight.types.kept import unpack_kept
+
+Index = NDArray[np.int64]
+
+CUT = -1e5
+"""In place of the logit of an id outside S: its probability is 0 in every precision, and products with it stay finite."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """Of K predictions the ids that truncation left, [offsets[k], offsets[k + 1]); none where nothing was cut off."""
+
+    ids: Index
+    offsets: Index
+    """[K + 1]"""
+
+    def at(self, chosen: Index) -> Kept:
+        counts = np.diff(self.offsets)[chosen]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        return Kept(self.ids[np.repeat(self.offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])], offsets)
+
+    def cut(self, logits: Float[Tensor, "k V"], part: slice | None = None) -> Float[Tensor, "k V"]:
+        """Logits of all predictions, or of `part` of them, without those of ids that were cut off. Those are masked in place without a gradient."""
+        first, last, _ = (part or slice(None)).indices(len(self.offsets) - 1)
+        counts = np.diff(self.offsets[first : last + 1])
+        if not counts.any():
+            return logits
+        outside = torch.from_numpy(counts > 0).to(logits.device)[:, None].repeat(1, logits.shape[1])
+        rows = np.repeat(np.arange(last - first), counts)
+        ids = self.ids[self.offsets[first] : self.offsets[last]]
+        outside[torch.from_numpy(rows).to(logits.device), torch.from_numpy(ids).to(logits.device)] = False
+        return logits.masked_fill(outside, CUT) if logits.requires_grad else logits.masked_fill_(outside, CUT)
+
+
+def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
+    """Of the tokens at these places in the batch; None where it has no records. `RunFailed` where one can't be read, or lacks its token."""
+    if batch.kept is None or batch.kept_lengths is None:
+        return None
+    ends = np.cumsum(batch.kept_lengths, dtype=np.int64)
+    lengths = batch.kept_lengths[places].astype(np.int64)
+    begins = np.cumsum(lengths) - lengths
+    own = np.repeat(ends[places] - lengths - begins, lengths) + np.arange(lengths.sum())
+    try:
+        kept = Kept(*unpack_kept(batch.kept[own], lengths))
+    except ValueError as error:
+        raise RunFailed(f"the batch of version {batch.train_version} says in `kept` what truncation left, and has {error}. Send the bytes of `types.kept`.") from error  # fmt: skip
+    token = batch.token_ids[places]
+    counts = np.diff(kept.offsets)
+    hits = np.bincount(np.repeat(np.arange(len(places)), counts)[kept.ids == np.repeat(token, counts)], minlength=len(places))
+    if (lacking := np.flatnonzero((counts > 0) & (hits == 0))).size:
+        raise RunFailed(
+            f"the batch of version {batch.train_version} has token {token[lacking[0]]}, which is not among the {counts[lacking[0]]} ids that truncation "
+            "is said to have left. Records and tokens are out of step: check the engine, or set correction.sampling_masks = false."
+        )
+    return kept
+
+
+CHUNK = 2**24
+"""Logits in memory at once: 64 MiB in float32. Smaller reads the layer's weights more often, larger gains little."""
+
+
+def token_scores(
+    hidden: Float[Tensor, "k H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " k"],
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    chunk: int = CHUNK,
+    kept: Kept | None = None,
+) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"] | None]:
+    """log softmax(z / temperature) at the targets, and the entropy of that distribution in nats where it is asked for; z = hidden weight^T + bias.
+
+    Over the ids that are `kept`, where some were cut off. In float32 (float64 for float64 inputs), with gradients of both for hidden, weight
+    and bias.
+    """
+    rows = max(1, chunk // weight.shape[0])
+    scores = cast("tuple[Tensor, Tensor]", _TokenScores.apply(hidden, weight, bias, targets, temperature, with_entropy, rows, kept))
+    return scores[0], scores[1] if with_entropy else None
+
+
+class _TokenScores(torch.autograd.Function):
+    """With p = softmax(z): d log p_t / dz = onehot_t - p, and dH / dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy: bool,
+        rows: int,
+        cut: Kept | None,
+    ):
+        precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        chosen = hidden.new_empty(len(targets), dtype=precise)
+        total, entropies = torch.empty_like(chosen), torch.zeros_like(chosen)
+        kept: Tensor | None = None
+        for part in _parts(len(targets), rows):
+            z = _logits(hidden[part], weight, bias, temperature, precise)
+            z = z if cut is None else cut.cut(z, part)
+            chosen[part] = z.gather(-1, targets[part, None]).squeeze(-1)
+            total[part] = z.logsumexp(-1)
+            if entropy:
+                p = (z - total[part, None]).exp_()
+                entropies[part] = total[part] - p.mul_(z).sum(-1)
+            kept = z
+        ctx.temperature, ctx.entropy, ctx.rows, ctx.cut = temperature, entropy, rows, cut
+        whole = kept if len(targets) <= rows and any(ctx.needs_input_grad[:3]) else None
+        """One chunk was enough: its logits are within the bound, and need not be made again."""
+        ctx.save_for_backward(hidden, weight, bias, targets, total, entropies, whole)
+        return chosen - total, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        hidden, weight, bias, targets, total, entropies, whole = ctx.saved_tensors
+        by_logprob, by_entropy = gradients
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        precise = total.dtype
+        hidden_gradient = torch.empty_like(hidden) if to_hidden else None
+        weight_gradient = torch.zeros(weight.shape, dtype=precise, device=weight.device) if to_weight else None
+        bias_gradient = torch.zeros(bias.shape, dtype=precise, device=bias.device) if to_bias else None
+        for part in _parts(len(targets), ctx.rows):
+            z = _logits(hidden[part], weight, bias, ctx.temperature, precise) if whole is None else whole
+            z = z if ctx.cut is None or whole is not None else ctx.cut.cut(z, part)
+            log_p = z - total[part, None]
+            dz = log_p.exp()
+            if ctx.entropy:
+                slope = by_entropy[part, None] * (log_p + entropies[part, None])
+                dz *= -(by_logprob[part, None] + slope)
+            else:
+                dz *= -by_logprob[part, None]
+            dz.scatter_add_(-1, targets[part, None], by_logprob[part, None])
+            dz = (dz / ctx.temperature).to(hidden.dtype) if ctx.temperature != 1 else dz.to(hidden.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient[part] = dz @ weight
+            if weight_gradient is not None:
+                _add_product(weight_gradient, dz.t(), hidden[part])
+            if bias_gradient is not None:
+                bias_gradient += dz.sum(0)
+        return (
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            None if bias_gradient is None else bias_gradient.to(bias.dtype),
+            *(None,) * 5,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+    z = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+    return z if temperature == 1 else z.div_(temperature)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b. Without another tensor of the size of `total`, which is the layer's, where the precisions allow it."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _parts(count: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
