@@ -1,0 +1,1 @@
+"""Midflight under the names of other libraries. None of them is imported, or needed."""

@@ -1,0 +1,74 @@
+"""trl's `environment_factory` as a class of the kind that the built-in loop takes: `reset`, public methods as tools, and a reward of its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from midflight.errors import ConfigError
+
+Factory = Callable[[], Any]
+NOT_TOOLS = ("reset", "get_reward")
+
+
+def environment_class(factory: Factory, *, name: str | None = None) -> type:
+    """A class whose objects pass everything on to what the factory makes. `ConfigError` where that has no `reset`, or cannot be made."""
+    found = factory if inspect.isclass(factory) else type(factory())
+    if not callable(getattr(found, "reset", None)):
+        raise ConfigError(f"environment_factory makes a {found.__name__} without `reset`; define it: it begins an episode.")
+    body: dict[str, Any] = {"__init__": _making(factory), "reset": _reset, "__doc__": found.__doc__, "__module__": found.__module__}
+    for tool, method in inspect.getmembers(found, predicate=inspect.isfunction):
+        if not tool.startswith("_") and tool not in NOT_TOOLS:
+            body[tool] = _passed_on(tool, method)
+    if callable(getattr(found, "get_reward", None)):
+        body["reward"] = _reward
+    return type(name or found.__name__, (), body)
+
+
+def _making(factory: Factory) -> Callable[[Any], None]:
+    def __init__(self: Any) -> None:
+        self.made = factory()
+
+    return __init__
+
+
+def _reset(self: Any, **row: Any) -> Any:
+    """Calls it with what it names of the row; with all of the row where it takes what comes."""
+    row.pop("task", None)
+    parameters = inspect.signature(self.made.reset).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return self.made.reset(**(row if takes_all else {name: value for name, value in row.items() if name in parameters}))
+
+
+def _reward(self: Any) -> Any:
+    return self.made.get_reward()
+
+
+def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """With the method's own signature and docstring, which its schema is made of."""
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def waited(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return await getattr(self.made, name)(*args, **kwargs)
+
+        return waited
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.made, name)(*args, **kwargs)
+
+    return called
+
+
+def rows_of_environments(factories: Mapping[str, Factory] | Factory, *, number: int) -> list[dict[str, Any]]:
+    """In place of data, where the environments bring their own: so many empty prompts, each naming its environment if there are several."""
+    names = list(cast("Mapping[str, Factory]", factories)) if isinstance(factories, Mapping) else [None]
+    rows: list[dict[str, Any]] = []
+    for index in range(max(number, len(names))):
+        name = names[index % len(names)]
+        prompt = [{"role": "user", "content": ""}]
+        rows.append({"prompt": prompt} if name is None else {"prompt": prompt, "environment": name})
+    return rows
