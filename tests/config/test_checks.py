@@ -82,6 +82,13 @@ from midflight.errors import ConfigError
         (['engine.arguments=["--x"]'], "engine.arguments (--x) are for a server that is started here"),
         (["engine.kind=vllm", 'engine.urls=["http://a:1"]', 'engine.arguments=["--x"]'], "engine.arguments (--x) are for a server"),
         (["engine.kind=sglang", "model.dtype=float64"], 'engine.kind = "sglang" cannot serve float64'),
+        (["engine.deterministic=true"], "the embedded engine samples by seed and position already"),
+        (["engine.kind=vllm", "engine.deterministic=true"], "vLLM has such kernels for GPUs alone, and engine.device is cpu"),
+        (["engine.kind=sglang", "engine.deterministic=true"], "SGLang has such kernels for GPUs alone, and engine.device is cpu"),
+        (
+            ["engine.kind=vllm", "engine.deterministic=true", 'engine.urls=["http://a:1"]'],
+            "does not say whether it was started with VLLM_BATCH",
+        ),
         (["engine.kind=vllm", 'engine.urls=["a:1"]'], "engine.urls must be addresses such as http://127.0.0.1:30000, got 'a:1'"),
         (["engine.kind=vllm", 'engine.urls=["http://a:1/v1"]'], "got 'http://a:1/v1'"),
         (["engine.kind=vllm", 'engine.urls=["http://a:1", "http://a:1"]'], "engine.urls names a server twice"),

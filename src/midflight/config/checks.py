@@ -12,7 +12,7 @@ from midflight.config import formulas
 from midflight.config.derived import batch_bytes, batch_rollouts, context_notes, engine_slots, in_flight, served_dtype
 from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
 from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
-from midflight.config.sections import Config
+from midflight.config.sections import Config, EngineSection
 from midflight.config.sources import source_contradictions
 from midflight.entries import ENTRY
 from midflight.types import StalePolicy
@@ -294,6 +294,8 @@ def _engine(config: Config) -> Iterator[str]:
         yield f"engine.arguments ({' '.join(e.arguments)}) are for a server that is started here, and none is; remove them"
     if e.kind != "embedded" and (served := served_dtype(config)) == "float64":
         yield f'engine.kind = "{e.kind}" cannot serve {served}; set engine.dtype to "float32", or engine.kind to "embedded"'
+    if e.deterministic and (why := _not_deterministic(e)):
+        yield f"engine.deterministic asks for what cannot be had: {why}; remove it"
     for url in e.urls:
         if not _URL.fullmatch(url):
             yield f"engine.urls must be addresses such as http://127.0.0.1:30000, got {url!r}"
@@ -301,6 +303,17 @@ def _engine(config: Config) -> Iterator[str]:
         yield "engine.urls names a server twice, which would get every version twice; name each once"
     if e.urls and e.count not in (1, len(e.urls)):
         yield f"engine.count ({e.count}) is not the number of engine.urls ({len(e.urls)}); remove it"
+
+
+def _not_deterministic(engine: EngineSection) -> str:
+    """Why an engine cannot be made to compute each answer as if it were alone; empty where it can."""
+    if engine.kind == "embedded":
+        return "the embedded engine samples by seed and position already, and has no kernels whose rounding is the same in every batch"
+    if engine.kind == "vllm" and engine.urls:
+        return "a vLLM server that runs already does not say whether it was started with VLLM_BATCH_INVARIANT=1"
+    if engine.device == "cpu" and not engine.urls:
+        return f"{'vLLM' if engine.kind == 'vllm' else 'SGLang'} has such kernels for GPUs alone, and engine.device is cpu"
+    return ""
 
 
 def _places(config: Config) -> Iterator[str]:

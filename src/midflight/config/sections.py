@@ -78,6 +78,8 @@ class EngineSection(Section):
     """CPU threads of one engine process; more than the free cores makes all slower."""
     device: str = "cpu"
     """Where the engine computes: `cpu` or `cuda`."""
+    deterministic: bool = False
+    """An answer does not depend on what is generated beside it: vLLM's batch-invariant kernels, SGLang's deterministic inference with a seed for each request. On GPUs alone, and slower."""
     pause_lease_seconds: Seconds = 30.0
     """An engine paused for longer without renewal resumes by itself, so that a dead controller cannot freeze it."""
 

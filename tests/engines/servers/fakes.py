@@ -128,6 +128,7 @@ class Fake:
 
 
 class FakeSglang(Fake):
+    is_deterministic = asked_to_be_deterministic = False
     paths = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version")
     own = "/server_info"
     generate, pause, load = "/generate", ("/pause_generation",), "/update_weights_from_disk"
@@ -144,6 +145,7 @@ class FakeSglang(Fake):
                 "max_req_input_len": 64,
                 "max_running_requests": 8,
                 "disable_overlap_schedule": not self.overlaps,
+                "enable_deterministic_inference": self.is_deterministic,
             },
             "/model_info": {"weight_version": self.label, "model_path": self.model},
         }.get(path, {})
@@ -156,7 +158,7 @@ class FakeSglang(Fake):
         return body["sampling_params"]["max_new_tokens"]  # type: ignore[index]
 
     def adapter(self) -> Server:
-        return SglangServer(vocab_size=262, max_running=8, max_context=64)
+        return SglangServer(vocab_size=262, max_running=8, max_context=64, deterministic=self.asked_to_be_deterministic)
 
 
 class FakeVllm(Fake):

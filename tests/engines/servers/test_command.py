@@ -60,6 +60,13 @@ def test_sglang_on_a_gpu() -> None:
     assert made.environ == {"PATH": "/venv/bin", **ALWAYS, **own}
 
 
+def test_an_engine_that_is_to_be_deterministic_is_asked_for_it_in_its_own_words() -> None:
+    vllm, plain = command("vllm", device="cuda", deterministic=True), command("vllm", device="cuda")
+    assert vllm.argv == plain.argv and vllm.environ == {**plain.environ, "VLLM_BATCH_INVARIANT": "1"}
+    sglang, plain = command("sglang", device="cuda", deterministic=True), command("sglang", device="cuda")
+    assert sglang.argv == (*plain.argv, "--enable-deterministic-inference") and sglang.environ == plain.environ
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_further_words_come_last_so_that_they_win(kind: str) -> None:
     assert command(kind, arguments=("--dtype", "bfloat16")).argv[-2:] == ("--dtype", "bfloat16")

@@ -8,7 +8,7 @@ import pytest
 from tests.engines.models import ask
 
 from midflight.engines.servers.server import EventReader, EventTokens, cut
-from midflight.engines.servers.sglang import SglangReader, numbers
+from midflight.engines.servers.sglang import SglangReader, SglangServer, numbers
 from midflight.engines.servers.vllm import VllmReader
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.types import Finish, FinishReason
@@ -158,3 +158,13 @@ def test_what_comes_after_the_end_of_an_answer_is_cut() -> None:
 )
 def test_a_version_is_compared_by_its_numbers(text: str, expected: tuple[int, ...]) -> None:
     assert numbers(text) == expected
+
+
+@pytest.mark.parametrize(("seed", "sent"), [(7, 7), (2**63 + 5, 5)])
+def test_sglang_is_sent_the_seed_of_each_request_where_it_is_deterministic_and_none_elsewhere(seed: int, sent: int) -> None:
+    def sampling(*, deterministic: bool) -> dict[str, object]:
+        server = SglangServer(vocab_size=262, max_running=8, max_context=64, deterministic=deterministic)
+        return server.body(ask(seed=seed), request_id="a", ends=(), salt="")[1]["sampling_params"]  # type: ignore[return-value]
+
+    assert sampling(deterministic=True)["sampling_seed"] == sent
+    assert "sampling_seed" not in sampling(deterministic=False)

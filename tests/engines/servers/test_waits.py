@@ -249,3 +249,19 @@ def test_a_restarted_server_that_cannot_be_given_its_weights_is_asked_for_no_tok
             assert len(ids(await waiting)) == 8
 
     asyncio.run(main())
+
+
+def test_an_sglang_that_was_not_started_to_be_deterministic_is_not_attached_to_as_such(tmp_path: Path) -> None:
+    """It would ignore seeds, and its numbers would depend on what shares a step."""
+
+    async def attach(*, is_deterministic: bool) -> bool:
+        fake = FakeSglang()
+        fake.is_deterministic, fake.asked_to_be_deterministic = is_deterministic, True
+        async with attached(fake, tmp_path) as (engine, _):
+            return engine.capabilities.honours_seed
+
+    assert asyncio.run(attach(is_deterministic=True))
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(EngineError, match="started without --enable-deterministic-inference"), flatten_subgroups=True
+    ):
+        asyncio.run(attach(is_deterministic=False))

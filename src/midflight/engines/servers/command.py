@@ -70,6 +70,8 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
         "--disable-uvicorn-access-log",
     ]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the first opens the control routes
+    if engine.deterministic:
+        settings["VLLM_BATCH_INVARIANT"] = "1"
     if engine.device == "cpu":
         words.append("--enforce-eager")  # compiling takes up to minutes
         cache = model.kv_bytes_per_token * model.max_context * engine.max_running
@@ -97,6 +99,8 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else a pause makes /health fail, and it stays unhealthy
         "SGLANG_FORCE_STREAM_INTERVAL": "1",  # else a request that is retracted and aborted loses its last tokens
     }
+    if engine.deterministic:
+        words.append("--enable-deterministic-inference")
     if engine.device == "cpu":
         words += ["--device", "cpu", "--attention-backend", "torch_native"]
         words.append("--sleep-on-idle")  # else it waits by spinning, on a core that others could use

@@ -23,6 +23,10 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": F
 _FEATURES = frozenset({Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
 """And penalties without the overlap scheduler, which weighs each token a step late, and one of the prompt for it."""
 _REFUSED = 400
+_INEXACT = (
+    "engine.deterministic is set, and SGLang was started without --enable-deterministic-inference; start it with that, or remove "
+    "engine.deterministic."
+)
 
 _Entry = tuple[float | None, int, str | None]
 """Log-probability, id, text."""
@@ -132,8 +136,10 @@ def _finish(said: _SglangFinish) -> Finish:
 class SglangServer:
     """Implements `Server`."""
 
-    def __init__(self, *, vocab_size: int, max_running: int, max_context: int) -> None:
+    def __init__(self, *, vocab_size: int, max_running: int, max_context: int, deterministic: bool = False) -> None:
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
+        self._deterministic = deterministic
+        """Its noise is then a function of seed and position, as ours is, so that it survives a resume."""
         self._room = max_context
         self._overlaps = True
 
@@ -154,6 +160,8 @@ class SglangServer:
             )
         if missing := [path for path in _NEEDED if path not in paths]:
             raise EngineError(f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use 0.5.20 or newer.")
+        if self._deterministic and _part(info, "enable_deterministic_inference") is not True:
+            raise EngineError(f"attaching to {client.url}: {_INEXACT}")
         await self.resume(client)
         model = await client.get("/model_info")
         running = self._max_running if _part(info, "max_running_requests") is None else _number_of(info, "max_running_requests")
@@ -164,7 +172,7 @@ class SglangServer:
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
                 logprob_kind=LogprobKind.TEMPERATURE,
-                honours_seed=False,
+                honours_seed=self._deterministic,
                 versions_per_token=True,
                 stops_on_strings=True,
                 aborts_single_requests=True,
@@ -186,7 +194,7 @@ class SglangServer:
         await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def body(self, request: GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
-        """Without the seed, which has no effect unless the server is started for it, and would not survive a resume."""
+        """With the seed only where the server is started for it: elsewhere it has no effect. Without one all requests would have the same."""
         return "/generate", {
             "rid": request_id,
             "input_ids": request.input_ids,
@@ -194,7 +202,7 @@ class SglangServer:
             "return_logprob": True,
             "top_logprobs_num": request.sampling.top_logprobs,
             "extra_key": salt,
-            "sampling_params": _sampling(request, ends, room=self._room - len(request.input_ids)),
+            "sampling_params": _sampling(request, ends, room=self._room - len(request.input_ids), seeded=self._deterministic),
         }
 
     def reader(self, request: GenerateRequest) -> SglangReader:
@@ -219,7 +227,7 @@ class SglangServer:
         await client.post("/update_weights_from_disk", body)
 
 
-def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int) -> dict[str, object]:
+def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int, seeded: bool) -> dict[str, object]:
     """What SGLang takes as it is, and what it is told in its own way. It refuses a request that could become longer than its context."""
     s = request.sampling
     most = min(request.remaining, room)
@@ -230,6 +238,8 @@ def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int) -> 
         "ignore_eos": s.ignore_eos,  # also ends on no id of ours: `cut` sees to that
         "stop_token_ids": ends,
     }
+    if seeded:
+        given["sampling_seed"] = s.seed % 2**63  # it takes 64 bits with a sign
     if s.logit_bias:
         given["logit_bias"] = {str(token_id): bias for token_id, bias in s.logit_bias}
     return given

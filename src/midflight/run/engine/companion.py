@@ -109,7 +109,10 @@ async def _run(engine: ServerEngine) -> None:
 def _wire(config: Config, *, vocab_size: int) -> Server:
     if config.engine.kind == "vllm":
         return VllmServer(vocab_size=vocab_size, max_running=config.engine.max_running)
-    return SglangServer(vocab_size=vocab_size, max_running=config.engine.max_running, max_context=config.model.max_context)
+    e = config.engine
+    return SglangServer(
+        vocab_size=vocab_size, max_running=e.max_running, max_context=config.model.max_context, deterministic=e.deterministic
+    )
 
 
 # --- The server ------------------------------------------------------------------------------------------------------
