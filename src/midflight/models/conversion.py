@@ -13,12 +13,12 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, convert_and_load_state_dict_in_model, revert_weight_conversion
 from transformers.modeling_utils import LoadStateDictConfig
 
-from midflight.models.load import check_folder
+from midflight.models.load import auto_class, check_folder
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,7 +31,7 @@ class FileNames:
         check_folder(folder)
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            self._model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+            self._model: PreTrainedModel = auto_class(config).from_config(config)
         mapping = cast("list[WeightConverter | WeightRenaming]", get_model_conversion_mapping(self._model))
         options = LoadStateDictConfig(device_map={"": "meta"}, dtype=self._model.dtype, weight_mapping=mapping)
         convert_and_load_state_dict_in_model(self._model, _without_memory(shapes), options)

@@ -1,5 +1,5 @@
 """Making, saving, loading and exporting models: any decoder-only architecture that `transformers` knows, from local safetensors only;
-and low-rank adapters of a frozen base (Hu et al. 2021), by PEFT: adding, saving, loading and merging them.
+the text tower of one that also reads images or sound is trained, its other parts stay what they are; and low-rank adapters of a frozen base (Hu et al. 2021), by PEFT: adding, saving, loading and merging them.
 
 `named_tensors` of a model with adapters are its adapters: they are trained, kept in checkpoints, and handed over. The base is
 the same everywhere and stays what it is.
@@ -7,6 +7,7 @@ the same everywhere and stays what it is.
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel, Qwen3Config
 
 from midflight.errors import ConfigError, ModelNotFound, WeightsCorrupt, nearest
 from midflight.models.names import assign, named_tensors, torch_dtype
@@ -25,7 +26,6 @@ from midflight.models.sizes import FOLDER, WEIGHTS, Adapter, adapted_layers, ada
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedModel
 
 
 def make_model(
@@ -96,7 +96,7 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
         # The stubs know only the plain return type; with output_loading_info it is a pair.
         model, info = cast(
             tuple[PreTrainedModel, dict[str, Any]],
-            AutoModelForCausalLM.from_pretrained(
+            auto_class(AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)).from_pretrained(
                 str(folder),
                 dtype=torch_dtype(dtype),
                 local_files_only=True,
@@ -109,15 +109,34 @@ def load_model(folder: Path, *, dtype: str | torch.dtype, device: str | torch.de
         raise ModelNotFound(f"loading the model in {str(folder)!r}: {_first_line(error)}; export or download the model again.") from error
     _check_complete(folder, info)
     nn.Module.to(model, device=torch.device(device))
+    others = other_parts(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(others))
     if (adapter := adapter_of(folder)) is not None:
         load_adapters(model, adapter)
     return model.eval()
 
 
-def _drawn(config: Qwen3Config, *, seed: int, dtype: torch.dtype) -> Qwen3ForCausalLM:
+def auto_class(config: Any) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """What loads all of a folder: a text tower alone would be written in other names than the folder's, and without its other parts."""
+    whole = (config.architectures or [""])[0].endswith("ForConditionalGeneration")
+    return AutoModelForImageTextToText if whole and config.get_text_config() is not config else AutoModelForCausalLM
+
+
+def other_parts(model: PreTrainedModel) -> tuple[str, ...]:
+    """The beginnings of the names of what stands beside the text tower and the output layer: towers for images, projectors."""
+    decoder, output = model.get_decoder(), model.get_output_embeddings()
+    if model.config.get_text_config() is model.config or decoder is None:
+        return ()
+    text = {id(module) for part in (decoder, output) if part is not None for module in part.modules()}
+    around = [name for name, module in model.named_modules() if not text.isdisjoint(map(id, module.modules()))]
+    return tuple(f"{name}." for name, _ in model.named_modules() if name not in around and name.rpartition(".")[0] in around)
+
+
+def _drawn(config: Qwen3Config, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
     for parameter in model.parameters():
         # Not `model.to(dtype)`: that would round the rotary frequencies too, which loading keeps in float32.
         parameter.data = parameter.data.to(dtype)
@@ -262,7 +281,7 @@ def lora_config(model: PreTrainedModel, *, rank: int, alpha: float, targets: Seq
         )
     if not linear:
         raise ConfigError(f"adding adapters: {type(model).__name__} has no linear layers to adapt; remove [lora] to train all weights.")
-    return _peft_config(rank, alpha, targets or linear)
+    return _peft_config(model, rank, alpha, targets or linear)
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
@@ -321,7 +340,7 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 def load_adapters(model: PreTrainedModel, adapter: Adapter) -> None:
     """Adds the adapters of a folder to the model of its base. `ModelNotFound` when they do not fit."""
-    config = _peft_config(adapter.rank, adapter.alpha, adapter.targets)
+    config = _peft_config(model, adapter.rank, adapter.alpha, adapter.targets)
     try:
         add_adapters(model, config, seed=0)
         assign(model, load_file(adapter.weights))
@@ -329,12 +348,21 @@ def load_adapters(model: PreTrainedModel, adapter: Adapter) -> None:
         raise ModelNotFound(f"loading the adapters in {str(adapter.folder)!r}: {error}") from error
 
 
-def _peft_config(rank: int, alpha: float, targets: Sequence[str]) -> LoraConfig:
+def _peft_config(model: PreTrainedModel, rank: int, alpha: float, targets: Sequence[str]) -> LoraConfig:
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError(f"low-rank adapters need PEFT ({error}): pip install 'midflight[lora]'") from error
-    return LoraConfig(r=rank, lora_alpha=_whole(alpha), target_modules=list(targets), lora_dropout=0.0, bias="none", task_type="CAUSAL_LM")
+    others = "|".join(re.escape(part) for part in other_parts(model))
+    return LoraConfig(
+        r=rank,
+        lora_alpha=_whole(alpha),
+        target_modules=list(targets),
+        exclude_modules=f"({others}).*" if others else None,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
 
 
 def _whole(alpha: float) -> int:
@@ -347,8 +375,7 @@ def _config_of(model: PreTrainedModel) -> LoraConfig:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """The last words of the names of linear layers, sorted; without the output layer, which may be the embedding."""
-    output = model.get_output_embeddings()
-    return sorted(
-        {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output}
-    )
+    """The last words of the names of the text tower's linear layers, sorted; without the output layer, which may be the embedding."""
+    output, others = model.get_output_embeddings(), other_parts(model)
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output}
+    return sorted({name.rpartition(".")[2] for name in linear if not name.startswith(others)})

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-3
 """Nats of a log-probability, and share of a gradient. Rounding in float32 gives 1e-5; what is computed wrongly gives more than 1e-2."""
@@ -177,10 +177,9 @@ def is_small(model: PreTrainedModel) -> bool:
 def stand_in(model: PreTrainedModel, *, max_context: int | None = None, seed: int = 0) -> PreTrainedModel:
     """A model in float32 on the CPU with the first layers of each kind, random weights, few token ids and short windows; its width and all else as they are."""
     config = stand_in_config(model.config, max_context)
-    auto = AutoModelForCausalLM if type(model.config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText  # pyright: ignore
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        found = cast(PreTrainedModel, auto.from_config(config, dtype=torch.float32)).eval()
+        found = cast(PreTrainedModel, type(model)._from_config(config, dtype=torch.float32)).eval()  # pyright: ignore
         draw_weights(found)
     return found
 

@@ -14,9 +14,12 @@ import hashlib
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -85,36 +88,69 @@ class ModelSizes:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes(dtype)
 
 
+_NAMES = {
+    "vocab_size": (),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
+}
+"""What older configurations call them."""
+_TOWERS = ("text_config", "llm_config", "language_config", "thinker_config")
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
 def sizes_of(folder: Path) -> ModelSizes:
-    """Sizes of a Hugging Face model folder, read from its `config.json`. Architectures that differ from Qwen3 in small
-    tensors (biases, norms) are counted to within a percent; the KV bytes are exact for all with plain key/value heads.
+    """Sizes of a Hugging Face model folder, read from its `config.json`; of one that also reads images, those of its text tower. Architectures
+    that differ from Qwen3 in small tensors (biases, norms) are counted to within a percent; the KV bytes are exact for all with plain
+    key/value heads.
     """
-    config = read_config(folder)
-    missing = [k for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads") if not isinstance(config.get(k), int)]
+    whole = read_config(folder)
+    text = _text(whole)
+    if any(_int(text, name, 0) == 0 for name in _NEEDED):
+        text = _told(folder, (folder / "config.json").stat().st_mtime_ns)
+    missing = [name for name in _NEEDED[:3] if _int(text, name, 0) == 0]
     if missing:
         raise ModelNotFound(
             f"reading the sizes of {folder}: config.json lacks {', '.join(missing)}; give the folder of a decoder-only model."
         )
-    hidden, heads = _int(config, "hidden_size", 0), _int(config, "num_attention_heads", 1)
+    hidden, heads = _int(text, "hidden_size", 0), _int(text, "num_attention_heads", 1)
     return ModelSizes(
-        vocab_size=_int(config, "vocab_size", 0),
+        vocab_size=_int(text, "vocab_size", 0),
         hidden_size=hidden,
-        intermediate_size=_int(config, "intermediate_size", 4 * hidden),
-        num_layers=_int(config, "num_hidden_layers", 0),
+        intermediate_size=_int(text, "intermediate_size", 4 * hidden),
+        num_layers=_int(text, "num_hidden_layers", 0),
         num_heads=heads,
-        num_kv_heads=_int(config, "num_key_value_heads", heads),
-        head_dim=_int(config, "head_dim", hidden // heads),
-        max_context=max_positions(config),
-        tied=config.get("tie_word_embeddings") is True,
+        num_kv_heads=_int(text, "num_key_value_heads", 1 if text.get("multi_query") is True else heads),
+        head_dim=_int(text, "head_dim", hidden // heads),
+        max_context=max_positions(whole),
+        tied=text.get("tie_word_embeddings", whole.get("tie_word_embeddings")) is True,
     )
 
 
 def max_positions(config: Mapping[str, object]) -> int:
-    """The longest context that `config.json` states, of the text model where there are several (`text_config`); 0 where it states none."""
-    text = config.get("text_config")
-    inner = cast("Mapping[str, object]", text) if isinstance(text, dict) else config
-    found = inner.get("max_position_embeddings", config.get("max_position_embeddings"))
-    return found if isinstance(found, int) else 0
+    """The longest context that `config.json` states, of the text tower where there are several; 0 where it states none."""
+    return _int(_text(config), "max_position_embeddings", _int(config, "max_position_embeddings", 0))
+
+
+def _text(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The configuration of the text tower."""
+    inner = next((part for name in _TOWERS if isinstance(part := config.get(name), dict)), None)
+    return config if inner is None else _text(cast("Mapping[str, object]", inner))
+
+
+_TELL = "import json, sys; from transformers import AutoConfig; c = AutoConfig.from_pretrained(sys.argv[1]).get_text_config(); \
+print(json.dumps({**c.to_dict(), **{n: getattr(c, n, None) for n in sys.argv[2:]}}, default=str))"
+
+
+@cache
+def _told(folder: Path, changed: int) -> dict[str, object]:
+    """What `transformers` makes of a configuration that leaves out what it has by default, in a process of its own, because this one may do without torch."""
+    command = [sys.executable, "-c", _TELL, str(folder), *_NAMES]
+    done = subprocess.run(command, capture_output=True, check=False)
+    return cast("dict[str, object]", json.loads(done.stdout)) if done.returncode == 0 else {}
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -133,9 +169,10 @@ def read_config(folder: Path) -> dict[str, object]:
     return cast(dict[str, object], config)
 
 
-def _int(config: dict[str, object], key: str, default: int) -> int:
-    value = config.get(key)
-    return value if isinstance(value, int) else default
+def _int(config: Mapping[str, object], key: str, default: int) -> int:
+    """A size by its name, or by one of those that older configurations have for it."""
+    found = [value for name in (key, *_NAMES.get(key, ())) if isinstance(value := config.get(name), int)]
+    return found[0] if found else default
 
 
 # --- Fingerprints -----------------------------------------------------------------------------------------------------
