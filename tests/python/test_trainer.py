@@ -14,7 +14,7 @@ from midflight.errors import ConfigError
 
 SMALL = {
     "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 64},
-    "environment": {"max_tokens": 6, "workers": 1, "sources": [
+    "environment": {"max_tokens": 6, "workers": 1, "top_p": 0.9, "sources": [
         {"dataset": "spell_backward", "size": 100, "heldout": 4, "prompt": "reverse {word}", "content": "word", "only": "[a-z]+",
          "options": {"min_word_len": 3, "max_word_len": 5}}]},
     "rollout": {"groups_per_step": 2, "group_size": 2},

@@ -317,6 +317,8 @@ def _not_deterministic(engine: EngineSection) -> str:
 
 
 def _places(config: Config) -> Iterator[str]:
+    if config.environment.sampling.truncates_the_policy and config.engine.kind != "embedded":
+        yield f'environment.top_p, top_k and min_p need to know what was kept, which engine.kind = "{config.engine.kind}" does not say; remove them'
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if not _DEVICE.fullmatch(device):
             yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"

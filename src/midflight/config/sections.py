@@ -12,7 +12,7 @@ from pydantic import Field
 from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
 from midflight.config.sources import SourceSection
-from midflight.types import PauseMode, StalePolicy
+from midflight.types import PauseMode, SamplingParams, StalePolicy
 
 
 class RunSection(Section):
@@ -122,10 +122,23 @@ class EnvironmentSection(Section):
     """Output tokens of one request unless the agent asks otherwise; larger allows longer answers."""
     temperature: Above0 = 1.0
     """Sampling temperature of the policy; larger explores more."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that have this much probability together; larger keeps more. Below 1 the trainer normalises over what was kept too, where engines record it."""
+    top_k: Positive | None = None
+    """Sample from so many of the likeliest tokens; larger keeps more. None keeps all."""
+    min_p: Fraction = 0.0
+    """Sample from tokens at least this likely, relative to the likeliest; larger keeps fewer."""
     count_all_choices: bool = False
     """Train on every choice of a request with n > 1; by default only on those the agent went on from, if it went on from any."""
     rollout_seconds: Seconds = 60.0
     """Deadline of one rollout, pauses excluded; larger waits longer for a hung agent, and so do steps."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of a request that says nothing else."""
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p
+        )
 
 
 class RolloutSection(Section):

@@ -99,10 +99,7 @@ HARMLESS = frozenset(
 """Options that say how another machinery works. They are accepted, and do nothing here."""
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "top_p": (1.0, "what is cut off is not the policy that is trained; ask for it in an environment of your own, whose turns are then masked"),
-    "top_k": (0, "as top_p"),
-    "min_p": (None, "as top_p"),
-    "repetition_penalty": (1.0, "as top_p"),
+    "repetition_penalty": (1.0, "it is not the policy that is sampled then; ask for it in an environment of your own, whose turns are then masked"),
     "trust_remote_code": (False, "a model's own code is not run; a known architecture proves itself when it is loaded"),
     "router_aux_loss_coef": (None, "the load balance of a mixture is not a term of the loss here; leave it out"),
     "ignore_data_skip": (True, "the place in the data is kept in the run's store"),
@@ -241,6 +238,9 @@ class AsyncGRPOConfig:
         return {
             "max_tokens": min(self.max_completion_length, context - 1),
             "temperature": float(self.temperature),
+            "top_p": float(self.top_p),
+            "top_k": self.top_k or None,
+            "min_p": float(self.min_p or 0.0),
             "rollout_seconds": ROLLOUT_SECONDS,
             "max_turns": MANY_TURNS if turns is None else turns + 1,
             "template_options": dict(self.chat_template_kwargs or {}),

@@ -256,8 +256,7 @@ class RolloutProcess:
         """Defaults of a session opened over HTTP: the environment's in a run; when serving, an answer may use all the room."""
         if self._spec.purpose is Purpose.SERVE:
             return SamplingParams(max_tokens=serving.gateway.limits.max_context)
-        section = self._config.environment
-        return SamplingParams(max_tokens=section.max_tokens, temperature=section.temperature)
+        return self._config.environment.sampling
 
     # --- What the launcher sees --------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from midflight.ports import Engine, Sessions
 from midflight.run.rollout.rollouts import Fates
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Feature, SamplingParams, Version
+from midflight.types import Feature, Version
 from midflight.types.facts import Record
 from midflight.weights.handover import Handover
 
@@ -133,7 +133,7 @@ class Agents:
         runner = RolloutRunner(
             sessions=sessions,
             agents=self.host,
-            sampling=SamplingParams(max_tokens=environment.max_tokens, temperature=environment.temperature),
+            sampling=environment.sampling,
             rollout_seconds=environment.rollout_seconds,
             record=self.record,
             fates=fates,
