@@ -33,7 +33,7 @@ test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
 	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients || exit 1; \
 	done
 
-# A notebook, in a kernel of its own.
+# A notebook in a kernel of its own, and what the pages on Python do.
 test-notebook: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/notebook
 
