@@ -71,6 +71,7 @@ def make_engine(
     max_running: int = 8,
     max_batch_tokens: int = 64,
     pause_lease_seconds: float = 30.0,
+    records_experts: bool = False,
 ) -> EmbeddedEngine:
     return EmbeddedEngine(
         model or tiny_model(),
@@ -82,6 +83,7 @@ def make_engine(
         max_batch_tokens=max_batch_tokens,
         max_context=MAX_CONTEXT,
         pause_lease_seconds=pause_lease_seconds,
+        records_experts=records_experts,
     )
 
 

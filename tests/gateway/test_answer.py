@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tests.gateway.generating import Heard
 from tests.gateway.offered import ScriptedGenerator, offered
 
+from midflight.errors import EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
 from midflight.text import Tokenizer
 from midflight.text.detokenizer import IncrementalDetokenizer
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, SamplingParams
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stop": ["END"]}
 
@@ -36,3 +39,32 @@ def test_with_a_stop_string_each_token_is_detokenised_once(stream: bool, monkeyp
 
     run_virtual(main())
     assert (bytes(pushed), decoded) == (b"a few letters, then END", [])
+
+
+def recorded(num_tokens: int, number: int) -> bytes:
+    """Of all tokens but the last, two bytes each."""
+    return bytes([number, number] * (num_tokens - 1) + [255, 255])
+
+
+def test_an_answer_of_two_attempts_has_the_experts_of_the_one_that_sampled_each_token() -> None:
+    asked = GenerateRequest("r", (1, 2, 3), 3, SamplingParams(max_tokens=4, ignore_eos=True))
+    answer = Heard(asked)
+    answer.next_request("a")
+    answer.accept(Chunk((4, 5), (-0.1, -0.1), 0, 0, Finish(FinishReason.ABORT), experts=recorded(5, 7)), vocab_size=262)
+    answer.next_request("b")
+    answer.accept(Chunk((6, 7), (-0.1, -0.1), 1, 1, Finish(FinishReason.LENGTH), experts=recorded(7, 8)), vocab_size=262)
+    assert list(answer.close().experts[::2]) == [7, 7, 7, 7, 8, 8, 255]
+
+
+def test_a_record_does_not_hold_what_was_cut() -> None:
+    answer = Heard(GenerateRequest("r", (1, 2, 3), 3, SamplingParams(max_tokens=2, ignore_eos=True)))
+    answer.next_request("a")
+    answer.accept(Chunk((4, 5, 6), (-0.1,) * 3, 0, 0, Finish(FinishReason.LENGTH), experts=recorded(6, 7)), vocab_size=262)
+    assert (answer.close().experts, answer.num_overshoot) == (bytes([7, 7] * 5), 1)
+
+
+def test_a_record_that_does_not_fit_the_tokens_is_nonsense() -> None:
+    answer = Heard(GenerateRequest("r", (1, 2, 3), 3, SamplingParams(max_tokens=2, ignore_eos=True)))
+    answer.next_request("a")
+    with pytest.raises(EngineUnavailable, match="7 bytes for 5 tokens"):
+        answer.accept(Chunk((4, 5), (-0.1,) * 2, 0, 0, Finish(FinishReason.LENGTH), experts=bytes(7)), vocab_size=262)

@@ -185,3 +185,29 @@ def test_empty_fields_and_split_texts_do_not_change_a_history() -> None:
     in_parts: Message = {"role": "assistant", "content": [{"type": "text", "text": "A"}], "name": "x"}
     assert tree.plan_chat([USER, sent_back, USER]).parent is tree.nodes[0]
     assert digest(in_parts) == digest(sent_back) != digest({**sent_back, "content": "B"})
+
+
+def test_a_row_has_the_experts_of_every_token_that_some_turn_recorded_first() -> None:
+    """The first turn's last token is recorded by the second one, which has another record of what came before: that of the first stays."""
+    tokenizer = scripted_tokenizer()
+    tree = TokenTree(tokenizer)
+
+    def recorded(prompt: Prompt, output: str, number: int) -> None:
+        ids = tokenizer.encode(output)
+        record = bytes([number, number] * (len(prompt.ids) + len(ids) - 1) + [255, 255])
+        turn = Turn(prompt.ids, ids, (-0.1,) * len(ids), (Segment(0, 0, 0, len(ids)),), Finish(FinishReason.STOP), experts=record)
+        tree.record(prompt, turn, reply=tokenizer.decode(ids, skip_special=True), request=number)
+
+    recorded(first := tree.plan_chat([USER]), "yo<|end|>", 1)
+    recorded(second := tree.plan_chat(talk("hi", "yo", "bye")), "A<|end|>", 2)
+    (row,) = harvest(tree.nodes).rows
+    before, whole = len(first.ids) + 3, len(second.ids) + 2
+    assert row.experts is not None and row.experts.shape == (whole, 2)
+    assert row.experts[:, 0].tolist() == [1] * (before - 1) + [2] * (whole - before) + [255]
+
+
+def test_a_row_of_turns_without_a_record_has_none() -> None:
+    tokenizer = scripted_tokenizer()
+    tree = TokenTree(tokenizer)
+    answered(tree, tokenizer, tree.plan_chat([USER]), "yo<|end|>")
+    assert harvest(tree.nodes).rows[0].experts is None

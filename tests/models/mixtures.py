@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -41,8 +43,9 @@ def tiny_mixture(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     return model.to(dtype).eval()
 
 
-def tiny_seeing(folder: Path) -> Path:
-    """Writes the folder of a multimodal model, Qwen3.5, of whose parts only the text tower is trained here."""
+def tiny_seeing(folder: Path, *, kind: str) -> Path:
+    """Writes the folder of a multimodal model, of whose parts only the text tower is trained here. `transformers` loads that tower of a
+    Qwen3.5 by itself, and a Gemma-3 whole."""
     text = _SIZES | {
         "head_dim": 32, "intermediate_size": 64, "full_attention_interval": 2,
         "linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -50,6 +53,10 @@ def tiny_seeing(folder: Path) -> Path:
     seeing = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=seeing))
+        if kind == "qwen3_5":
+            model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=seeing))
+        else:
+            eyes = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+            model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=seeing | eyes))
     model.save_pretrained(folder)
     return folder

@@ -11,7 +11,7 @@ from tests.real.processes import CONFIG, Command, steps
 from tests.real_engines.process import Kind, interpreter
 from tests.real_engines.sites import save
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 LETTERS = """
 async def solve(task, client):
@@ -33,11 +33,13 @@ def test_a_mixture_trains_on_a_real_server_and_each_version_is_the_one_that_is_s
     words = [word for each in sets for word in ("--set", each)]
     command = Command("train", "small.toml", "--folder", tmp_path / "run", *words, folder=tmp_path)
     try:
-        assert command.wait(220) == 0, command.said
+        assert command.wait(360) == 0, command.said
     finally:
         command.end()
     lines = steps(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     # With no staleness every token of step n is of version n - 1: a version that did not arrive whole would show here.
     assert all(line["trainer"]["mismatch/max"] < 1e-3 for line in lines), lines
+    if kind == "sglang":  # vLLM records nothing on a CPU
+        assert [line["trainer"]["experts/recorded_share"] for line in lines] == [1.0] * 4
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["weight_updates"] >= 3

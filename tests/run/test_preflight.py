@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.models.mixtures import tiny_mixture
 
 from midflight.config import Config, load_config
 from midflight.models.load import make_model, save_model
@@ -203,3 +204,12 @@ def test_a_broken_conversation_of_the_warm_start_is_named(tmp_path: Path) -> Non
     data.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (problem,) = own(tmp_path, *sums(tmp_path), f"warm_start.data={data}").problems
     assert problem.startswith(f"{data}:1: there is no message of the assistant")
+
+
+def test_adapters_of_a_mixture_are_said_not_to_reach_its_experts(tmp_path: Path, model: Path) -> None:
+    write_byte_tokenizer(tmp_path / "mixture")
+    save_model(tiny_mixture("qwen3_moe"), tmp_path / "mixture")
+    (note,) = [note for note in look(tmp_path, f"model.path={tmp_path / 'mixture'}", "lora.rank=4").notes if "[lora]" in note]
+    assert "does not reach the 8 experts of each layer" in note
+    for words in ([f"model.path={tmp_path / 'mixture'}"], [f"model.path={model}", "lora.rank=4"]):
+        assert not any("[lora]" in note for note in look(tmp_path, *words).notes)

@@ -199,3 +199,22 @@ def test_tables_that_fit_no_rollouts_are_refused() -> None:
     ):
         with pytest.raises(BatchCorrupt, match=said):
             from_bytes(to_bytes(replace(packed, **wrong)))
+
+
+def test_records_of_experts_lie_beside_the_tokens_and_rows_without_one_are_marked() -> None:
+    """Of another width is the record of another engine's model: it counts as none."""
+    with_one = replace(row((5, 6, 7), (False, True, True)), experts=np.array([[1, 2], [3, 4], [255, 255]], np.uint8))
+    narrow = replace(row((8, 9), (False, True)), experts=np.array([[1], [2]], np.uint8))
+    trajectory = Trajectory(RolloutKey(key(0), 0), "a", "letters", 0.5, (with_one, narrow, row((1, 2), (False, True))))
+    packed = from_bytes(to_bytes(pack(Batch(1, 4, (Group(key(0), "a", "letters", (trajectory,)),)))))
+    assert packed.experts is not None and packed.experts.tolist() == [[1, 2], [3, 4], *[[255, 255]] * 5]
+    assert pack(batch()).experts is None
+
+
+def test_a_record_of_experts_that_is_not_as_long_as_the_tokens_is_refused() -> None:
+    arrays = load(to_bytes(replace(pack(batch()), experts=np.zeros((6, 2), np.uint8))))
+    assert arrays["experts"].shape == (6, 2)
+    with pytest.raises(BatchCorrupt, match="lengths disagree"):
+        from_bytes(to_bytes(replace(pack(batch()), experts=np.zeros((6, 2), np.uint8))))
+    with pytest.raises(BatchCorrupt, match="two dimensions"):
+        from_bytes(to_bytes(replace(pack(batch()), experts=np.zeros(7, np.uint8))))

@@ -10,16 +10,26 @@ import numpy as np
 import pytest
 
 from midflight.errors import StoreCorrupt, StoreFailed, UnknownLease
+from midflight.trajectories.database import decode_rows, encode_rows
 from midflight.types import Batch, Fate, GroupKey, Reason, RolloutKey
 from midflight.types.facts import Admitted, CarriedOver, Checkpointed, Interrupted, Leased, Stepped, TakenBack
 
 from .keeping import Keeper
-from .making import group, key, task, trajectory, turn
+from .making import group, key, row, task, trajectory, turn
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "folder" / "store.sqlite"
+
+
+def test_a_row_comes_back_with_its_record_of_experts_and_without_one_if_it_had_none() -> None:
+    plain = row((5, 6, 7), (False, True, True))
+    recorded = replace(plain, experts=np.arange(12, dtype=np.uint8).reshape(3, 4))
+    first, second = decode_rows(encode_rows((plain, recorded)))
+    assert first.experts is None
+    np.testing.assert_array_equal(second.experts, recorded.experts)
+    assert recorded.num_bytes == plain.num_bytes + 12
 
 
 def test_a_waiting_group_comes_back_as_it_was_in_the_order_of_finishing(path: Path) -> None:

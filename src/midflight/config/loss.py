@@ -120,6 +120,8 @@ class CorrectionSection(Section):
     """Masks the tokens of largest log(rho)^2 until the mean of the rest is below this (0.04 is usual)."""
     opsm: Above0 | None = None
     """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
+    routing_replay: bool = True
+    """Of a mixture of experts: engines that can record the experts that they send tokens to, and the trainer sends them to the same ones. false lets each choose."""
 
     sampling_masks: bool | None = None
     """Train turns that were sampled with top-p, top-k or min-p over what these kept of the vocabulary, where engines record it; false keeps such turns out of the loss. Default: true, but for a trainer that is not ours, which must read `kept`."""

@@ -228,7 +228,7 @@ class LoraSection(Section):
     alpha: Above0 | None = None
     """The adapters' output is scaled by alpha / rank; larger learns faster. Default 2 * rank."""
     targets: tuple[str, ...] = ()
-    """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear layer but the output layer."""
+    """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear layer but the output layer. Experts and routers of a mixture are no linear layers, and get none."""
 
 
 class DistillationSection(Section):

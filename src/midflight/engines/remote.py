@@ -180,7 +180,8 @@ class RemoteEngine:
         rows = wire.step_rows(frame)
         tops = wire.step_tops(frame) if frame.top_ids else ()
         kept = wire.step_kept(frame) if frame.kept_lengths else ()
-        self._streams.take(frame.version, rows, tops, kept, finishes=frame.finishes, attested=frame.attested)
+        attested, experts = frame.attested, frame.experts
+        self._streams.take(frame.version, rows, tops, kept, finishes=frame.finishes, attested=attested, experts=experts)
         if frame.num_running:
             self._record(EngineStepped(self._name, frame.started, frame.ended, len(rows), frame.num_running))
 

@@ -121,6 +121,8 @@ class StepOutput:
     """(handle, outlet, how it ended)"""
     failures: tuple[tuple[int, int, RequestRejected], ...] = ()
     """(handle, outlet, why it could not go on): these requests ended too."""
+    experts: tuple[tuple[int, bytes], ...] = ()
+    """Of requests among `finishes`: handle, and `Chunk.experts` where the engine records them"""
     touched: frozenset[int] = frozenset()
     """Outlets with a request in the step, also those whose request got no token yet."""
     started: float = 0.0
@@ -143,6 +145,7 @@ class StepOutput:
             kept=tuple([self.kept[row] for row in rows.tolist()]) if self.kept else (),
             outlets=self.outlets[rows],
             finishes=tuple(f for f in self.finishes if f[1] == outlet),
+            experts=tuple(e for e in self.experts if e[0] in {handle for handle, of, _ in self.finishes if of == outlet}),
             failures=tuple(f for f in self.failures if f[1] == outlet),
             touched=frozenset({outlet}),
             started=self.started,
@@ -190,6 +193,7 @@ class _Gathered:
     kept: list[bytes] = field(default_factory=list[bytes])
     finish: Finish | None = None
     attested: tuple[Segment, ...] = ()
+    experts: bytes = b""
 
 
 class ChunkStream:
@@ -233,11 +237,12 @@ class ChunkStream:
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._ready.set)
 
-    def end(self, version: Version, finish: Finish, *, attested: tuple[Segment, ...] = ()) -> None:
+    def end(self, version: Version, finish: Finish, *, attested: tuple[Segment, ...] = (), experts: bytes = b"") -> None:
         """Marks the request as finished; the finish goes with the last tokens that still wait."""
         if not self._gathered:
             self._gathered.append(_Gathered(version, version))
-        self._gathered[-1].finish, self._gathered[-1].attested = finish, attested
+        last = self._gathered[-1]
+        last.finish, last.attested, last.experts = finish, attested, experts
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
@@ -274,7 +279,7 @@ class ChunkStream:
                 self._timer.cancel()
                 self._timer = None
         ids, logprobs, top = tuple(part.token_ids), tuple(part.logprobs), tuple(part.top_logprobs)
-        return Chunk(ids, logprobs, part.version, part.kv_version, part.finish, top, part.attested, tuple(part.kept))
+        return Chunk(ids, logprobs, part.version, part.kv_version, part.finish, top, part.attested, tuple(part.kept), part.experts)
 
     async def aclose(self) -> None:
         self.close()
@@ -306,7 +311,8 @@ class ChunkStreams:
         return self._streams.pop(handle, None) is not None
 
     def put(self, step: StepOutput) -> None:
-        self.take(step.version, step.rows(), step.tops(), step.kept, finishes=[(h, f) for h, _, f in step.finishes])
+        finishes = [(handle, finish) for handle, _, finish in step.finishes]
+        self.take(step.version, step.rows(), step.tops(), step.kept, finishes=finishes, experts=step.experts)
         for handle, _, error in step.failures:
             self.reject(handle, error)
 
@@ -319,6 +325,7 @@ class ChunkStreams:
         *,
         finishes: Iterable[tuple[int, Finish]],
         attested: Sequence[tuple[int, tuple[Segment, ...]]] = (),
+        experts: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         """Gives each request what a step did for it. What is for requests that were closed meanwhile is dropped.
 
@@ -331,7 +338,7 @@ class ChunkStreams:
                 stream.add(token, logprob, version=version, kv_version=kv, top=top, kept=left)
         for handle, finish in finishes:
             if (stream := streams.pop(handle, None)) is not None:
-                stream.end(version, finish, attested=dict(attested).get(handle, ()))
+                stream.end(version, finish, attested=dict(attested).get(handle, ()), experts=dict(experts).get(handle, b""))
 
     def reject(self, handle: int, error: Exception) -> None:
         """Ends one request with an error; an unknown one has been closed meanwhile."""

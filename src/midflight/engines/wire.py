@@ -67,6 +67,8 @@ class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """int32, of each token's part of `kept`; -1 where its request did not ask"""
     attested: tuple[tuple[int, tuple[Segment, ...]], ...] = ()
     """Of requests among `finishes`: `Chunk.attested`, where the engine has it"""
+    experts: tuple[tuple[int, bytes], ...] = ()
+    """`Chunk.experts`, likewise"""
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):
@@ -132,6 +134,7 @@ def pack_step(step: StepOutput, numbers: dict[int, int]) -> StepFrame:
         top_logprobs=step.top_logprobs.astype("<f4").tobytes() if step.top_ids.size else b"",
         kept=b"".join(filter(None, step.kept)),
         kept_lengths=_lengths(step.kept),
+        experts=tuple([(numbers[h], experts) for h, experts in step.experts]) if step.experts else (),
     )
 
 
@@ -153,6 +156,7 @@ def pack_chunks(chunks: Sequence[tuple[int, Chunk]], *, started: float, ended: f
         attested=tuple((h, c.attested) for h, c in chunks if c.attested),
         kept=b"".join(left for _, c in chunks for left in c.kept),
         kept_lengths=_lengths([left for _, c in chunks for left in c.kept or [None] * len(c.token_ids)]) if has_kept else b"",
+        experts=tuple((h, c.experts) for h, c in chunks if c.experts),
     )
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, convert_and_load_state_dict_in_model, revert_weight_conversion
-from transformers.modeling_utils import LoadStateDictConfig
+from transformers import AutoConfig, PreTrainedModel, conversion_mapping, core_model_loading, modeling_utils
 
 from midflight.models.load import auto_class, check_folder
 
@@ -32,11 +29,11 @@ class FileNames:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             self._model: PreTrainedModel = auto_class(config).from_config(config)
-        mapping = cast("list[WeightConverter | WeightRenaming]", get_model_conversion_mapping(self._model))
-        options = LoadStateDictConfig(device_map={"": "meta"}, dtype=self._model.dtype, weight_mapping=mapping)
-        convert_and_load_state_dict_in_model(self._model, _without_memory(shapes), options)
-        self.unread = frozenset(shapes.keys() - self.tensors(self._model.state_dict()).keys())
-        """Tensors of the files that the model has no place for: of a multimodal folder, what is not its text tower."""
+        mapping = cast("list[Any]", conversion_mapping.get_model_conversion_mapping(self._model))
+        options = modeling_utils.LoadStateDictConfig(device_map={"": "meta"}, dtype=self._model.dtype, weight_mapping=mapping)
+        core_model_loading.convert_and_load_state_dict_in_model(self._model, _without_memory(shapes), options)
+        self.unread = frozenset(shapes.keys() - self.tensors(self._text_tower()).keys())
+        """Tensors of the files that are none of the text tower: of a multimodal folder, what is not trained."""
 
     def shapes(self, given: Shapes) -> dict[str, tuple[int, ...]]:
         """Of tensors with these names and shapes in memory, the names and shapes in files."""
@@ -45,7 +42,13 @@ class FileNames:
     @torch.no_grad()
     def tensors(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What `save_pretrained` would write for these tensors of memory. Several that become one in files must be given together."""
-        return dict(revert_weight_conversion(self._model, dict(given)))
+        return dict(core_model_loading.revert_weight_conversion(self._model, dict(given)))
+
+    def _text_tower(self) -> dict[str, Tensor]:
+        """What computes text, of a model that may be more."""
+        parts = [self._model.get_decoder(), self._model.get_output_embeddings()]
+        own = {id(tensor) for part in parts if part is not None for tensor in part.state_dict(keep_vars=True).values()}
+        return {name: tensor.detach() for name, tensor in self._model.state_dict(keep_vars=True).items() if id(tensor) in own}
 
 
 def _without_memory(shapes: Shapes) -> dict[str, Tensor]:

@@ -153,6 +153,16 @@ def _told(folder: Path, changed: int) -> dict[str, object]:
     return cast("dict[str, object]", json.loads(done.stdout)) if done.returncode == 0 else {}
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names that configurations have for how many a layer has."""
+
+
+def num_experts_of(folder: Path) -> int:
+    """Of a layer of a mixture; 0 for other models."""
+    config = _text(read_config(folder))
+    return next((found for name in _EXPERTS if isinstance(found := config.get(name), int) and found > 1), 0)
+
+
 def read_config(folder: Path) -> dict[str, object]:
     """`config.json` of a model folder; `ModelNotFound` naming what is missing."""
     if not folder.is_dir():

@@ -177,7 +177,7 @@ def step_tokens(
     mask = batch.loss_mask & ~missing & ~unscored & ~truncated
     admitted = shift(mask, batch.row_offsets)
     rollout = shift(rollout_of_token, batch.row_offsets)[admitted]
-    predictions = predictions_of(batch.token_ids, batch.row_offsets, mask=mask)
+    predictions = predictions_of(batch.token_ids, batch.row_offsets, mask=mask, experts=batch.experts)
     return LossTokens(
         predictions=replace(predictions, kept=kept_of(batch, np.flatnonzero(mask))),
         behaviour=on_device(shift(batch.logprobs, batch.row_offsets)[admitted], device).to(dtype),
@@ -304,6 +304,8 @@ def report_of(record: StepRecord, batch: PackedBatch, tokens: LossTokens, *, ver
         **{f"masked/{reason}": n / int(batch.loss_mask.sum()) for reason, n in tokens.masked.items()},
         **record.critic,
     }
+    if (experts := tokens.predictions.experts) is not None:
+        metrics["experts/recorded_share"] = float((experts != 255).any(1).mean())
     scored = batch.rewards[np.isfinite(batch.rewards)]
     if scored.size:
         metrics["reward/mean"] = float(scored.mean())

@@ -51,6 +51,8 @@ class Scale:
     """How rows lie in a micro-batch: one in which the model is right (`trainer.model.probe`)."""
     activation_checkpointing: bool = False
     compile: bool = False
+    routing_replay: bool = False
+    """Whether tokens of a mixture go to the experts that an engine recorded; not in compiled layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class PolicyTrainer:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
             self._reference = self._passes(Policy(held, scale.layout), scale, temperature, trains=False)
         judge = None if valuation is None else value_model_of(model, scale.layout)  # a copy, made before the layers are changed
-        self._passes_of_policy = self._passes(Policy(model, scale.layout), scale, temperature)
+        self._passes_of_policy = self._passes(Policy(model, scale.layout, replays=scale.routing_replay), scale, temperature)
         self.optimizer = adamw(model, learning_rate=adam.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
         self.critic: Critic | None = None
         if judge is not None and valuation is not None:
@@ -120,14 +122,8 @@ class PolicyTrainer:
         if scale.compile:
             compile_layers(reader.model)
         shard(reader, self.ranks, compute_dtype=scale.compute_dtype)
-        return Passes(
-            reader,
-            self.ranks,
-            budget=scale.micro_batch_tokens,
-            temperature=temperature,
-            compute_dtype=scale.compute_dtype,
-            device=self._device,
-        )
+        budget, dtype = scale.micro_batch_tokens, scale.compute_dtype
+        return Passes(reader, self.ranks, budget=budget, temperature=temperature, compute_dtype=dtype, device=self._device)
 
     @property
     def learning_rate(self) -> float:
@@ -322,6 +318,7 @@ def trainer_of(
             activation_checkpointing=section.activation_checkpointing,
             compile=section.compile,
             layout=layout,
+            routing_replay=config.correction.routing_replay and not section.compile,
         ),
         reference=reference,
         valuation=Valuation(c.learning_rate, c.discount, c.trace_decay, c.clip) if config.objective.advantage == "gae" else None,

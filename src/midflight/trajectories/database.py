@@ -232,6 +232,7 @@ class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     turns: bytes | None = None
     kept: bytes = b""
     kept_lengths: bytes = b""
+    experts: bytes = b""
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
@@ -301,6 +302,7 @@ def _pack_row(row: Row) -> _StoredRow:
         turns=None if row.turns is None else row.turns.astype("<i4").tobytes(),
         kept=b"" if row.kept is None else row.kept.tobytes(),
         kept_lengths=b"" if row.kept_lengths is None else row.kept_lengths.astype("<i4").tobytes(),
+        experts=b"" if row.experts is None else row.experts.tobytes(),
     )
 
 
@@ -315,6 +317,7 @@ def _unpack_row(row: _StoredRow) -> Row:
         turns=None if row.turns is None else _array(row.turns, "<i4"),
         kept=_array(row.kept, "u1") if row.kept_lengths else None,
         kept_lengths=_array(row.kept_lengths, "<i4") if row.kept_lengths else None,
+        experts=_array(row.experts, "u1").reshape(len(row.token_ids) // 4, -1) if row.experts else None,
     )
 
 

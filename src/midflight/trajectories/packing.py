@@ -38,7 +38,9 @@ _TABLES: Mapping[str, type[np.generic]] = {"turn_rewards": np.float32, "componen
 """Flat tables with a line for each rollout, each there or not."""
 _KEPT: Mapping[str, type[np.generic]] = {"kept_lengths": np.int32}
 """As long as `_TOKENS`, and there or not, as `kept` is, which has as many bytes as they say."""
-_OPTIONAL = {**_TEACHER, **_ROOM, **_TURNS, **_TABLES, **_KEPT, "kept": np.uint8}
+_EXPERTS: Mapping[str, type[np.generic]] = {"experts": np.uint8}
+"""[N, B], as long as `_TOKENS`, and there or not."""
+_OPTIONAL = {**_TEACHER, **_ROOM, **_TURNS, **_TABLES, **_EXPERTS, **_KEPT, "kept": np.uint8}
 NO_ANSWER = 2**31 - 1
 """The room of a rollout without an answer."""
 
@@ -67,6 +69,7 @@ def pack(batch: Batch) -> PackedBatch:
         truncated=np.array([t.truncated for _, t in rollouts], dtype=np.bool_),
         kept=kept,
         kept_lengths=kept_lengths,
+        experts=_experts([row for _, row in rows]),
         room=np.array([NO_ANSWER if t.room is None else t.room for _, t in rollouts], dtype=np.int32),
         **_tables([t for _, t in rollouts], [row for _, row in rows]),
     )
@@ -97,6 +100,16 @@ def _kept(rows: list[Row]) -> tuple[UInt8, Int32] | tuple[None, None]:
         return None, None
     lengths = [np.zeros(len(row.token_ids), np.int32) if row.kept_lengths is None else row.kept_lengths for row in rows]
     return np.concatenate([row.kept for row in rows if row.kept is not None]), np.concatenate(lengths)
+
+
+def _experts(rows: list[Row]) -> UInt8 | None:
+    """Rows of another width than the widest are of another engine's record, which does not fit: they count as without one."""
+    width = max((row.experts.shape[1] for row in rows if row.experts is not None), default=0)
+    if not width:
+        return None
+    fits = (row.experts if row.experts is not None and row.experts.shape[1] == width else None for row in rows)
+    unknown = (np.full((len(row.token_ids), width), 255, np.uint8) for row in rows)
+    return np.concatenate([there if has is None else has for has, there in zip(fits, unknown, strict=True)])
 
 
 def to_bytes(packed: PackedBatch) -> bytes:
@@ -177,8 +190,12 @@ def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
     _require(arrays.keys() - _OPTIONAL.keys() == _ARRAYS.keys(), f"arrays are {sorted(arrays)}, expected {sorted(_ARRAYS)}")
     for name, found in arrays.items():
         dtype = {**_ARRAYS, **_OPTIONAL}[name]
-        _require(found.ndim == 1 and found.dtype == dtype, f"{name} is {found.dtype}{list(found.shape)}, expected flat {np.dtype(dtype)}")
-    for beside in ({**_TOKENS, **_TEACHER, **_TURNS, **_KEPT}, {**_ROLLOUTS, **_ROOM}):
+        flat = name not in _EXPERTS
+        _require(
+            found.ndim == 2 - flat and found.dtype == dtype,
+            f"{name} is {found.dtype}{list(found.shape)}, expected {'flat' if flat else 'two dimensions of'} {np.dtype(dtype)}",
+        )
+    for beside in ({**_TOKENS, **_TEACHER, **_TURNS, **_EXPERTS, **_KEPT}, {**_ROLLOUTS, **_ROOM}):
         lengths = {name: len(arrays[name]) for name in beside if name in arrays}
         _require(len(set(lengths.values())) == 1, f"lengths disagree: {lengths}")
     size, said = len(arrays.get("kept", ())), arrays.get("kept_lengths", np.zeros(0, np.int32))

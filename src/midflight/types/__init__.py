@@ -18,6 +18,7 @@ from midflight.types.names import (
     StalePolicy,
     UInt8,
     Version,
+    fill_unknown,
 )
 from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, PackedBatch, Result, RolloutKey, Row, SessionRecord, Task, Trajectory
 
@@ -61,4 +62,5 @@ __all__ = [
     "UInt8",
     "Version",
     "WeightManifest",
+    "fill_unknown",
 ]

@@ -280,6 +280,9 @@ class Chunk:
     take the place of the labels given before."""
     kept: tuple[bytes, ...] = ()
     """For each token what truncation kept of the vocabulary, a record of `types.kept`; empty unless asked for, or where an engine has none."""
+    experts: bytes = b""
+    """On the last chunk of an engine that records them: the experts that each position of this attempt was sent to, from the first of
+    `input_ids` on, in as many bytes each; 255 in all of them where there is no record, as for the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,3 +301,10 @@ class Turn:
     num_resumes: int = 0
     kept: tuple[bytes, ...] = ()
     """Of a turn that was sampled with truncation and can be trained: what was kept for each output token, as in `Chunk`."""
+    experts: bytes = b""
+    """Of each token of prompt and output the experts it was sent to, as in `Chunk`; empty where no engine recorded any."""
+
+    @property
+    def num_expert_bytes(self) -> int:
+        """Of each token's record."""
+        return len(self.experts) // (len(self.prompt_ids) + len(self.output_ids)) if self.experts else 0

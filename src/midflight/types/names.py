@@ -115,3 +115,9 @@ class Reason(StrEnum):
     SHUTDOWN = "shutdown"
     ABANDONED = "abandoned"
     """The request was cancelled or failed before its answer was complete."""
+
+
+def fill_unknown(record: UInt8, later: UInt8) -> None:
+    """Of two records of experts [N, B] of the same tokens, the second one's where the first has none (255 in all bytes). In place."""
+    unknown = (record == 255).all(1)
+    record[unknown] = later[unknown]

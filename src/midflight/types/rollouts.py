@@ -109,6 +109,9 @@ class Row:
     token has one."""
     kept_lengths: Int32 | None = None
     """[T] bytes of each token's record in `kept`; 0 where nothing was cut off"""
+    experts: UInt8 | None = None
+    """[T, B], of each token the experts of a mixture that it was sent to, as an engine packs them; 255 in all B bytes where none recorded it.
+    None where no token has a record."""
 
     def __post_init__(self) -> None:
         lengths = {len(a) for a in self._arrays()}
@@ -125,10 +128,10 @@ class Row:
         """Of its arrays in memory."""
         return sum(a.nbytes for a in self._arrays()) + (0 if self.kept is None else self.kept.nbytes)
 
-    def _arrays(self) -> Sequence[Int32 | Bool | Float32]:
+    def _arrays(self) -> Sequence[Int32 | Bool | Float32 | UInt8]:
         """Those per token."""
         arrays = (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions)
-        return (*arrays, *(a for a in (self.turns, self.kept_lengths) if a is not None))
+        return (*arrays, *(a for a in (self.turns, self.kept_lengths, self.experts) if a is not None))
 
     @property
     def oldest_version(self) -> Version | None:
@@ -281,4 +284,5 @@ class PackedBatch:
     room: Int32 | None = None  # [M], tokens that the answer nearest to its own limit left of it; a number above all limits without answers
     kept: UInt8 | None = None  # records of what truncation kept, end to end; None where no token has one
     kept_lengths: Int32 | None = None  # [N], bytes of each token's record; 0 where nothing was cut off
+    experts: UInt8 | None = None  # [N, B], as in `Row`; None where no row has a record
     teacher_logprobs: Float32 | None = None  # [N], of a teacher, for the token after those before it; None in a run without one

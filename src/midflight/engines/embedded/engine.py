@@ -23,6 +23,7 @@ from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights
 from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput, check_request, check_rows
 from midflight.errors import EngineError, EngineUnavailable
+from midflight.models.routing import routers_of
 from midflight.ports import WeightReceiver
 from midflight.text.detokenizer import StopMatcher
 from midflight.text.tokenizer import Tokenizer
@@ -46,6 +47,8 @@ class Generated:
     """Empty unless asked for."""
     kept: tuple[bytes, ...] = ()
     """Likewise."""
+    experts: bytes = b""
+    """As in `types.Chunk`."""
 
 
 class EmbeddedEngine:
@@ -67,15 +70,18 @@ class EmbeddedEngine:
         max_context: int,
         pause_lease_seconds: float,
         version: types.Version = 0,
+        records_experts: bool = False,
     ) -> None:
+        """`records_experts`: of a mixture, for routing replay."""
         self._name, self._tokenizer, self._record = name, tokenizer, record
         self._lease_seconds = pause_lease_seconds
         self._model, self._max_batch_tokens = model, max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
         self._weights = EngineWeights(model, receiver, version=version)
+        routers = routers_of(model) if records_experts else None
         runner, self._manner = served(model, max_running=max_running, max_context=max_context, max_batch_tokens=max_batch_tokens)
         self._scheduler = Scheduler(
-            runner, max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context, version=version
+            runner, max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context, version=version, routers=routers
         )
         self._thread = DecodeThread(self._scheduler)
         self._runs = False
@@ -187,6 +193,7 @@ class EmbeddedEngine:
         tops: dict[int, list[tuple[tuple[int, float], ...]]] = {s.handle: [] for s in submissions}
         kept: dict[int, list[bytes]] = {s.handle: [] for s in submissions if s.request.wants_kept}
         finishes: dict[int, types.Finish] = {}
+        experts: dict[int, bytes] = {}
         failures: list[Exception] = []
         while self._scheduler.has_work():
             step = self._scheduler.step()
@@ -198,10 +205,12 @@ class EmbeddedEngine:
                 if left is not None:
                     kept[handle].append(left)
             finishes.update((handle, finish) for handle, _, finish in step.finishes)
+            experts.update(step.experts)
             failures += [error for _, _, error in step.failures]
         if failures:
             raise failures[0]
-        return [_generated(rows[s.handle], tuple(tops[s.handle]), finishes[s.handle], tuple(kept.get(s.handle, ()))) for s in submissions]
+        handles = [s.handle for s in submissions]
+        return [_generated(rows[h], tuple(tops[h]), finishes[h], tuple(kept.get(h, ())), experts.get(h, b"")) for h in handles]
 
     async def score(self, token_ids: types.Int32, row_offsets: types.Int32, *, temperature: float) -> types.Float32:
         """As the port's `Scorer`, under the weights served when a row's turn comes. Waits for the decode thread.
@@ -351,6 +360,7 @@ def _generated(
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...],
     finish: types.Finish,
     kept: tuple[bytes, ...],
+    experts: bytes,
 ) -> Generated:
     token_ids, logprobs, versions, kv_versions = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Generated(token_ids, logprobs, versions, kv_versions, finish, top_logprobs, kept)
+    return Generated(token_ids, logprobs, versions, kv_versions, finish, top_logprobs, kept, experts)

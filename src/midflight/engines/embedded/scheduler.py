@@ -11,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midflight.engines.embedded.experts import ExpertRecords
 from midflight.engines.embedded.lone import LoneRunner
 from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
 from midflight.engines.embedded.table import SharedPrompts, SlotTable, Submission
 from midflight.engines.streams import StepOutput
 from midflight.errors import RequestRejected
+from midflight.models.routing import Routers
 from midflight.types import Finish, FinishReason, PauseMode, Version
 
 Ints = NDArray[np.int64]
@@ -27,14 +29,25 @@ _LENGTH = Finish(FinishReason.LENGTH)
 class Scheduler:
     """Continuous batching: first in, first out; a slot per running request; every step mixes decodes and chunks of prefill."""
 
-    def __init__(self, runner: Runner | LoneRunner, *, max_running: int, max_batch_tokens: int, max_context: int, version: Version) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        runner: Runner | LoneRunner,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        max_context: int,
+        version: Version,
+        routers: Routers | None = None,
+    ) -> None:
+        """`routers`: of a model whose choices of experts are recorded."""
+        self._runner, self._experts = runner, ExpertRecords(routers)
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
         self._waiting: deque[Submission] = deque()
         self._prompts = SharedPrompts()
         self._finishes: list[tuple[int, int, Finish]] = []
         self._failures: list[tuple[int, int, RequestRejected]] = []
+        self._records: list[tuple[int, bytes]] = []
         self._drain_before = 0
         """While draining, requests with a smaller handle still run."""
         self._last_handle = 0
@@ -122,7 +135,8 @@ class Scheduler:
         if batch is None:
             return self._flush(StepOutput(version=self.version, started=started, ended=time.monotonic()))
         touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self._table.num_active
-        logits = self._runner.forward(batch)
+        with self._experts.recording(batch):
+            logits = self._runner.forward(batch)
         self._mark_cached(batch)
         slots, masks = batch.slots[batch.wanted], None
         if self._table.constrained[slots].any():
@@ -262,6 +276,7 @@ class Scheduler:
             slot = self._table.admit(self._waiting.popleft())
             self._prompts.overwrite(slot)
             taken.add(slot)
+            self._experts.begin(slot, room=int(self._table.limit[slot]))
             self._place(slot, copies)
         if copies:
             sources, targets, lengths = np.asarray(copies, dtype=np.int64).T
@@ -282,6 +297,7 @@ class Scheduler:
         table.blocked[slot] = donor is None and self._prompts.is_prefilling(prompt)
         if donor is not None:
             copies.append((donor, slot, len(prompt) - 1))
+            self._experts.copy(donor, slot, length=len(prompt) - 1)
             table.cached[slot], table.kv_version[slot] = len(prompt) - 1, self.version
         elif not table.blocked[slot] and len(prompt) > 1:
             self._prompts.begin(prompt, slot)
@@ -300,7 +316,10 @@ class Scheduler:
         return _LENGTH if request.remaining <= 0 or len(request.input_ids) >= self._table.max_context else None
 
     def _end(self, slot: int, finish: Finish) -> None:
+        experts = self._experts.taken(slot, length=int(self._table.length[slot]))
         submission = self._release(slot)
+        if experts:
+            self._records.append((submission.handle, experts))
         self._finishes.append((submission.handle, submission.outlet, finish))
 
     def _fail(self, slot: int, error: RequestRejected) -> None:
@@ -317,8 +336,9 @@ class Scheduler:
             return output
         finishes, self._finishes = tuple(self._finishes), []
         failures, self._failures = tuple(self._failures), []
+        experts, self._records = tuple(self._records), []
         touched = output.touched | {outlet for _, outlet, _ in (*finishes, *failures)}
-        return replace(output, finishes=finishes, failures=failures, touched=touched)
+        return replace(output, finishes=finishes, failures=failures, experts=experts, touched=touched)
 
 
 def _nothing_sampled() -> Sampled:

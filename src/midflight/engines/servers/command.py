@@ -44,6 +44,8 @@ class Served:
     max_context: int
     kv_bytes_per_token: int
     version: Version
+    records_experts: bool = False
+    """Whether it is a mixture that is to say which experts it chose."""
 
 
 def server_command(engine: EngineSection, model: Served, *, python: Path, port: int, inherited: Mapping[str, str]) -> Command:
@@ -72,6 +74,8 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the first opens the control routes
     if engine.deterministic:
         settings["VLLM_BATCH_INVARIANT"] = "1"
+    if model.records_experts and engine.device != "cpu":  # on a CPU it refuses to start with it
+        words.append("--enable-return-routed-experts")
     if engine.device == "cpu":
         words.append("--enforce-eager")  # compiling takes up to minutes
         cache = model.kv_bytes_per_token * model.max_context * engine.max_running
@@ -95,6 +99,8 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
         "--skip-server-warmup",  # it asks through a proxy, if the environment names one
         *("--log-level-http", "warning"),
     ]
+    if model.records_experts:
+        words.append("--enable-return-routed-experts")
     settings = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else a pause makes /health fail, and it stays unhealthy
         "SGLANG_FORCE_STREAM_INTERVAL": "1",  # else a request that is retracted and aborted loses its last tokens

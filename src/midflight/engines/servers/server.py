@@ -7,26 +7,29 @@ version made which of its tokens (I6); that part is synchronous.
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, cast
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from midflight.engines.streams import ChunkStream
 from midflight.errors import EngineError, EngineUnavailable, ModelNotFound, Overloaded, RequestRejected
 from midflight.models.sizes import ModelSizes, sizes_of
-from midflight.types import Capabilities, Finish, FinishReason, GenerateRequest, PauseMode, Segment, Version
+from midflight.types import Capabilities, Finish, FinishReason, GenerateRequest, PauseMode, Segment, UInt8, Version
 from midflight.wire.client import HttpClient
 
 _JSON = {"Content-Type": "application/json"}
-_LINE_BYTES = 2**24
-"""Of one event: a server that repeats what it said sends the longest answer in one."""
+_LINE_BYTES = 2**28
+"""Of one event: a server that repeats what it said sends the longest answer in one, and a record of experts takes kilobytes a token."""
 _QUESTION_SECONDS = 10.0
 """For questions that a server answers at once. With a longer limit, questions of callers that have left would pile up at a frozen server."""
 _COLD_SECONDS = 120.0
@@ -166,6 +169,18 @@ class EventTokens:
     finish: Finish | None = None
     spans: tuple[tuple[str, int, int], ...] = ()
     """On the last piece: (label of the weights, first token, one past the last), over all tokens of the request."""
+    experts: UInt8 | None = None
+    """On the last piece of a server that records them: packed, of prompt and output but their last token"""
+
+
+def recorded_experts(encoded: str, *, num_tokens: int | None, num_experts: int) -> UInt8:
+    """A server's base64 of int32, or of numpy's own format, as [T, bytes] of `Row.experts`. `num_tokens`: T, where they do not say it."""
+    data, kind = base64.b64decode(encoded), "u1" if num_experts <= 256 else "<u2"
+    try:
+        numbers = np.load(BytesIO(data), allow_pickle=False) if num_tokens is None else np.frombuffer(data, "<i4").reshape(num_tokens, -1)
+        return np.ascontiguousarray(numbers.reshape(len(numbers), -1).astype(kind)).view(np.uint8)
+    except ValueError as error:
+        raise EngineUnavailable(f"reading a server's record of experts: {error}. Set correction.routing_replay = false.") from error
 
 
 class EventReader(Protocol):
@@ -369,8 +384,15 @@ class ServerRequest:
         for token_id, logprob, top in zip(event.token_ids, event.logprobs, tops, strict=True):
             self.stream.add(token_id, logprob, version=version, kv_version=kv_version, top=top)
         if event.finish is not None:
-            self.stream.end(version, event.finish, attested=attempt.account(event))
+            self.stream.end(version, event.finish, attested=attempt.account(event), experts=self._record(event.experts, attempt))
         return event
+
+    def _record(self, experts: UInt8 | None, attempt: Attempt) -> bytes:
+        """Of all tokens of the attempt, as `Chunk.experts`: the server may have made more than were given, and has none of the last."""
+        if experts is None:
+            return b""
+        unknown = np.full((len(self.request.input_ids) + attempt.num_tokens, experts.shape[1]), 255, dtype=np.uint8)
+        return np.concatenate([experts, unknown[len(experts) :]])[: len(unknown)].tobytes()
 
 
 def _contiguous(spans: list[tuple[int, int, int]]) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
-from midflight.engines.servers.server import EventTokens, Found, ServerClient, number, part
+from midflight.engines.servers.server import EventTokens, Found, ServerClient, number, part, recorded_experts
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
-from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, Version
+from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, UInt8, Version
 from midflight.types.generation import Api, copied
 
 OLDEST = (0, 5, 20)
@@ -51,6 +52,8 @@ class _Meta(msgspec.Struct, frozen=True):
     output_token_logprobs: tuple[_Entry, ...] = ()
     output_top_logprobs: tuple[tuple[_Entry, ...] | None, ...] = ()
     weight_versions: tuple[_SglangSpan, ...] = ()
+    routed_experts: str | None = None
+    """int32 [T, layers, chosen] as base64"""
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -73,8 +76,9 @@ class SglangReader:
     """An event has all tokens so far, or with incremental streaming those since the last one, which an abort repeats: how many are
     new is said by `completion_tokens` alone."""
 
-    def __init__(self, request: GenerateRequest) -> None:
-        self._num_tops = request.sampling.top_logprobs
+    def __init__(self, request: GenerateRequest, *, num_experts: int = 0) -> None:
+        """`num_experts`: of a mixture whose choices it records."""
+        self._num_tops, self._num_prompt, self._num_experts = request.sampling.top_logprobs, len(request.input_ids), num_experts
         self._num_tokens = 0
 
     def read(self, event: bytes) -> EventTokens:
@@ -95,7 +99,15 @@ class SglangReader:
             top_logprobs=tuple(self._likeliest(t) for t in _last(meta.output_top_logprobs, num_new)) if self._num_tops else (),
             finish=None if meta.finish_reason is None else _finish(meta.finish_reason),
             spans=tuple((s.version, s.start, s.end) for s in meta.weight_versions),
+            experts=self._experts(meta),
         )
+
+    def _experts(self, meta: _Meta) -> UInt8 | None:
+        """It sends what it has so far with every event; only the last one has all."""
+        if meta.finish_reason is None or meta.routed_experts is None or not self._num_experts:
+            return None
+        num_tokens = self._num_prompt + meta.completion_tokens - 1
+        return recorded_experts(meta.routed_experts, num_tokens=num_tokens, num_experts=self._num_experts)
 
     def _num_new(self, meta: _Meta, *, num_ids: int) -> int:
         """Of an abort that does not bring them, none: they are lost, and made again where the request is resumed."""
@@ -136,10 +148,12 @@ def _finish(said: _SglangFinish) -> Finish:
 class SglangServer:
     """Implements `Server`."""
 
-    def __init__(self, *, vocab_size: int, max_running: int, max_context: int, deterministic: bool = False) -> None:
+    def __init__(self, *, vocab_size: int, max_running: int, max_context: int, deterministic: bool = False, num_experts: int = 0) -> None:
+        """`num_experts`: of a mixture's layer, where it is to say which ones it chose."""
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
         self._deterministic = deterministic
         """Its noise is then a function of seed and position, as ours is, so that it survives a resume."""
+        self._num_experts, self._records = num_experts, False
         self._room = max_context
         self._overlaps = True
 
@@ -165,6 +179,7 @@ class SglangServer:
         await self.resume(client)
         model = await client.get("/model_info")
         running = self._max_running if _part(info, "max_running_requests") is None else _number_of(info, "max_running_requests")
+        self._records = bool(self._num_experts) and cast(dict[str, object], info).get("enable_return_routed_experts") is True
         self._overlaps = _part(info, "disable_overlap_schedule") is not True
         # Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one.
         self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
@@ -203,10 +218,11 @@ class SglangServer:
             "top_logprobs_num": request.sampling.top_logprobs,
             "extra_key": salt,
             "sampling_params": _sampling(request, ends, room=self._room - len(request.input_ids), seeded=self._deterministic),
+            **({"return_routed_experts": True} if self._records else {}),
         }
 
     def reader(self, request: GenerateRequest) -> SglangReader:
-        return SglangReader(request)
+        return SglangReader(request, num_experts=self._num_experts if self._records else 0)
 
     async def abort(self, client: ServerClient, request_id: str) -> None:
         await client.post("/abort_request", {"rid": request_id})

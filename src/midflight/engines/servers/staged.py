@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from safetensors import safe_open
@@ -25,8 +25,6 @@ from midflight.ports import WeightReceiver
 from midflight.types import TensorSpec, Version, WeightManifest
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from midflight.models.conversion import FileNames
 
 _ALIGNMENT = 8
@@ -113,11 +111,12 @@ class StagingArea:
         """What is not trained of a multimodal model lies beside it, in one file for all versions."""
         from midflight.models.names import as_bytes, as_tensors
 
-        _write_tensors(folder / "model.safetensors", as_bytes(names.tensors(as_tensors(specs, views))))
-        if not names.unread:
+        tensors = names.tensors(as_tensors(specs, views))
+        _write_tensors(folder / "model.safetensors", as_bytes(tensors))
+        if not (untrained := frozenset(self._shapes.keys() - tensors.keys())):
             return
         if not (rest := self._place / REST).exists():
-            _write_rest(self._model, rest, names.unread)
+            _write_rest(self._model, rest, untrained)
         (folder / REST).hardlink_to(rest)
 
 
@@ -171,7 +170,7 @@ def _write_rest(model: Path, path: Path, names: frozenset[str]) -> None:
     """These tensors of a model folder, in one file."""
     from safetensors.torch import save_file
 
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for source in sorted(model.glob("*.safetensors")):
         with safe_open(source, "pt") as file:
             tensors |= {name: file.get_tensor(name) for name in names.intersection(file.keys())}
@@ -192,7 +191,7 @@ def _write_merged(model: Path, adapter: Adapter, folder: Path, *, given: _Given 
     from midflight.models.names import as_tensors
 
     adapters = load_file(adapter.weights) if given is None else as_tensors(*given)
-    base: dict[str, Tensor] = {}
+    base: dict[str, Any] = {}
     for path in sorted(model.glob("*.safetensors")):
         base |= load_file(path)
     save_file(merged(base, adapters, scale=adapter.scale), folder / "model.safetensors", metadata={"format": "pt"})

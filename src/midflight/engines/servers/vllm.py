@@ -13,7 +13,7 @@ import msgspec
 
 from midflight import types
 from midflight.engines.servers.command import INSIDE
-from midflight.engines.servers.server import EventTokens, Found, ServerClient, number, part
+from midflight.engines.servers.server import EventTokens, Found, ServerClient, number, part, recorded_experts
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.types.generation import Api, copied
 
@@ -60,6 +60,8 @@ class _VllmChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: tuple[_VllmSpan, ...] | None = None
+    routed_experts: str | None = None
+    """[T, layers, chosen] as base64 of numpy's own format, on the last piece"""
 
 
 class _VllmEvent(msgspec.Struct, frozen=True):
@@ -75,8 +77,9 @@ _decode = msgspec.json.Decoder(_VllmEvent).decode
 class VllmReader:
     """Each event has the tokens since the one before; the last one also says which weights made which token."""
 
-    def __init__(self, request: types.GenerateRequest) -> None:
-        self._num_tops = request.sampling.top_logprobs
+    def __init__(self, request: types.GenerateRequest, *, num_experts: int = 0) -> None:
+        """`num_experts`: of a mixture whose choices it records."""
+        self._num_tops, self._num_experts = request.sampling.top_logprobs, num_experts
 
     def read(self, event: bytes) -> EventTokens:
         try:
@@ -94,7 +97,13 @@ class VllmReader:
             top_logprobs=tuple(self._likeliest(c) for c in content) if self._num_tops else (),
             finish=None if choice.finish_reason is None else _finish(choice),
             spans=tuple((s.version, s.start, s.end) for s in spans),
+            experts=self._experts(choice.routed_experts),
         )
+
+    def _experts(self, encoded: str | None) -> types.UInt8 | None:
+        if encoded is None or not self._num_experts:
+            return None
+        return recorded_experts(encoded, num_tokens=None, num_experts=self._num_experts)
 
     def _likeliest(self, content: _Content) -> tuple[tuple[int, float], ...]:
         """vLLM puts the sampled token first, and the rest of one more than was asked for after it."""
@@ -119,8 +128,9 @@ class VllmServer:
 
     late_labels = 0
 
-    def __init__(self, *, vocab_size: int, max_running: int) -> None:
-        self._vocab_size, self._max_running = vocab_size, max_running
+    def __init__(self, *, vocab_size: int, max_running: int, num_experts: int = 0) -> None:
+        """`num_experts`: of a mixture's layer, where it is to say which ones it chose."""
+        self._vocab_size, self._max_running, self._num_experts = vocab_size, max_running, num_experts
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -169,7 +179,7 @@ class VllmServer:
         }
 
     def reader(self, request: types.GenerateRequest) -> VllmReader:
-        return VllmReader(request)
+        return VllmReader(request, num_experts=self._num_experts)
 
     async def abort(self, client: ServerClient, request_id: str) -> None:
         await client.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})

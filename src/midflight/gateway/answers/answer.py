@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from midflight.errors import EngineUnavailable
 from midflight.gateway.sessions.history import Prompt
 from midflight.text import StopMatcher, Tokenizer
 from midflight.text.formats import AssistantMessage, CallPiece, MessageParser, Piece
 from midflight.text.formats.assistant import joined
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Segment, Turn, Version
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Segment, Turn, UInt8, Version, fill_unknown
 
 _MAX_LOGPROB = 1e-3
 """Rounding may lift the log-probability of a certain token a little above 0."""
@@ -107,6 +109,8 @@ class Answer:
         self._keep = frozenset[int]() if chat is None else chat.keep
         self._labels: list[list[int]] = []
         """Version, version of the oldest key, and end of each run of tokens."""
+        self._experts: UInt8 | None = None
+        """[T, B], of prompt and output; None where no engine recorded any."""
         self._texts: list[str] = []
         self._pieces: list[Piece] = []
         sampling = request.sampling
@@ -143,6 +147,9 @@ class Answer:
         Nonsense raises `EngineUnavailable` and changes nothing.
         """
         wrong = nonsense(chunk, vocab_size=vocab_size, floor=self._floor, num_before=self.num_gained)
+        num_tokens = len(self.prompt.ids) + len(self.output_ids) + len(chunk.token_ids)
+        if wrong is None and len(chunk.experts) % num_tokens:
+            wrong = f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
         if wrong is not None:
             raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and its adapter.")
         self.ended, self._floor = chunk.finish is not None, chunk.version
@@ -160,6 +167,8 @@ class Answer:
             self._label(chunk.version, chunk.kv_version, end=len(self.output_ids))
         if chunk.attested and self.num_gained:
             self._relabel(chunk.attested)
+        if chunk.experts:
+            self._note_experts(chunk.experts, num_overshoot=len(chunk.token_ids) - num_kept)
         if finish is None and chunk.finish is not None and chunk.finish.reason is not FinishReason.ABORT:
             finish = chunk.finish
         self.finish = finish
@@ -226,6 +235,7 @@ class Answer:
             num_overshoot=self.num_overshoot,
             num_resumes=self.num_resumes,
             kept=tuple(self.kept) if has_kept else (),
+            experts=b"" if self._experts is None else self._experts.tobytes(),
         )
         self.is_closed = True
         return self._turn
@@ -279,6 +289,16 @@ class Answer:
                 self._labels.pop()
         if end:
             self._labels.append([version, kv_version, end])
+
+    def _note_experts(self, record: bytes, *, num_overshoot: int) -> None:
+        """An attempt's record of all its tokens. It counts for those that no earlier attempt has computed."""
+        num_tokens = len(self.prompt.ids) + len(self.output_ids)
+        found = np.frombuffer(record, np.uint8).reshape(num_tokens + num_overshoot, -1)[:num_tokens].copy()
+        known, self._experts = self._experts, found
+        if known is not None and known.shape[1] == found.shape[1]:
+            later, earlier = found[: len(known)].copy(), found[: len(known)]
+            earlier[:] = known
+            fill_unknown(earlier, later)
 
     def _relabel(self, attested: Sequence[Segment]) -> None:
         """The tokens of the current attempt get the labels that its engine gave at the end."""

@@ -107,6 +107,8 @@ class Node:
     kept: bytes = b""
     """What truncation kept for each output token, end to end, and how many bytes each has: int32."""
     kept_lengths: bytes = b""
+    experts: bytes = b""
+    """What engines recorded of the tokens from `first_recorded` to the end; of nothing, where they record none."""
     children: list[Node] = field(default_factory=list["Node"])
 
     @classmethod
@@ -129,6 +131,7 @@ class Node:
             num_reply_letters=len(reply),
             kept=b"".join(turn.kept),
             kept_lengths=packed([len(left) for left in turn.kept]),
+            experts=turn.experts[_first_recorded(prompt.parent) * turn.num_expert_bytes :],
         )
 
     @property
@@ -155,6 +158,15 @@ class Node:
         return self.num_prompt + self.num_output
 
     @property
+    def num_expert_bytes(self) -> int:
+        """Of each token's record."""
+        return len(self.experts) // (self.end - self.first_recorded)
+
+    @property
+    def first_recorded(self) -> int:
+        return _first_recorded(self.parent)
+
+    @property
     def path(self) -> list[Node]:
         """From the root to this turn."""
         found: list[Node] = [self]
@@ -166,6 +178,11 @@ class Node:
     def packed_ids(self) -> bytes:
         """Ids of prompt and output."""
         return b"".join(part for node in self.path for part in (node.tail, node.output))
+
+
+def _first_recorded(parent: Node | None) -> int:
+    """The last token of a parent was sent to experts only when a later turn was computed."""
+    return 0 if parent is None else max(0, parent.end - 1)
 
 
 class RecordedTurns:

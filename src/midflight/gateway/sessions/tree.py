@@ -23,7 +23,7 @@ from midflight.gateway.sessions import history as remembered
 from midflight.gateway.sessions.history import History, Node, Prompt
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat, Tool
-from midflight.types import Int32, Json, Reason, Row, Turn, UInt8
+from midflight.types import Int32, Json, Reason, Row, Turn, UInt8, fill_unknown
 
 _PROBE = "Zq7x"
 """Content that no template writes of its own accord."""
@@ -343,6 +343,7 @@ def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mappi
         turns=np.zeros(length, dtype=np.int32),
         kept=kept,
         kept_lengths=kept_lengths,
+        experts=_experts(path),
     )
     for node in path:
         _write(row, node, trained=node in trained, turn=turn_of[node.request])
@@ -358,6 +359,18 @@ def _kept(trained: Sequence[Node], *, length: int) -> tuple[UInt8, Int32] | tupl
         if node.kept_lengths:
             lengths[node.num_prompt : node.end] = np.frombuffer(node.kept_lengths, dtype="<i4")
     return np.frombuffer(b"".join(node.kept for node in trained), dtype=np.uint8), lengths
+
+
+def _experts(path: Sequence[Node]) -> UInt8 | None:
+    """Where two turns have a record of a token, the first stays: it is of the choice that the token was sampled with."""
+    width = max(node.num_expert_bytes for node in path)
+    if not width:
+        return None
+    found = np.full((path[-1].end, width), 255, dtype=np.uint8)
+    for node in path:
+        if node.num_expert_bytes == width:
+            fill_unknown(found[node.first_recorded : node.end], np.frombuffer(node.experts, dtype=np.uint8).reshape(-1, width))
+    return found
 
 
 def _write(row: Row, node: Node, *, trained: bool, turn: int) -> None:

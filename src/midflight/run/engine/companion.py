@@ -31,7 +31,7 @@ from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
-from midflight.models.sizes import sizes_of
+from midflight.models.sizes import num_experts_of, sizes_of
 from midflight.run.engine import leash
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
@@ -82,7 +82,8 @@ async def speak_for_server(
     What is needed of the model is read before anything is started. Until the server is attached, clients wait in the socket.
     """
     first = await asyncio.to_thread(write_first, model, staging)
-    tokenizer, wire = Tokenizer.load(model), _wire(config, vocab_size=sizes_of(model).vocab_size)
+    tokenizer = Tokenizer.load(model)
+    wire = _wire(config, vocab_size=sizes_of(model).vocab_size, num_experts=_recorded_experts(config, model))
     server = started(config, first, name=name, version=version) if url is None else attached(config.engine, url, name=name)
     async with server as running:
         engine = ServerEngine(
@@ -106,13 +107,16 @@ async def _run(engine: ServerEngine) -> None:
         raise RunFailed(str(error)) from error
 
 
-def _wire(config: Config, *, vocab_size: int) -> Server:
+def _wire(config: Config, *, vocab_size: int, num_experts: int) -> Server:
+    given = {"vocab_size": vocab_size, "max_running": config.engine.max_running, "num_experts": num_experts}
     if config.engine.kind == "vllm":
-        return VllmServer(vocab_size=vocab_size, max_running=config.engine.max_running)
-    e = config.engine
-    return SglangServer(
-        vocab_size=vocab_size, max_running=e.max_running, max_context=config.model.max_context, deterministic=e.deterministic
-    )
+        return VllmServer(**given)
+    return SglangServer(**given, max_context=config.model.max_context, deterministic=config.engine.deterministic)
+
+
+def _recorded_experts(config: Config, model: Path) -> int:
+    """How many experts a layer of the model has, where what is chosen of them is to be recorded; else 0."""
+    return num_experts_of(model) if config.correction.routing_replay else 0
 
 
 # --- The server ------------------------------------------------------------------------------------------------------
@@ -144,6 +148,7 @@ def command_for(config: Config, model: Path, *, version: int, port: int, inherit
         max_context=config.model.max_context,
         kv_bytes_per_token=sizes_of(model).kv_bytes_per_token(dtype),
         version=version,
+        records_experts=_recorded_experts(config, model) > 0,
     )
     return server_command(config.engine, served, python=interpreter(config.engine), port=port, inherited=inherited)
 

@@ -32,6 +32,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         max_context=config.model.max_context,
         pause_lease_seconds=section.pause_lease_seconds,
         version=version,
+        records_experts=config.correction.routing_replay,
     )
 
 

@@ -193,9 +193,16 @@ class Inspection:
 
     def _architecture(self) -> None:
         from midflight.models.load import check_folder
+        from midflight.models.sizes import num_experts_of
 
-        assert self._config.model.path is not None
-        check_folder(self._config.model.path)
+        config = self._config
+        assert config.model.path is not None
+        check_folder(config.model.path)
+        if config.lora.rank is not None and (number := num_experts_of(config.model.path)):
+            self._notes.append(
+                f"[lora] does not reach the {number} experts of each layer, nor their router: they stay as they are, and adapters train the "
+                "linear layers beside them, attention first of all. Without [lora] everything is trained."
+            )
 
     def _own_loss(self) -> str:
         from midflight.trainer.own_loss import described

@@ -22,6 +22,7 @@ from torch import Tensor
 from midflight.errors import ConfigError
 from midflight.trainer.model.attention import Runs
 from midflight.trainer.model.scores import Kept
+from midflight.types import UInt8
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -147,6 +148,8 @@ class Predictions:
     """[K], the tokens to predict"""
     kept: Kept | None = None
     """What the tokens were drawn from; None: each from the whole vocabulary"""
+    experts: UInt8 | None = None
+    """[N, B], the experts that the engine sent each input token to, where it recorded them"""
 
     @property
     def row(self) -> Index:
@@ -172,9 +175,13 @@ class MicroBatch:
     """Which of the `Predictions` these are."""
     kept: Kept | None
     """Of these predictions, as in `Predictions`."""
+    experts: UInt8 | None = None
+    """[N, B], as in `Predictions`; of tokens that rows share, the first row's."""
 
 
-def predictions_of(token_ids: NDArray[np.int32], row_offsets: NDArray[np.int32], *, mask: NDArray[np.bool_]) -> Predictions:
+def predictions_of(
+    token_ids: NDArray[np.int32], row_offsets: NDArray[np.int32], *, mask: NDArray[np.bool_], experts: UInt8 | None = None
+) -> Predictions:
     """The predictions of the tokens where `mask` is True ([N], unshifted). A row's first token is predicted by nothing."""
     where = np.flatnonzero(shift(mask, row_offsets))
     return Predictions(
@@ -182,6 +189,7 @@ def predictions_of(token_ids: NDArray[np.int32], row_offsets: NDArray[np.int32],
         offsets=shifted_offsets(row_offsets),
         inputs=where,
         targets=shift(token_ids, row_offsets)[where].astype(np.int64),
+        experts=None if experts is None else inputs(experts, row_offsets),
     )
 
 
@@ -297,12 +305,12 @@ def _pad(predictions: Predictions, rows: Sequence[_RowSpan], *, device: torch.de
     lengths = np.array([row.length for row in rows])
     width = int(lengths.max())
     upto = np.minimum(np.arange(width), lengths[:, None] - 1)
-    begins = np.array([row.begin for row in rows])
+    tokens = np.array([row.begin for row in rows])[:, None] + upto
     chosen = np.concatenate([row.chosen for row in rows])
     where = np.concatenate([number * width + predictions.inputs[row.chosen] - row.begin for number, row in enumerate(rows)])
     mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
     return MicroBatch(
-        input_ids=on_device(predictions.input_ids[begins[:, None] + upto], device),
+        input_ids=on_device(predictions.input_ids[tokens], device),
         runs=None,
         position_ids=None,
         attention_mask=None if mask.all() else on_device(mask, device),
@@ -310,6 +318,7 @@ def _pad(predictions: Predictions, rows: Sequence[_RowSpan], *, device: torch.de
         targets=on_device(predictions.targets[chosen], device),
         predictions=on_device(chosen, device),
         kept=None if predictions.kept is None else predictions.kept.at(chosen),
+        experts=None if predictions.experts is None else predictions.experts[tokens.flatten()],
     )
 
 
@@ -357,6 +366,7 @@ def _pack(predictions: Predictions, rows: Sequence[_RowSpan], part: Sequence[Fam
         targets=on_device(predictions.targets[chosen], device),
         predictions=on_device(chosen, device),
         kept=None if predictions.kept is None else predictions.kept.at(chosen),
+        experts=None if predictions.experts is None else predictions.experts[tokens],
     )
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from midflight.errors import RunFailed
 from midflight.models.proof import forget_lengths
+from midflight.models.routing import routers_of
 from midflight.trainer.model.attention import Runs, attend_raggedly, laid
 from midflight.trainer.model.layers import decoder_layers, unpack_mixers
 from midflight.trainer.model.microbatch import Index, Layout, MicroBatch, Predictions, num_oversized, share_of, split
@@ -65,9 +66,11 @@ class TokenModel(nn.Module):
 class Policy(TokenModel):
     """Gives the log-probability of tokens instead of logits."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED) -> None:
+    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED, *, replays: bool = False) -> None:
+        """`replays`: of a mixture, tokens go to the experts that an engine recorded."""
+        routers = routers_of(model) if replays else None
         super().__init__(model, layout)
-        self._has_plain_head = has_plain_head(model)
+        self._has_plain_head, self.routers = has_plain_head(model), routers
 
     def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
         """log softmax(logits / temperature) of each target, in float32 (float64 for a float64 model), and the entropy in nats if asked.
@@ -76,6 +79,8 @@ class Policy(TokenModel):
         prediction is wanted and nowhere else, a few at a time; an architecture that does more to them than a linear layer makes all.
         """
         layer = self.model.get_output_embeddings()
+        if self.routers is not None:
+            self.routers.replay(micro.experts, device=micro.input_ids.device)
         if self._has_plain_head:
             hidden = self._hidden(micro)
             weight, bias = cast(nn.Linear, layer).weight, cast("Tensor | None", cast(nn.Linear, layer).bias)
