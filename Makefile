@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-clients test-notebook test-engines benchmarks-smoke nightly engines dist test-package lint format clean
+.PHONY: demo test test-clients test-notebook test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -24,7 +24,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test
-	$(MAKE) test-package test-clients test-notebook test-engines benchmarks-smoke
+	$(MAKE) test-package test-clients test-notebook test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
@@ -45,6 +45,12 @@ test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(
 
 # Servers of other people, each in an environment of its own, about 2.5 GB each: they pin what we and the other need in other versions.
 engines: $(VENV)-vllm/.done $(VENV)-sglang/.done
+
+# Every architecture of tests/models/zoo.py, proven for trainer, engine and export: makes docs/models.md, and fails where a row has become worse.
+# Then whole runs from folders of recurrent models.
+test-models: $(VENV)/.dev
+	$(BIN)/python -m tests.zoo.table --check docs/models.md
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' $(PARALLEL:loadfile=worksteal) tests/zoo
 
 # A source distribution, and from it a wheel.
 dist: $(VENV)/.dev

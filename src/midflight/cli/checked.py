@@ -26,6 +26,8 @@ MAX_SERVED_CONTEXT = 4096
 
 PREFLIGHT_SECONDS = 120.0
 """Longer than that no module should take to be imported."""
+PROOF_SECONDS = 600.0
+"""A wide model's small copy has layers of its width, which a processor goes through slowly."""
 
 
 def config_of_run(path: Path, overrides: Sequence[str], folder: Path | None) -> Config:
@@ -110,6 +112,27 @@ def preflight(config: Config, *, objects: bytes = given.NOTHING) -> Findings:
     found = msgspec.json.decode(done.stdout, type=Findings)
     if found.problems:
         raise ConfigError("\n".join(found.problems))
+    return found
+
+
+def proofs(model: Path, max_context: int) -> list[tuple[bool, str]]:
+    """For trainer, embedded engine and export: whether they compute what the model computes, and a line about it. `ConfigError` where the folder
+    is no model. Waits for a process that tries them: seconds, at most `PROOF_SECONDS`."""
+    command = [sys.executable, "-m", "midflight.run.launcher.proofs", str(model), str(max_context)]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, env=environ, timeout=PROOF_SECONDS)
+    except subprocess.TimeoutExpired as late:
+        raise ConfigError(
+            f"checking the model in {str(model)!r} did not end within {PROOF_SECONDS:.0f} s; try it on a faster machine."
+        ) from late
+    if done.returncode != 0:
+        raise ConfigError(
+            f"checking the model in {str(model)!r} ended with status {done.returncode}.{_end(done.stderr.decode(errors='replace'))}"
+        )
+    found = msgspec.json.decode(done.stdout, type=list[tuple[bool, str]] | str)
+    if isinstance(found, str):
+        raise ConfigError(found)
     return found
 
 

@@ -97,7 +97,8 @@ def train(
     if dry_run:
         from midflight.cli.dry_run import print_report
 
-        print_report(checked_config, findings)
+        path = checked_config.model.path
+        print_report(checked_config, findings, proofs=[] if path is None else checked.proofs(path, checked_config.model.max_context))
         return 0
     for note in findings.notes:
         typer.echo(f"note: {note}")
@@ -246,6 +247,21 @@ def new_model(
     if status == 0:
         typer.echo(f"made {folder}; serve it: midflight serve --model {folder}")
     return status
+
+
+@app.command("check-model")
+def check_model(
+    folder: Annotated[Path, typer.Argument(help="Hugging Face model folder.", metavar="DIR")],
+    max_context: Annotated[int, typer.Option(help="Longest row of a run, in tokens.", min=2)] = 4096,
+    debug: Debug = False,
+) -> int:
+    """Says whether trainer, embedded engine and export compute what the model computes: right, right but slower, or refused and why."""
+    from midflight.cli import checked
+
+    found = checked.proofs(folder, max_context)
+    for _, line in found:
+        typer.echo(line)
+    return 0 if all(right for right, _ in found) else FAILED
 
 
 @app.callback(invoke_without_command=True)

@@ -23,8 +23,12 @@ from midflight.run.launcher.survey import QUANTILES, SourceFindings
 SHOWN_TOKENS = 100
 
 
-def print_report(config: Config, findings: Findings, console: Console | None = None) -> None:
-    (console or Console()).print(report(config, findings, cores=os.cpu_count() or 1), highlight=False)
+def print_report(config: Config, findings: Findings, console: Console | None = None, *, proofs: Sequence[tuple[bool, str]] = ()) -> None:
+    """`proofs`: what trainer, engine and export make of the model, each with whether it is right."""
+    shown = console or Console()
+    shown.print(report(config, findings, cores=os.cpu_count() or 1), highlight=False)
+    for right, line in proofs:
+        shown.print(Text(f"model, {line}", style="" if right else "yellow"), highlight=False)
 
 
 def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
