@@ -14,10 +14,12 @@ from midflight.entries import load_entry
 from midflight.errors import ConfigError
 
 WRITTEN = """
+from __future__ import annotations
 import sys
+from typing import Literal
 from midflight import given
 bonus = 2
-def reward(text): return len(text) + bonus
+def reward(text: Literal["four"]) -> int: return len(text) + bonus
 sys.stdout.buffer.write(given.pack({"reward": reward, "square": lambda x: x * x}) + b"the spec\\n")
 """
 READ = """
@@ -28,13 +30,15 @@ given.read(sys.stdin.buffer)
 print(sys.stdin.readline().strip(), "cloudpickle" in sys.modules)
 found = [load_entry(given.entry_of(name), option="x", such_as="y") for name in ("reward", "square")]
 print(found[0]("four"), found[1](3))
+import typing
+print(typing.get_type_hints(found[0])["text"])
 """
 
 
 def test_functions_of_a_program_are_found_by_name_in_its_child_and_what_follows_them_stays_to_be_read() -> None:
     written = subprocess.run([sys.executable, "-c", WRITTEN], capture_output=True, check=True, timeout=30)
     read = subprocess.run([sys.executable, "-c", READ], input=written.stdout, capture_output=True, check=True, timeout=30)
-    assert read.stdout.decode().split("\n")[:2] == ["the spec False", "6 9"]
+    assert read.stdout.decode().splitlines() == ["the spec False", "6 9", "typing.Literal['four']"]
 
 
 def test_an_object_that_cannot_travel_is_named_with_the_remedy() -> None:

@@ -8,8 +8,11 @@ into it: pickled bytes come from nowhere else, no socket and no file.
 
 from __future__ import annotations
 
+import inspect
 import sys
+import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import BinaryIO
 
 import msgspec
@@ -45,6 +48,8 @@ def pack(objects: Mapping[str, object]) -> bytes:
         return NOTHING
     import cloudpickle  # here: a run without given objects never needs it
 
+    for value in objects.values():
+        _resolve_types(value)
     try:
         pickled = cloudpickle.dumps(dict(objects))
     except Exception:
@@ -53,6 +58,15 @@ def pack(objects: Mapping[str, object]) -> bytes:
         raise
     packed = msgspec.msgpack.encode(Packed(pickled, list(sys.path)))
     return len(packed).to_bytes(_LENGTH, "big") + packed
+
+
+def _resolve_types(value: object) -> None:
+    """Types that are written as text, as after `from __future__ import annotations`, are looked up here: what only they name does not travel."""
+    methods = list(vars(value).values()) if inspect.isclass(value) else [value]
+    for function in filter(inspect.isfunction, methods):
+        if any(isinstance(written, str) for written in function.__annotations__.values()):
+            with suppress(Exception):  # whoever needs the types says what is wrong with them
+                function.__annotations__.update(typing.get_type_hints(function, include_extras=True))
 
 
 def _check(name: str, value: object) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
-from tests.real.processes import Command
+from tests.real.processes import Command, gone
 
 SMALL = """
 import sys, threading
@@ -29,11 +30,15 @@ async def agent(task, client):
 """
 
 
-def program(folder: Path, body: str) -> dict[str, object]:
-    """Runs it, and returns what it printed last, as JSON."""
+def started(folder: Path, body: str) -> Command:
     folder.mkdir()
     (folder / "program.py").write_text(SMALL + body)
-    command = Command(folder=folder, module="program")
+    return Command(folder=folder, module="program")
+
+
+def program(folder: Path, body: str) -> dict[str, object]:
+    """Runs it, and returns what it printed last, as JSON."""
+    command = started(folder, body)
     try:
         assert command.wait(90) == 0, command.said
     finally:
@@ -77,6 +82,20 @@ print(json.dumps({
     assert "run that can go on" in str(said["refused"]) and "resume=True" in str(said["refused"]) and "--" not in str(said["refused"])
     assert said["steps"] == 6 and said["metrics"] == [1, 2, 3, 4, 5, 6]
     assert said["rewards"] == [0.0] and said["tokens"] == 6 and said["wrote"]
+
+
+def test_an_interrupted_script_ends_its_run_in_order_and_leaves_nothing_running(tmp_path: Path) -> None:
+    command = started(tmp_path / "script", 'Trainer(environment=agent, steps=500, folder="run", config=SMALL, progress=False).train()')
+    try:
+        journal = tmp_path / "script" / "run" / "metrics.jsonl"
+        command.until(lambda: journal.exists() and b'"kind":"step"' in journal.read_bytes(), "first step")
+        left = [pid for found in command.parts().values() for pid in found]
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait(30) != 0 and "KeyboardInterrupt" in command.said
+        assert len(left) == 4 and gone(left, seconds=5)
+        assert json.loads((journal.parent / "summary.json").read_text())["steps"] >= 1
+    finally:
+        command.end()
 
 
 def test_a_run_goes_on_beside_its_program_and_an_error_of_a_callback_ends_it(tmp_path: Path) -> None:
