@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,11 @@ def test_what_runs_inside_a_server_imports_nothing_of_ours() -> None:
     assert files
     for file in files:
         assert "import midflight" not in file.read_text() and "from midflight" not in file.read_text()
+
+
+@pytest.mark.parametrize(("kind", "device", "asked"), [("vllm", "cuda", True), ("vllm", "cpu", False), ("sglang", "cpu", True)])
+def test_a_mixture_is_started_so_that_it_says_which_experts_it_chose(kind: str, device: str, asked: bool) -> None:
+    section = EngineSection.model_validate({"kind": kind, "device": device})
+    for model, expected in ((MODEL, False), (replace(MODEL, records_experts=True), asked)):
+        made = server_command(section, model, python=PYTHON, port=30001, inherited={})
+        assert ("--enable-return-routed-experts" in made.argv) is expected

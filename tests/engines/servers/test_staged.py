@@ -14,8 +14,8 @@ from tests.models.tiny import tiny_adapted, tiny_model
 
 from midflight.engines.servers.staged import StagingArea, tensor_shapes, write_first
 from midflight.errors import EngineUnavailable, RunFailed, WeightsCorrupt
-from midflight.models.load import load_model, save_model
-from midflight.models.names import named_tensors
+from midflight.models.load import add_adapters, load_model, lora_config, save_model
+from midflight.models.names import assign, named_tensors
 
 
 @pytest.fixture
@@ -167,3 +167,18 @@ def test_what_is_not_trained_of_a_multimodal_folder_lies_beside_every_version(tm
         assert found.keys() == before.keys()
         for name, tensor in before.items():
             assert torch.equal(found[name], tensor if any(part in name for part in seeing) else tensor + 1), name
+
+
+def test_adapters_of_a_mixture_are_merged_beside_its_experts(tmp_path: Path) -> None:
+    """They reach attention alone; experts and routers go out as they are."""
+    model = tiny_mixture("mixtral")
+    add_adapters(model, lora_config(model, rank=4, alpha=8), seed=0)
+    save_model(model, tmp_path / "model")
+    assign(model, {name: torch.full(tensor.shape, 0.1) for name, tensor in named_tensors(model).items()})
+    receiver = MemoryReceiver()
+    staged = area(tmp_path, tmp_path / "model", receiver).write(receiver.publish(1, model), beside=None)
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(load_model(staged.folder, dtype="float32")(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", staged.folder))
+    moved = {name.split(".")[3] for name in before if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys() and moved == {"self_attn"}
