@@ -9,10 +9,16 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-clients test-notebook test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
+.PHONY: demo calculator test test-clients test-notebook test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
+
+# A model that cannot add learns to use a calculator; the conversations of its warm start come first.
+calculator: $(VENV)/.demo
+	mkdir -p runs
+	$(BIN)/python examples/calculator.py runs/calculator-calls.jsonl
+	$(BIN)/midflight train configs/calculator.toml --overwrite
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) tests

@@ -130,10 +130,13 @@ class Rig:
     fates: FakeFates = field(default_factory=FakeFates)
     observer: FakeObserver = field(default_factory=FakeObserver)
 
-    def runner(self, **options) -> RolloutRunner:
+    def agents(self) -> AgentsHere:
+        return AgentsHere(self.environment, client_for=lambda session: self.client, plain_client_for=lambda session: self.client)
+
+    def runner(self, *, agents=None, **options) -> RolloutRunner:
         return RolloutRunner(
             sessions=self.sessions,
-            agents=AgentsHere(self.environment, client_for=lambda session: self.client, plain_client_for=lambda session: self.client),
+            agents=agents or self.agents(),
             sampling=SamplingParams(),
             record=self.observer.apply,
             fates=self.fates,

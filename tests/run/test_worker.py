@@ -78,7 +78,7 @@ def with_worker(main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str
     async def run() -> None:
         crew = Crew(Recorder())
         with listen("127.0.0.1", 0) as listener:
-            spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token, 60.0)
+            spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token, "{}")
             app = Starlette(routes=[*WorkerRoutes(crew, token=TOKEN).routes()])
             host = AgentsHere(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
             async with HttpClient(spec.url, lost=PartLost, token=token) as http:

@@ -12,6 +12,7 @@ import msgspec
 
 from midflight import given
 from midflight.config import Config, load_config
+from midflight.config.agent import agent_of
 from midflight.config.derived import model_sizes
 from midflight.config.folders import check_same_model, check_teacher, check_tokenizer
 from midflight.errors import ConfigError
@@ -92,7 +93,7 @@ def preflight(config: Config, *, objects: bytes = given.NOTHING) -> Findings:
     command = [sys.executable, "-m", "midflight.run.launcher.preflight"]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environ.pop(TOKEN_VARIABLE, None)
-    trying = f"trying the configuration (environment.entry is {config.environment.entry!r}, objective.kind is {config.objective.kind!r})"
+    trying = f"trying the configuration (the agent is {agent_of(config.environment)!r}, objective.kind is {config.objective.kind!r})"
     try:
         done = subprocess.run(
             command,

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from midflight.config import formulas
+from midflight.config.agent import agent_contradictions
 from midflight.config.derived import batch_bytes, batch_rollouts, context_notes, engine_slots, in_flight, served_dtype
 from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
 from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
 from midflight.config.sections import Config, EngineSection
 from midflight.config.sources import source_contradictions
-from midflight.entries import ENTRY
 from midflight.types import StalePolicy
 
 # --- The loss ---------------------------------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def component_weights(config: Config) -> Mapping[str, float] | None:
     """Those that are not 1, by name, where components of the reward are compared by themselves."""
     if config.objective.normalise == "reward":
         return None
-    return {}
+    return {reward.label: reward.weight for reward in config.environment.rewards if reward.weight != 1.0}
 
 
 def _whole_rollouts(config: Config) -> Iterator[str]:
@@ -322,8 +322,7 @@ def _places(config: Config) -> Iterator[str]:
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if not _DEVICE.fullmatch(device):
             yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"
-    if not ENTRY.fullmatch(config.environment.entry):
-        yield f"environment.entry must be 'module:function', got {config.environment.entry!r}"
+    yield from agent_contradictions(config.environment)
     warm = config.warm_start
     learns_to_accuracy = warm.target_accuracy is not None and warm.data is None
     yield from source_contradictions(config.environment.sources, learns_to_accuracy=learns_to_accuracy)

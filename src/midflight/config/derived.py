@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from midflight.config.agent import CLAIMED, SINGLE_TURN, agent_of
 from midflight.config.sections import Config, EngineSection, EnvironmentSection, LoraSection, ModelSection, RolloutSection
 from midflight.errors import ModelNotFound
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
@@ -73,17 +74,16 @@ def num_engines(engine: EngineSection) -> int:
     return len(engine.urls) or engine.count
 
 
-SINGLE_TURN, CLAIMED = "midflight.environments.single_turn:answer", "midflight.environments.claimed:claimed"
-"""Entries of ours: they run in the rollout process, because they block nothing."""
 MAX_WORKERS = 8
 """By default: more would rarely be busy, and each takes memory."""
 
 
 def num_workers(environment: EnvironmentSection) -> int:
     """Processes that run agents; with 0 they run in the rollout process. By default half as many as cores, two at least."""
+    agent = agent_of(environment)
     if environment.workers is not None:
-        return 0 if environment.entry == CLAIMED else environment.workers
-    return 0 if environment.entry in (SINGLE_TURN, CLAIMED) else min(MAX_WORKERS, max(2, (os.cpu_count() or 1) // 2))
+        return 0 if agent == CLAIMED else environment.workers
+    return 0 if agent in (SINGLE_TURN, CLAIMED) and not environment.rewards else min(MAX_WORKERS, max(2, (os.cpu_count() or 1) // 2))
 
 
 def engine_slots(engine: EngineSection) -> int:
@@ -200,7 +200,7 @@ def _engine_place(engine: EngineSection) -> Place:
 
 def _worker_place(environment: EnvironmentSection) -> tuple[Place, ...]:
     number = num_workers(environment)
-    return (Place("worker", number, 1, "cpu", f"agents of {environment.entry}"),) if number else ()
+    return (Place("worker", number, 1, "cpu", f"agents of {agent_of(environment)}"),) if number else ()
 
 
 def _teacher_place(config: Config) -> tuple[Place, ...]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
+from midflight.config.agents import McpSection, RewardSection
 from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
 from midflight.config.sources import SourceSection
@@ -112,8 +113,24 @@ class GatewaySection(Section):
 
 
 class EnvironmentSection(Section):
-    entry: str = "midflight.environments.single_turn:answer"
-    """`module:function` of the environment: a function `(task, client) -> reward`, async or plain."""
+    entry: str | None = None
+    """`module:function` of the environment: a function `(task, client) -> reward`, async or plain, or a class with `reset` and tools. Without it the built-in loop runs where there are rewards or tools; else one answer is compared with `answer`."""
+    rewards: tuple[RewardSection, ...] = ()
+    """Functions that score a rollout. Beside an `entry` they get what its `Result` has in `fields`."""
+    tools: tuple[str, ...] = ()
+    """`module:function` of each tool of the built-in loop, or `module:Class` of one with state."""
+    mcp: tuple[McpSection, ...] = ()
+    """Servers whose tools the built-in loop has too."""
+    system: str = ""
+    """A system message that the built-in loop begins with, where the task has none."""
+    max_turns: Positive = 8
+    """Answers of one rollout of the built-in loop: it goes on while tools are called; larger lets it call more."""
+    tool_seconds: Seconds = 30.0
+    """Deadline of one call of a tool; past it the model is told so. Larger waits longer for a tool that hangs."""
+    tool_concurrency: Positive = 64
+    """Calls under way at once in one worker; larger loads what the tools ask more."""
+    template_options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`; that of models made here takes `list_tools`."""
     workers: Count | None = None
     """Processes that run agents; larger runs more at once that block or compute. 0 runs them in the rollout process, where one that blocks stops everything. Default: half the cores, from 2 to 8; 0 for Midflight's own environments."""
     sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)

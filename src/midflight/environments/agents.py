@@ -10,25 +10,35 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from midflight.environments.registry import Environment
-from midflight.errors import AgentFailed, ConfigError
+from midflight.environments.scoring import Unjudged
+from midflight.errors import AgentFailed, ConfigError, EnvironmentFailed
 from midflight.ports import SessionHandle
-from midflight.types import Task
+from midflight.types import Result, Task
 
 if TYPE_CHECKING:
     from httpx2 import AsyncBaseTransport as Transport
     from openai import AsyncOpenAI, OpenAI
 
 
+class Environment(Protocol):
+    """What a rollout runs: a coroutine function or a plain one. The result is checked by `checked_result`, so its type is anything."""
+
+    def __call__(self, task: Task, client: Any, /) -> Any: ...
+
+
 class AgentHost(Protocol):
     async def run(self, task: Task, session: SessionHandle) -> object:
         """Runs an agent on its own copy of the task. Waits for what it returns, which is not checked yet; raises what it raises. Ended by
         the agent, or by cancellation, after which nothing of it is heard any more."""
+        ...
+
+    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+        """Scores attempts of one group that `run` returned. Waits for the functions that do it; raises what they raise."""
         ...
 
     def excused(self, session_id: str) -> float:
@@ -55,6 +65,9 @@ class AgentsHere:
         if self._is_async:
             return await self._environment(own, self._client_for(session))
         return await in_thread(functools.partial(self._environment, own, self._plain_client_for(session)))
+
+    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+        raise EnvironmentFailed("nothing here scores groups; name a function in [[environment.rewards]].")
 
     def excused(self, session_id: str) -> float:
         del session_id

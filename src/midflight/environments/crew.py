@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol, cast
 
+from midflight.environments.scoring import Unjudged
 from midflight.errors import AgentFailed, AgentLost, EnvironmentFailed
 from midflight.ports import SessionHandle
-from midflight.types import Task
+from midflight.types import Result, Task
 
 SILENT_SECONDS = 3.0
 """A worker that beats every second and was not heard for so long is blocked, or stopped, or has no processor."""
@@ -60,6 +61,17 @@ class Assignment:
     excused: float = 0.0
     num_lost: int = 0
     """Workers that it was with when they died, and that it may have ended."""
+    attempts: str | None = None
+    """Of a group that has ended and is to be scored, as JSON; then there is no agent, and `session` is only a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupName:
+    """Stands where a session would: the name of a group that is scored."""
+
+    session_id: str
+    base_url: str = ""
+    api_key: str = ""
 
 
 class ToWorker(Protocol):
@@ -110,6 +122,7 @@ class Crew:
         self._line: deque[Assignment] = deque()
         self._seats: dict[str, Seat] = {}
         self._jobs: dict[str, Assignment] = {}
+        self._num_judged = 0
         self.alone = False
         """Whether every rollout is alone in its worker, because one was seen to block its loop."""
 
@@ -118,18 +131,33 @@ class Crew:
     async def run(self, task: Task, session: SessionHandle) -> object:
         """As the port. Waits for a worker and for the agent there; ended also by the loss of workers, when the agent is to blame."""
         loop = asyncio.get_running_loop()
-        job = Assignment(task, _written(task), session, loop.time(), loop.time(), loop.create_future())
-        self._jobs[session.session_id] = job
+        return await self._ended(Assignment(task, _written(task), session, loop.time(), loop.time(), loop.create_future()))
+
+    async def _ended(self, job: Assignment) -> object:
+        """Waits for what the worker says of it; begins it again elsewhere while it is lost through no fault of its own."""
+        loop = asyncio.get_running_loop()
+        session_id = job.session.session_id
+        self._jobs[session_id] = job
         try:
             while True:
                 self._put(job)
                 try:
                     return await job.ended
                 except AgentLost:
-                    job.session = self._recorder.reopen(session.session_id)
+                    if job.attempts is None:
+                        job.session = self._recorder.reopen(session_id)
                     job.ended, job.excused = loop.create_future(), loop.time() - job.began
         finally:
             self._withdraw(job)
+
+    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+        """As the port, in a worker. Waits as `run` does."""
+        self._num_judged += 1
+        name = GroupName(f"group-{self._num_judged}")
+        loop = asyncio.get_running_loop()
+        written = json.dumps([asdict(attempt) for attempt in attempts])
+        job = Assignment(task, _written(task), name, loop.time(), loop.time(), loop.create_future(), attempts=written)
+        return cast("Sequence[Result]", await self._ended(job))
 
     def excused(self, session_id: str) -> float:
         """See the port: the time in line, in a worker that somebody else blocks, and with workers that were lost."""
@@ -189,7 +217,7 @@ class Crew:
         """Whether a rollout has failed with its worker, or begins again."""
         is_guilty = seat.guilty() == job.session.session_id
         if seat.culprit is None:
-            waited = self._recorder.awaits(job.session.session_id)
+            waited = job.attempts is None and self._recorder.awaits(job.session.session_id)
             is_guilty = is_guilty and not waited
             job.alone = job.alone or not waited or job.num_lost > 0
             job.num_lost += 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from midflight.allowance import Allowance, Expired
 from midflight.environments.agents import AgentHost, without_secrets
-from midflight.environments.scoring import UNSCORED, result_of, shown
+from midflight.environments.scoring import UNSCORED, Judging, Unjudged, result_of, shown
 from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, RolloutAbandoned, RolloutTimeout, RunFailed
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import GroupKey, Reason, Result, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
@@ -39,6 +39,8 @@ class Outcome:
     result: Result
     error: str | None = None
     trace: str | None = None
+    unjudged: Unjudged | None = None
+    """What is scored beside the others of the group, once they have ended; then there is no result yet."""
 
 
 GRACE_SECONDS = 5.0
@@ -78,6 +80,7 @@ class RolloutRunner:
         self._fates = fates
         self._tracked = tracked
         self._paused_seconds, self._trouble = paused_seconds, trouble
+        self._judging = Judging(agents, seconds=rollout_seconds)
         self._abandoned = set[asyncio.Task[Outcome]]()
         self.running: dict[str, tuple[RolloutKey, float]] = {}
         """Key and begin of each rollout under way, by its session, in the loop's time; the earliest first."""
@@ -90,14 +93,17 @@ class RolloutRunner:
         With `version`, so does any token of another: the reward is that of one version, or there is none.
         """
         started = asyncio.get_running_loop().time()
+        self._judging.joined(key.group)
         try:
             session = self._sessions.open(key, sampling=self._sampling, tracked=self._tracked)
         except MidflightError as error:
+            self._judging.left(key.group)
             return self._finish(key, task, _failure(error), record=None, started=started)
         self.running[session.session_id] = (key, started)
         try:
             outcome = await self._outcome(task, session)
         except BaseException:
+            self._judging.left(key.group)
             self._close(key, session, discard=True)
             raise
         finally:
@@ -106,9 +112,24 @@ class RolloutRunner:
         if version is not None and record.versions - {version}:
             mixed = ", ".join(map(str, sorted(record.versions)))
             outcome = Outcome(UNSCORED, outcome.error or f"asked of version {version} alone, it was answered by version {mixed}")
+        outcome = await self._judged(key, task, outcome, record)
         if len(outcome.result.turns) > record.num_answers:
             outcome = _failure(_too_many_turns(task, outcome.result, record))
         return self._finish(key, task, outcome, record=record, started=started)
+
+    async def _judged(self, key: RolloutKey, task: Task, outcome: Outcome, record: SessionRecord) -> Outcome:
+        """Waits for the others of the group where they are scored together; no session is open any more."""
+        if outcome.unjudged is None:
+            self._judging.left(key.group)
+            return outcome
+        try:
+            return Outcome(await self._judging.settled(key.group, task, outcome.unjudged))
+        except Exception as error:
+            return _failure(error)
+        except BaseException:
+            if self._tracked and record.rows:
+                self._fates.rows_discarded(key, record.rows, reason=Reason.SHUTDOWN)
+            raise
 
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
         """The agent has a task of its own, in no group: what it does to its task it does to itself, and none waits for ever for its end."""
@@ -131,7 +152,8 @@ class RolloutRunner:
 
     async def _attempt(self, task: Task, session: SessionHandle) -> Outcome:
         try:
-            return Outcome(await result_of(await self._agents.run(task, session), task=task))
+            found = await result_of(await self._agents.run(task, session), task=task)
+            return Outcome(UNSCORED, unjudged=found) if isinstance(found, Unjudged) else Outcome(found)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # SystemExit too: it is the agent that exits

@@ -1,17 +1,23 @@
-"""What an environment returned, checked: a number, or a `Result`. Nothing unchecked becomes a reward (I10)."""
+"""What an environment returned, checked: a number, or a `Result`. Nothing unchecked becomes a reward (I10).
+
+And attempts that are scored together: each waits until the others of its group have ended, then one call scores them all.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import numpy as np
 
-from midflight.errors import BadReward
-from midflight.types import Json, Result, Task
+from midflight.errors import BadReward, EnvironmentFailed, RolloutTimeout
+from midflight.types import GroupKey, Json, Result, Task
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards travel as float32: beyond this they would arrive as infinity."""
@@ -20,8 +26,24 @@ MAX_TURNS = 10_000
 UNSCORED = Result(None)
 
 
-async def result_of(returned: object, *, task: Task) -> Result:
+@dataclass(frozen=True, slots=True)
+class Unjudged:
+    """An attempt that functions score beside the others of its group, once all of them have ended."""
+
+    messages: list[dict[str, Json]]
+    num_prompt: int
+    completion_ids: list[int]
+    fields: dict[str, Json]
+    metrics: dict[str, float]
+    components: dict[str, float | None]
+    """What is known already."""
+    turns: tuple[float, ...] = ()
+
+
+async def result_of(returned: object, *, task: Task) -> Result | Unjudged:
     """Waits for a late reward, if there is one; ended by the deadline of its rollout. `BadReward` names the task, the value and the remedy."""
+    if isinstance(returned, Unjudged):
+        return returned
     if isinstance(returned, Result) and inspect.isawaitable(returned.reward):
         returned = Result(await returned.reward, returned.components, returned.metrics, returned.turns, returned.fields)
     return checked_result(returned, task=task)
@@ -82,3 +104,92 @@ def _json(fields: Mapping[str, object], said: str) -> Mapping[str, Json]:
         return cast("Mapping[str, Json]", json.loads(json.dumps(dict(fields), allow_nan=False)))
     except (TypeError, ValueError, RecursionError) as error:
         raise BadReward(f"{said}fields cannot be written as JSON: {error}; let them be text, numbers, lists and dicts.") from error
+
+
+# --- Groups -----------------------------------------------------------------------------------------------------------
+
+
+class ScoresGroups(Protocol):
+    """An `AgentHost`, as far as this needs it."""
+
+    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]: ...
+
+
+@dataclass(slots=True)
+class _OfGroup:
+    """One attempt that waits. `turn` is done when all are there: the first of them then has all of them scored."""
+
+    attempt: Unjudged
+    turn: asyncio.Future[list[_OfGroup]]
+    result: asyncio.Future[Result]
+
+
+@dataclass(slots=True)
+class _Awaited:
+    num_running: int = 0
+    """Rollouts of the group that have not ended."""
+    waiting: list[_OfGroup] = field(default_factory=list[_OfGroup])
+
+
+class Judging:
+    """Of the rollouts that one runner runs. A rollout that is tried again joins anew, without a wait between: the others wait for it."""
+
+    def __init__(self, host: ScoresGroups, *, seconds: float) -> None:
+        """`seconds` that scoring a group may take."""
+        self._host, self._seconds = host, seconds
+        self._of: defaultdict[GroupKey, _Awaited] = defaultdict(_Awaited)
+
+    def joined(self, key: GroupKey) -> None:
+        """A rollout begins. It must be `settled`, or `left`."""
+        self._of[key].num_running += 1
+
+    def left(self, key: GroupKey) -> None:
+        """It has ended, and is not to be scored beside the others."""
+        self._of[key].num_running -= 1
+        asyncio.get_running_loop().call_soon(self._look, key)
+
+    async def settled(self, key: GroupKey, task: Task, attempt: Unjudged) -> Result:
+        """Waits for the rollouts of the group to end, each of which has a deadline, and for their scores; ended by those, or by `seconds`."""
+        loop = asyncio.get_running_loop()
+        place = _OfGroup(attempt, loop.create_future(), loop.create_future())
+        gathering = self._of[key]
+        gathering.waiting.append(place)
+        self.left(key)
+        try:
+            await asyncio.wait([place.turn, place.result], return_when=asyncio.FIRST_COMPLETED)
+            if place.turn.done():
+                await self._judge(task, place.turn.result())
+            return place.result.result()
+        finally:
+            if place in gathering.waiting:
+                gathering.waiting.remove(place)
+
+    def _look(self, key: GroupKey) -> None:
+        gathering = self._of.get(key)
+        if gathering is None or gathering.num_running:
+            return
+        del self._of[key]
+        if there := list(gathering.waiting):
+            gathering.waiting.clear()
+            there[0].turn.set_result(there)
+
+    async def _judge(self, task: Task, places: list[_OfGroup]) -> None:
+        """Waits for the scores. Whatever happens, every place gets a result or an error."""
+        error: BaseException = EnvironmentFailed("scoring the group ended with the rollout that had it done; it is tried again")
+        try:
+            async with asyncio.timeout(self._seconds):
+                results = await self._host.judge(task, [place.attempt for place in places])
+            for place, result in zip(places, results, strict=True):
+                place.result.set_result(checked_result(result, task=task))
+        except TimeoutError:
+            error = RolloutTimeout(
+                f"task {task.id} of {task.source}: scoring its {len(places)} completions took longer than {self._seconds:g} s; "
+                "raise environment.rollout_seconds, or let the reward functions be quicker."
+            )
+        except Exception as failure:
+            error = failure
+        finally:
+            for place in places:
+                if not place.result.done():
+                    place.result.set_exception(error)
+                    place.result.exception()  # heard: its rollout may have been cancelled

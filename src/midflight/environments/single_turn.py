@@ -5,23 +5,22 @@ As `environment.entry` it runs in the rollout process, where it blocks nothing, 
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.types import ASGIApp
 
+from midflight.environments.conversation import asked
+from midflight.environments.scoring import Unjudged
 from midflight.errors import EnvironmentFailed
 from midflight.ports import SessionHandle
-from midflight.types import Json, Task
+from midflight.types import Json, Result, Task
 from midflight.wire.asked import ask
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-TRIES = 3
-"""Of one request that the gateway answers with 429 or 503, as the SDK has them."""
-PATH = "/v1/chat/completions"
 
 
 def exact_match(reply: str, answer: str) -> float:
@@ -50,6 +49,9 @@ class AnswersHere:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
+    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+        raise EnvironmentFailed("nothing here scores groups; name a function in [[environment.rewards]].")
+
     async def run(self, task: Task, session: SessionHandle) -> float:
         return await answer(task, cast(Any, SmallClient(self._app, session)))
 
@@ -62,18 +64,12 @@ class SmallClient:
     """As much of the SDK's client as `answer` uses: the same request, and of its answer the reply."""
 
     def __init__(self, app: ASGIApp, session: SessionHandle) -> None:
-        self._app, self._path = app, f"/s/{session.api_key}{PATH}"
+        self._post, self._session = partial(ask, app), session
         self.chat = self.completions = self
 
     async def create(self, *, messages: Json, model: str) -> _Completion:
         """Waits for the answer, and a little before each further try; ended by its caller."""
-        body = msgspec.json.encode({"messages": messages, "model": model})
-        answered = await ask(self._app, self._path, body)
-        for number in range(1, TRIES):
-            if answered.status not in (429, 503):
-                break
-            await asyncio.sleep(0.5 * number)
-            answered = await ask(self._app, self._path, body)
+        answered = await asked(self._post, self._session, msgspec.json.encode({"messages": messages, "model": model}))
         if answered.status == 200:
             return _completion(answered.content)
         raise EnvironmentFailed(f"the gateway answered {answered.status}: {answered.content.decode()[:500]}")

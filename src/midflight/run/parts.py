@@ -96,8 +96,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, tag="worker"):
     url: str
     """Of the rollout process."""
     token: str
-    rollout_seconds: float
-    """An agent may block its loop for as long: the rollout process ends the worker after that, and knows why."""
+    environment: str
+    """The section of the configuration, as JSON."""
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):

@@ -17,7 +17,7 @@ END, USER, ASSISTANT, SYSTEM, TOOL, PAD = range(256, 262)
 VOCAB_SIZE = 262
 
 CHAT_TEMPLATE = (
-    "{% if tools %}"
+    "{% if tools and list_tools is not false %}"
     "{{ '<|system|>Tools, one JSON object a line:\\n<tools>\\n' }}"
     "{% for tool in tools %}{{ tool | tojson ~ '\\n' }}{% endfor %}"
     '{{ \'</tools>\\nTo call one, write:\\n<tool_call>\\n{"name": its name, "arguments": an object}\\n</tool_call><|end|>\' }}'
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Tools and their calls are written in Hermes form; without them a conversation is its messages and nothing else."""
+"""Tools and their calls are written in Hermes form; with `list_tools = false` the calls only. Without them a conversation is its messages and nothing else."""
 
 
 def byte_tokenizer() -> Tokenizer:

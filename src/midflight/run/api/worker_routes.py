@@ -86,7 +86,9 @@ class _Line:
 
     def run(self, job: Assignment) -> None:
         task, session = job.task, job.session
-        self._messages.put_nowait(wire.RunAgent(session.session_id, session.base_url, session.api_key, task.id, task.source, job.data))
+        self._messages.put_nowait(
+            wire.RunAgent(session.session_id, session.base_url, session.api_key, task.id, task.source, job.data, job.attempts)
+        )
 
     def cancel(self, session_id: str) -> None:
         self._messages.put_nowait(wire.CancelAgent(session_id))

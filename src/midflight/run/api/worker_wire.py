@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
 
 import msgspec
 
+from midflight.environments.scoring import Unjudged
 from midflight.types import Result
 
 PATH: Final = "/midflight/v1/worker"
@@ -23,6 +26,8 @@ class RunAgent(msgspec.Struct, tag="run", frozen=True):
     task_id: str
     source: str
     data: str
+    attempts: str | None = None
+    """As JSON, those of a group that has ended: they are to be scored, and there is no agent."""
 
 
 class CancelAgent(msgspec.Struct, tag="cancel", frozen=True):
@@ -54,16 +59,34 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
     metrics: dict[str, float] = {}
     turns: tuple[float, ...] = ()
     fields: dict[str, Any] = {}
+    unjudged: dict[str, Any] | None = None
+    """In the place of a result, what is to be scored beside the others of its group."""
+    judged: list[dict[str, Any]] | None = None
+    """The results of a group that was scored."""
 
-    def result(self) -> Result:
+    def result(self) -> Result | Unjudged | list[Result]:
+        if self.judged is not None:
+            return [Result(**each) for each in self.judged]
+        if self.unjudged is not None:
+            return Unjudged(**self.unjudged)
         return Result(self.reward, self.components, self.metrics, self.turns, self.fields)
 
 
-def ended_with(session_id: str, result: Result) -> AgentEnded:
+def ended_with(session_id: str, result: Result | Unjudged) -> AgentEnded:
     """`result` is checked."""
-    components, reward = cast("dict[str, float]", result.components), cast("float | None", result.reward)
-    said = {"components": components, "metrics": dict(result.metrics), "turns": tuple(result.turns), "fields": dict(result.fields)}
-    return AgentEnded(session_id, reward, **cast(Any, said))
+    if isinstance(result, Unjudged):
+        return AgentEnded(session_id, unjudged=asdict(result))
+    return AgentEnded(session_id, **_plain(result))
+
+
+def judged_with(session_id: str, results: Sequence[Result]) -> AgentEnded:
+    """They are checked."""
+    return AgentEnded(session_id, judged=[_plain(result) for result in results])
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    said = {"components": dict(result.components), "metrics": dict(result.metrics), "fields": dict(result.fields)}
+    return {"reward": result.reward, "turns": tuple(result.turns), **said}
 
 
 class LoopBlocked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,13 +17,13 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import uvloop
 
 from midflight import given
+from midflight.entries import load_entry
 from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, disk_full, every_error, first_error
 from midflight.run import parts
 from midflight.run.heart import START_SECONDS
@@ -229,7 +229,7 @@ def die_with_parent() -> None:
 def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[Any, parts.Launcher], Awaitable[None]]:
     """Imports a part, which for trainer and embedded engine means torch. Done before the spec is known: it takes seconds.
 
-    The environment comes with the process that runs agents: one that cannot be imported is found now, not after the warm start.
+    What `[environment]` names comes with the process that runs agents: one that cannot be imported is found now, not after the warm start.
     """
     if part is parts.ProcessKind.ENGINE and list(arguments) == ["embedded"]:
         from midflight.run.engine.engine_process import run_engine
@@ -239,17 +239,15 @@ def part_main(part: parts.ProcessKind, arguments: Sequence[str]) -> Callable[[An
         from midflight.run.engine.companion import run_companion
 
         return run_companion
+    for entry in arguments:
+        load_entry(entry, option="environment", such_as="my_module:function")
     if part is parts.ProcessKind.WORKER:
-        from midflight.environments.registry import load_environment
         from midflight.run.worker.worker_process import run_worker
 
-        return partial(run_worker, environment=load_environment(arguments[0]))
+        return run_worker
     if part is parts.ProcessKind.ROLLOUT:
-        from midflight.environments.registry import load_environment
         from midflight.run.rollout.rollout_process import run_rollout
 
-        for entry in arguments:
-            load_environment(entry)
         return run_rollout
     from midflight.run.trainer.trainer_process import run_trainer
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from midflight.config import derived
+from midflight.config.agent import agent_of
 from midflight.config.checks import effective_loss, notes
 from midflight.config.sections import Config
 
@@ -61,7 +62,7 @@ def _beginning(config: Config) -> Iterator[str]:
     yield f"{config.run.name}: {config.run.steps} steps{until}, each on {rollout.groups_per_step} groups of {rollout.group_size} rollouts"
     yield f"model: {_model(config)}" + (f"; a supervised warm start comes first, {warm}" if warm else "")
     tasks = (source.described for source in config.environment.sources)
-    yield f"tasks: {'; '.join(tasks)}; agent {config.environment.entry}"
+    yield f"tasks: {'; '.join(tasks)}; agent {agent_of(config.environment)}"
     stale = derived.worst_staleness(rollout)
     age = (
         f"no trained token is older than {stale.worst} versions" if stale.worst else "every batch is sampled by the version that it trains"

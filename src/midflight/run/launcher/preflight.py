@@ -7,6 +7,7 @@ run of it may.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -22,9 +23,10 @@ import msgspec
 
 from midflight import given
 from midflight.config import derived
+from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.folders import check_tokenizer
 from midflight.config.formulas import OBJECTIVES
-from midflight.config.sections import Config, EnvironmentSection
+from midflight.config.sections import Config
 from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe.status import size
@@ -36,6 +38,7 @@ from midflight.weights.transports.files import SHARED
 from midflight.wire.server import listen
 
 if TYPE_CHECKING:
+    from midflight.environments.registry import AgentProgram
     from midflight.environments.tasks import Source
 
 T = TypeVar("T")
@@ -46,8 +49,6 @@ MAX_DRAWING_SECONDS = 600.0
 """Trainer and rollout process draw them too, at every start."""
 FEW = 200
 """Tasks that such an estimate is made from."""
-ANSWERS_CHATS = EnvironmentSection().entry
-"""The environment whose only message is the question of its task."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -83,8 +84,10 @@ class Inspection:
 
     def findings(self) -> Findings:
         config = self._config
-        self._tried(self._environment)
+        program = self._tried(self._environment)
         sources = self._tried(self._sources)
+        if program is not None and sources:
+            self._tried(lambda: program.check_columns([source.training[0] for source in sources if source.training]))
         tokenizer = self._tried(self._tokenizer)
         prompt = None if not sources or tokenizer is None else self._tried(lambda: self._prompt(sources[0], tokenizer))
         found = (
@@ -108,10 +111,14 @@ class Inspection:
 
     # --- What the run is made of -------------------------------------------------------------------------------------
 
-    def _environment(self) -> None:
-        from midflight.environments.registry import load_environment
+    def _environment(self) -> AgentProgram:
+        from midflight.environments.mcp_servers import check_servers
+        from midflight.environments.registry import AgentProgram
 
-        load_environment(self._config.environment.entry)
+        program = AgentProgram(self._config.environment)
+        if self._config.environment.mcp:
+            asyncio.run(check_servers(self._config.environment.mcp))
+        return program
 
     def _sources(self) -> Sequence[Source] | None:
         """Whole, or of datasets few tasks where drawing them takes too long here."""
@@ -155,7 +162,7 @@ class Inspection:
         try:
             text = tokenizer.render(task.messages, add_generation_prompt=True)
         except MidflightError as error:
-            if config.environment.entry != ANSWERS_CHATS and not config.warm_start.is_made:
+            if agent_of(config.environment) != SINGLE_TURN and not config.warm_start.is_made:
                 self._notes.append(f"chats cannot be sent to this model: {error}")
                 return None
             raise
@@ -170,8 +177,11 @@ class Inspection:
     def _survey(self, sources: Sequence[Source], tokenizer: Tokenizer, *, measured: bool) -> list[SourceFindings]:
         """Every row, and the lengths of prompts where the model takes chats."""
         config = self._config
+        agent = agent_of(config.environment)
         learns_answers = config.warm_start.is_made and config.warm_start.data is None
-        survey = Survey(needs_answer=config.environment.entry == ANSWERS_CHATS or learns_answers, max_context=config.model.max_context)
+        survey = Survey(
+            needs_answer=(agent == SINGLE_TURN and not config.environment.rewards) or learns_answers, max_context=config.model.max_context
+        )
         sections = dict(zip(source_names(config.environment.sources), config.environment.sources, strict=True))
         for source in sources:
             survey.rows(source, sections[source.name])

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from midflight import given
+from midflight.config.agent import entries_of
 from midflight.config.derived import num_engines, num_workers
 from midflight.config.sections import Config
 from midflight.errors import first_error
@@ -205,8 +206,8 @@ class Ring:
 
     async def _rollout(self, purpose: Purpose) -> None:
         has_agents = purpose is not Purpose.SERVE and not self._num_workers(purpose)
-        entry = [self._config.environment.entry] * has_agents
-        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", inherited=[self._socket, *self._writing], arguments=entry)
+        entries = entries_of(self._config.environment) if has_agents else ()
+        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", inherited=[self._socket, *self._writing], arguments=entries)
         addresses = {part.name: part.address for part in self._engines}
         teacher = addresses.pop(TEACHER, None)
 
@@ -237,9 +238,9 @@ class Ring:
         """Runs one process of agents, and starts it again whenever it dies, as agents may have it. `PartFailed` if it does not come up."""
         failed_starts, num_ended, error = 0, 0, ""
         while failed_starts < MAX_FAILED_STARTS:
-            worker = await self._start(ProcessKind.WORKER, name, arguments=[self._config.environment.entry])
+            worker = await self._start(ProcessKind.WORKER, name, arguments=entries_of(self._config.environment))
             try:
-                await worker.tell(WorkerSpec(name, self.url, self._worker_token, self._config.environment.rollout_seconds))
+                await worker.tell(WorkerSpec(name, self.url, self._worker_token, self._config.environment.model_dump_json()))
                 await self._follow(worker)
                 error = f"{name} ended, though nobody asked it to"
             except (PartFailed, PartLost) as failure:

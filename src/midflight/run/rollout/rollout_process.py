@@ -7,19 +7,21 @@ import socket
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starlette.routing import BaseRoute
 
 from midflight.config import derived
+from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.derived import batch_rollouts
 from midflight.config.sections import Config
 from midflight.engines.remote import RemoteEngine
-from midflight.environments.agents import AgentHost, AgentsHere, SharedClients
+from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
 from midflight.environments.crew import Crew
-from midflight.environments.registry import load_environment
+from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import AnswersHere
 from midflight.environments.tasks import load_sources, posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
@@ -40,6 +42,7 @@ from midflight.run.rollout.system import RolloutSystem, accounts, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
+from midflight.wire.asked import ask
 from midflight.wire.memory import MemoryTransport
 from midflight.wire.server import guarded, serve_app
 
@@ -196,14 +199,16 @@ class RolloutProcess:
             yield Hosting(crew, WorkerRoutes(crew, token=self._spec.worker_token).routes(), services=(watch,))
             return
         app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
-        if self._config.environment.entry == derived.SINGLE_TURN:
+        section = self._config.environment
+        if agent_of(section) == SINGLE_TURN and not section.rewards:
             yield Hosting(AnswersHere(app))
             return
-        environment = load_environment(self._config.environment.entry)
-        board = environment.board if isinstance(environment, Claimed) else None
-        async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests)) as clients:
-            here = AgentsHere(environment, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
-            yield Hosting(here, board=board)
+        program = AgentProgram(section)
+        board = program.environment.board if isinstance(program.environment, Claimed) else None
+        async with asyncio.TaskGroup() as requests:
+            clients = partial(SharedClients, transport=MemoryTransport(app, requests))
+            async with program.host(partial(ask, app), clients) as host:
+                yield Hosting(host, board=board)
 
     async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
         gateway = self._config.gateway

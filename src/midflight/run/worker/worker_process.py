@@ -28,9 +28,10 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from midflight.environments.agents import AgentsHere, SharedClients, is_async
-from midflight.environments.registry import Environment
-from midflight.environments.scoring import result_of
+from midflight.config.sections import EnvironmentSection
+from midflight.environments.agents import AgentHost, SharedClients
+from midflight.environments.registry import AgentProgram
+from midflight.environments.scoring import Unjudged, checked_result, result_of
 from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
 from midflight.run.heart import Doing, Situation
@@ -64,24 +65,26 @@ class Given:
     api_key: str
 
 
-async def run_worker(spec: WorkerSpec, launcher: Launcher, environment: Environment) -> None:
+async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
     """Until the launcher ends it, or the rollout process is gone."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)  # there is nothing to save, and an agent may hold the loop
         signal.signal(number, signal.SIG_DFL)
     http_client = HttpClient(spec.url, lost=lambda deed: PartLost(f"the rollout process {deed}"), token=spec.token)
-    async with http_client, SharedClients() as clients:
-        host = AgentsHere(environment, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
-        worker = Worker(spec.name, host, http_client, LoopWatch(spec, loop), cancels=is_async(environment))
-        launcher.heart.ask = partial(worker.situation, limit=spec.rollout_seconds + END_SECONDS)
+    section = EnvironmentSection.model_validate_json(spec.environment)
+    program = AgentProgram(section)
+    async with http_client, program.host(partial(http_client.call, "POST"), SharedClients) as host:
+        worker = Worker(spec.name, host, http_client, LoopWatch(spec, loop), cancels=program.cancels)
+        # An agent may block its loop for as long: the rollout process ends the worker after that, and knows why.
+        launcher.heart.ask = partial(worker.situation, limit=section.rollout_seconds + END_SECONDS)
         await worker.run(launcher)
 
 
 class Worker:
     """One connection, and the agents that run. `cancels`: agents can be cancelled; threads cannot, and end by themselves."""
 
-    def __init__(self, name: str, host: AgentsHere, http_client: HttpClient, watch: LoopWatch, *, cancels: bool) -> None:
+    def __init__(self, name: str, host: AgentHost, http_client: HttpClient, watch: LoopWatch, *, cancels: bool) -> None:
         self._name, self._host, self._http, self._watch, self._cancels = name, host, http_client, watch, cancels
         self._agents: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
@@ -131,13 +134,21 @@ class Worker:
             agent.cancel()
             asyncio.get_running_loop().call_later(AGAIN_SECONDS, agent.cancel)
 
+    async def _judged(self, given: wire.RunAgent, task: Task) -> wire.AgentEnded:
+        """Waits for the functions that score a group."""
+        results = await self._host.judge(task, [Unjudged(**each) for each in json.loads(given.attempts or "[]")])
+        return wire.judged_with(given.session_id, [checked_result(result, task=task) for result in results])
+
     async def _agent(self, given: wire.RunAgent) -> None:
         """Waits for one agent. Whatever it raises is its own end and nobody else's."""
         task = Task(given.task_id, given.source, json.loads(given.data))
         session = Given(given.session_id, given.base_url, given.api_key)
         ended = wire.AgentEnded(given.session_id, error="the agent was cancelled")
         try:
-            ended = wire.ended_with(given.session_id, await result_of(await self._host.run(task, session), task=task))
+            if given.attempts is None:
+                ended = wire.ended_with(given.session_id, await result_of(await self._host.run(task, session), task=task))
+            else:
+                ended = await self._judged(given, task)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None:

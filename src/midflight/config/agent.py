@@ -1,0 +1,54 @@
+"""Who runs the rollouts that `[environment]` asks for, and what may not stand together in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from midflight.config.sections import EnvironmentSection
+from midflight.entries import ENTRY
+
+SINGLE_TURN, CLAIMED = "midflight.environments.single_turn:answer", "midflight.environments.claimed:claimed"
+"""Entries of ours: they run in the rollout process, because they block nothing."""
+BUILT_IN = "built-in loop"
+"""In the place of an entry."""
+
+
+def agent_of(environment: EnvironmentSection) -> str:
+    """The entry of what runs a rollout, or `BUILT_IN`."""
+    has_parts = environment.rewards or environment.tools or environment.mcp
+    return environment.entry or (BUILT_IN if has_parts else SINGLE_TURN)
+
+
+def is_built_in(environment: EnvironmentSection) -> bool:
+    return agent_of(environment) == BUILT_IN
+
+
+def entries_of(environment: EnvironmentSection) -> tuple[str, ...]:
+    """All that must be imported to run a rollout."""
+    own = () if is_built_in(environment) else (agent_of(environment),)
+    return (*own, *environment.tools, *(reward.entry for reward in environment.rewards))
+
+
+def agent_contradictions(environment: EnvironmentSection) -> Iterator[str]:
+    e = environment
+    entries = {"environment.entry": e.entry} | {f"environment.tools ({entry})": entry for entry in e.tools}
+    entries |= {f"environment.rewards ({reward.entry}): entry": reward.entry for reward in e.rewards}
+    for option, entry in entries.items():
+        if entry is not None and not ENTRY.fullmatch(entry):
+            yield f"{option} must be 'module:function', got {entry!r}"
+    if e.entry is not None and (e.tools or e.mcp):
+        yield (
+            f"environment.entry ({e.entry}) runs the rollouts itself, so environment.{'tools' if e.tools else 'mcp'} would have nobody to call "
+            "them; remove one of the two"
+        )
+    if e.entry == CLAIMED and e.rewards:
+        yield "environment.rewards beside rollouts that are claimed: whoever claims one scores it; remove the rewards"
+    labels = Counter(reward.label for reward in e.rewards)
+    if twice := [label for label, count in labels.items() if count > 1]:
+        yield f"environment.rewards has {twice[0]!r} twice; give one of them another name"
+    if (e.tools or e.mcp) and not e.rewards and not any(entry.rpartition(":")[2][:1].isupper() for entry in e.tools):
+        yield "environment.tools without environment.rewards leaves rollouts without a reward; name a function in [[environment.rewards]]"
+    for server in e.mcp:
+        if bool(server.command) == bool(server.url):
+            yield f"environment.mcp ({server.label or 'one'}) needs a command or a url, and not both"

@@ -1,0 +1,280 @@
+"""The built-in loop: asks the task's prompt, calls the tools that the model calls, asks again, and scores what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeAlias, cast
+
+import msgspec
+
+from midflight.config.sections import EnvironmentSection
+from midflight.environments.agents import in_thread
+from midflight.environments.mcp_servers import McpServers
+from midflight.environments.reward_functions import Dialogue, Rewards, place_of
+from midflight.environments.scoring import Unjudged, checked_result
+from midflight.environments.tools import CallableTool, Toolbox, load_tools
+from midflight.errors import ConfigError, EnvironmentFailed, TaskFieldMissing
+from midflight.ports import SessionHandle
+from midflight.types import Json, Result, Task
+from midflight.wire.client import Answered
+
+TRIES = 3
+"""Of one request that the gateway answers with 429 or 503, as the SDK has them."""
+PATH = "/v1/chat/completions"
+
+Post: TypeAlias = Callable[[str, bytes], Awaitable[Answered]]
+"""Posts a body to a path of the gateway. Waits for the whole answer; ended by its caller."""
+
+
+async def asked(post: Post, session: SessionHandle, body: bytes) -> Answered:
+    """The answer to a chat. Waits for it, and a little before each further try; ended by its caller."""
+    path = f"/s/{session.api_key}{PATH}"
+    answered = await post(path, body)
+    for number in range(1, TRIES):
+        if answered.status not in (429, 503):
+            break
+        await asyncio.sleep(0.5 * number)
+        answered = await post(path, body)
+    return answered
+
+
+class BuiltInLoop:
+    """Implements `AgentHost`. What it is made of is checked when it is made; within `async with` it may run."""
+
+    def __init__(self, section: EnvironmentSection, post: Post | None = None, *, stateful: type | None = None) -> None:
+        """`ConfigError` names what cannot be used. `stateful` is the class that `environment.entry` names, if it names one. `post` is
+        needed to run."""
+        self._section, self._post = section, post
+        self.rewards = Rewards(section.rewards)
+        found = [*load_tools(section.tools), *([] if stateful is None else [stateful])]
+        classes = [
+            StatefulClass(each, where="environment.entry" if stateful else "environment.tools") for each in found if isinstance(each, type)
+        ]
+        if len(classes) > 1:
+            raise ConfigError(
+                f"environment.tools has two environments with state, {classes[0].name} and {classes[1].name}; make one of them."
+            )
+        self._class = classes[0] if classes else None
+        self._functions = [each for each in found if isinstance(each, CallableTool)]
+        self._check_names([*self._functions, *(self._class.tools if self._class else [])])
+        if not self.rewards.functions and not (self._class and self._class.scores):
+            raise ConfigError(
+                "nothing scores the rollouts: name a function in [[environment.rewards]], or give the environment a `reward`."
+            )
+        self._servers = McpServers(section.mcp)
+        self._slots = asyncio.Semaphore(section.tool_concurrency)
+        self._wants_ids = self.rewards.asks_for("completion_ids")
+
+    @staticmethod
+    def _check_names(tools: Sequence[CallableTool]) -> None:
+        places: dict[str, str] = {}
+        for tool in tools:
+            if tool.name in places:
+                raise ConfigError(
+                    f"environment.tools has two tools called {tool.name!r}, {places[tool.name]} and {tool.place}; rename one."
+                )
+            places[tool.name] = tool.place
+
+    async def __aenter__(self) -> BuiltInLoop:
+        await self._servers.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._servers.__aexit__(*exc)
+
+    def excused(self, session_id: str) -> float:
+        del session_id
+        return 0.0
+
+    # --- One rollout -------------------------------------------------------------------------------------------------
+
+    async def run(self, task: Task, session: SessionHandle) -> Result | Unjudged:
+        """Waits for answers, tools and rewards; ended by its caller."""
+        async with AsyncExitStack() as open_now:
+            episode = self._class.made() if self._class else None
+            if episode is not None:
+                open_now.push_async_callback(episode.close)
+            servers = await open_now.enter_async_context(self._servers.of_rollout())
+            tools = [*self._functions, *(episode.tools if episode else []), *servers]
+            seconds, slots = self._section.tool_seconds, self._slots
+            toolbox = Toolbox(tools, seconds=seconds, slots=slots, one_by_one=episode is not None)
+            attempt = await self._begun(task, episode)
+            await self._converse(attempt, session, toolbox)
+            attempt.metrics |= toolbox.metrics() if tools else {}
+            return await self._scored(attempt, episode)
+
+    async def _begun(self, task: Task, episode: Episode | None) -> Dialogue:
+        messages = task.messages
+        if self._section.system and not any(message.get("role") in ("system", "developer") for message in messages):
+            system: dict[str, Json] = {"role": "system", "content": self._section.system}
+            messages = [system, *messages]
+        if episode is not None and (observation := await episode.reset(task)):
+            messages = with_observation(messages, observation)
+        return Dialogue(task, messages, len(messages), environment=None if episode is None else episode.instance)
+
+    async def _converse(self, attempt: Dialogue, session: SessionHandle, toolbox: Toolbox) -> None:
+        """Leaves the whole conversation in the attempt: until an answer calls no tool, `max_turns`, or the end of the context."""
+        exhausted = False
+        for turn in range(self._section.max_turns):
+            message = await self._answer(attempt, session, toolbox, may_end=turn > 0)
+            if message is None:
+                break
+            attempt.messages.append(message)
+            calls = cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())
+            exhausted = bool(calls) and turn + 1 == self._section.max_turns
+            if not calls or exhausted:
+                break
+            attempt.messages += await toolbox.run(calls)
+        if toolbox.schemas:
+            attempt.metrics["tools/exhausted"] = float(exhausted)
+
+    async def _answer(self, attempt: Dialogue, session: SessionHandle, toolbox: Toolbox, *, may_end: bool) -> dict[str, Json] | None:
+        """The model's next message; none where the conversation fills the context, which ends it if something was said already."""
+        body: dict[str, object] = {"model": "policy", "messages": attempt.messages}
+        if toolbox.schemas:
+            body["tools"] = toolbox.schemas
+        if self._section.template_options:
+            body["chat_template_kwargs"] = self._section.template_options
+        if self._wants_ids:
+            body["return_token_ids"] = True
+        assert self._post is not None
+        answered = await asked(self._post, session, msgspec.json.encode(body))
+        if answered.status == 400 and may_end and b"context_length_exceeded" in answered.content:
+            return None
+        if answered.status != 200:
+            raise EnvironmentFailed(f"the gateway answered {answered.status}: {answered.content.decode(errors='replace')[:500]}")
+        (choice, *_) = msgspec.json.decode(answered.content)["choices"]
+        attempt.completion_ids += choice.get("token_ids") or []
+        kept = {name: value for name, value in choice["message"].items() if value not in (None, [])}
+        return {**kept, "content": kept.get("content", "")}
+
+    async def _scored(self, attempt: Dialogue, episode: Episode | None) -> Result | Unjudged:
+        components = dict(await self.rewards.score(attempt))
+        if episode is not None and self._class is not None and self._class.scores:
+            values = {**attempt.columns, "task": attempt.task, "messages": attempt.messages, "completion": attempt.completion}
+            components |= _named("environment", await episode.reward(values, attempt.task))
+        return await completed(self.rewards, attempt, components)
+
+    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> list[Result]:
+        """What reward functions of a whole group say of its attempts."""
+        return await judged(self.rewards, task, attempts)
+
+
+async def completed(rewards: Rewards, attempt: Dialogue, components: Mapping[str, float | None]) -> Result | Unjudged:
+    """The result, or what is still to be judged beside the others of its group; here, where the environment's object is asked for."""
+    checked = checked_result(Result(None, components), task=attempt.task).components
+    if rewards.of_group and rewards.asks_for_episodes:
+        checked = {**checked, **(await rewards.score_group([attempt]))[0]}
+    elif rewards.of_group:
+        return Unjudged(
+            attempt.messages, attempt.num_prompt, attempt.completion_ids, dict(attempt.fields), dict(attempt.metrics), dict(checked)
+        )
+    return Result(rewards.total(checked), checked, attempt.metrics, (), attempt.fields)
+
+
+async def judged(rewards: Rewards, task: Task, waiting: Sequence[Unjudged]) -> list[Result]:
+    attempts = [
+        Dialogue(task, each.messages, each.num_prompt, each.completion_ids, each.fields, None, dict(each.metrics)) for each in waiting
+    ]
+    results: list[Result] = []
+    for each, attempt, found in zip(waiting, attempts, await rewards.score_group(attempts), strict=True):
+        components = checked_result(Result(None, {**each.components, **found}), task=task).components
+        results.append(Result(rewards.total(components), components, attempt.metrics, each.turns, attempt.fields))
+    return results
+
+
+def _named(label: str, found: object) -> dict[str, Any]:
+    """The components of what an environment's own reward returned, which is not checked yet."""
+    if isinstance(found, Mapping):
+        return {f"{label}/{name}": value for name, value in cast("Mapping[object, object]", found).items()}
+    return {label: found}
+
+
+# --- Environments with state ------------------------------------------------------------------------------------------
+
+
+NO_TOOLS = frozenset({"reset", "reward", "close"})
+
+
+def is_stateful(found: object) -> bool:
+    """Whether it is a class, or makes objects, of this shape."""
+    return inspect.isclass(found) and callable(getattr(found, "reset", None)) and "__call__" not in vars(found)
+
+
+class StatefulClass:
+    """One such class."""
+
+    def __init__(self, found: type, *, where: str) -> None:
+        """`ConfigError` names file, line and function if it cannot be used."""
+        self.found, self.name = found, found.__name__
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise ConfigError(f"{where}: {found.__qualname__} cannot be made without arguments: {error}; give them defaults.") from None
+        methods = {name: getattr(found, name) for name in dir(found) if not name.startswith("_") and name not in NO_TOOLS}
+        self.tools = [
+            CallableTool.of(method, where=where, skip_self=not isinstance(inspect.getattr_static(found, name), staticmethod | classmethod))
+            for name, method in methods.items()
+            if inspect.isroutine(method)
+        ]
+        self.scores = callable(getattr(found, "reward", None))
+
+    def made(self) -> Episode:
+        return Episode(self.found(), self)
+
+
+class Episode:
+    """An object of one rollout."""
+
+    def __init__(self, instance: Any, of: StatefulClass) -> None:
+        self.instance, self._of = instance, of
+        self.tools = [tool.bound_to(instance) for tool in of.tools]
+
+    async def reset(self, task: Task) -> str | None:
+        """Waits for it. What it returns is shown to the model after the prompt."""
+        found = await called(self.instance.reset, {**task.data, "task": task}, task)
+        return None if found is None else str(found)
+
+    async def reward(self, values: Mapping[str, object], task: Task) -> object:
+        """Waits for it; None where the class has none."""
+        return await called(self.instance.reward, values, task) if self._of.scores else None
+
+    async def close(self) -> None:
+        """Waits for it, if there is one."""
+        if callable(close := getattr(self.instance, "close", None)):
+            await called(close, {}, None)
+
+
+async def called(function: Callable[..., object], values: Mapping[str, object], task: Task | None) -> object:
+    """Calls it with those of the values that its parameters name. Waits for it, in a thread of its own if it is plain."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        arguments = dict(values)
+    else:
+        arguments = {p.name: values[p.name] for p in parameters if p.name in values}
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in arguments
+    ]
+    if missing and task is not None:
+        has = ", ".join(sorted(task.data)) or "none"
+        raise TaskFieldMissing(
+            f"task {task.id} of {task.source}: {place_of(function)} needs the column {missing[0]!r}, and the task has {has}; add it to the data, "
+            "or give the parameter a default."
+        )
+    if inspect.iscoroutinefunction(function):
+        return await cast(Any, function)(**arguments)
+    found = await in_thread(lambda: function(**arguments))
+    return await found if inspect.isawaitable(found) else found
+
+
+def with_observation(messages: list[dict[str, Json]], observation: str) -> list[dict[str, Json]]:
+    """The conversation with what the environment showed at first, at the end of its last message if that is the user's."""
+    if messages and messages[-1].get("role") == "user":
+        last = messages[-1]
+        return [*messages[:-1], {**last, "content": f"{last.get('content') or ''}{observation}"}]
+    return [*messages, {"role": "user", "content": observation}]
