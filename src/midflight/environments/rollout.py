@@ -123,7 +123,7 @@ class RolloutRunner:
             self._judging.left(key.group)
             return outcome
         try:
-            return Outcome(await self._judging.settled(key.group, task, outcome.unjudged))
+            return Outcome(await self._judging.settled(key, task, outcome.unjudged))
         except Exception as error:
             return _failure(error)
         except BaseException:

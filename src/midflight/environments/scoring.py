@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from midflight.errors import BadReward, EnvironmentFailed, RolloutTimeout
-from midflight.types import GroupKey, Json, Result, Task
+from midflight.types import GroupKey, Json, Result, RolloutKey, Task
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards travel as float32: beyond this they would arrive as infinity."""
@@ -119,6 +119,7 @@ class ScoresGroups(Protocol):
 class _OfGroup:
     """One attempt that waits. `turn` is done when all are there: the first of them then has all of them scored."""
 
+    sample: int
     attempt: Unjudged
     turn: asyncio.Future[list[_OfGroup]]
     result: asyncio.Future[Result]
@@ -148,13 +149,13 @@ class Judging:
         self._of[key].num_running -= 1
         asyncio.get_running_loop().call_soon(self._look, key)
 
-    async def settled(self, key: GroupKey, task: Task, attempt: Unjudged) -> Result:
+    async def settled(self, key: RolloutKey, task: Task, attempt: Unjudged) -> Result:
         """Waits for the rollouts of the group to end, each of which has a deadline, and for their scores; ended by those, or by `seconds`."""
         loop = asyncio.get_running_loop()
-        place = _OfGroup(attempt, loop.create_future(), loop.create_future())
-        gathering = self._of[key]
+        place = _OfGroup(key.sample, attempt, loop.create_future(), loop.create_future())
+        gathering = self._of[key.group]
         gathering.waiting.append(place)
-        self.left(key)
+        self.left(key.group)
         try:
             await asyncio.wait([place.turn, place.result], return_when=asyncio.FIRST_COMPLETED)
             if place.turn.done():
@@ -169,7 +170,7 @@ class Judging:
         if gathering is None or gathering.num_running:
             return
         del self._of[key]
-        if there := list(gathering.waiting):
+        if there := sorted(gathering.waiting, key=lambda place: place.sample):
             gathering.waiting.clear()
             there[0].turn.set_result(there)
 
