@@ -1,0 +1,52 @@
+"""The calculator's job: its tool, its conversations, and a configuration that can be run from the folder of the checkout."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midflight.config import load_config
+from midflight.environments.registry import AgentProgram
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import Task
+
+from .talking import Gateway, result, says
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def test_the_job_calls_its_tool_and_scores_what_is_said_then() -> None:
+    section = load_config(ROOT / "configs" / "calculator.toml").environment
+    AgentProgram(section).check_columns([Task("1", "chain_sum", {"question": "12 - 30 =", "answer": "-18"})])
+    gateway = Gateway([says("", ("calc", {"e": "12 - 30"})), says("-18")])
+    options = {name: getattr(section, name) for name in ("tools", "rewards", "template_options", "max_turns")}
+    found = run_virtual(lambda: result(gateway, Task("1", "chain_sum", {"question": "12 - 30 =", "answer": "-18"}), **options))
+    assert gateway.asked[1]["messages"][-1]["content"] == "-18" and gateway.asked[0]["chat_template_kwargs"] == {"list_tools": False}
+    assert (found.reward, found.components) == (1.0, {"right": 1.0})
+
+
+def test_the_conversations_of_its_warm_start_show_the_call_that_answers(tmp_path: Path) -> None:
+    from examples import calculator
+
+    path = tmp_path / "calls.jsonl"
+    subprocess.run([sys.executable, ROOT / "examples" / "calculator.py", path, "20"], check=True, timeout=60)
+    lines = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    assert len(lines) == 20
+    for question, call, answer, said in lines:
+        written = json.loads(call["tool_calls"][0]["function"]["arguments"])["e"]
+        assert question["content"] == f"{written} =" and answer["content"] == said["content"] == str(eval(written))
+    assert calculator.calc("2 * -3 + 10") == "4"
+    with pytest.raises(ValueError, match="only whole numbers"):
+        calculator.calc("2 ** 99")
+    assert calculator.expression(random.Random(1), num_terms=3).count(" ") == 4
