@@ -6,7 +6,7 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.environments.test_crew import Recorder, Session
 
 from midflight.environments.agents import AgentsHere
 from midflight.environments.crew import Crew
+from midflight.environments.scoring import Unjudged
 from midflight.errors import AgentFailed, ConfigError, first_error
 from midflight.run.api.worker_routes import WorkerRoutes
 from midflight.run.heart import Situation
@@ -74,15 +75,15 @@ class Told:
         self.messages.append(message)
 
 
-def with_worker(main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str = TOKEN) -> None:
+def with_worker(main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str = TOKEN, host: Any = None) -> None:
     async def run() -> None:
         crew = Crew(Recorder())
         with listen("127.0.0.1", 0) as listener:
             spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token, "{}")
             app = Starlette(routes=[*WorkerRoutes(crew, token=TOKEN).routes()])
-            host = AgentsHere(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
+            agents = host or AgentsHere(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
             async with HttpClient(spec.url, lost=PartLost, token=token) as http:
-                worker = Worker(spec.name, host, http, LoopWatch(spec, asyncio.get_running_loop()), cancels=True)
+                worker = Worker(spec.name, agents, http, LoopWatch(spec, asyncio.get_running_loop()), cancels=True)
                 told = Told()
                 await serve_while(main(crew), serve_app(app, listener, ready=lambda: None), worker.run(told))  # type: ignore[arg-type]
                 assert told.messages == [Ready()]
@@ -177,3 +178,34 @@ def test_without_the_workers_token_nothing_opens() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         with_worker(main, token="some-other-token-of-a-test")
     assert isinstance(first_error(caught.value), PartLost)
+
+
+class ScoresGroups(AgentsHere):
+    """Its agents are scored beside the others of their group."""
+
+    def __init__(self) -> None:
+        super().__init__(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
+
+    async def run(self, task: Task, session: object) -> Unjudged:
+        return Unjudged([{"role": "assistant", "content": task.id}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5})
+
+    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> list[Result]:
+        if task.id == "broken":
+            raise LookupError("no judge")
+        best = max(str(attempt.messages[-1]["content"]) for attempt in attempts)
+        return [
+            Result(float(attempt.messages[-1]["content"] == best), attempt.components, attempt.metrics, (), attempt.fields)
+            for attempt in attempts
+        ]
+
+
+def test_attempts_of_a_group_come_back_whole_and_are_scored_together_in_a_worker() -> None:
+    async def main(crew: Crew) -> None:
+        attempts = [await crew.run(Task(name, "s", {}), Session(name)) for name in ("a", "b")]
+        assert attempts[0] == Unjudged([{"role": "assistant", "content": "a"}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5})
+        found = await crew.judge(Task("a", "s", {}), attempts)  # type: ignore[arg-type]
+        assert found == [Result(reward, {"short": 0.5}, {"m": 2.0}, (), {"f": [1]}) for reward in (0.0, 1.0)]
+        with pytest.raises(AgentFailed, match="LookupError: no judge"):
+            await crew.judge(Task("broken", "s", {}), attempts)  # type: ignore[arg-type]
+
+    with_worker(main, host=ScoresGroups())

@@ -68,7 +68,7 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
         if self.judged is not None:
             return [Result(**each) for each in self.judged]
         if self.unjudged is not None:
-            return Unjudged(**self.unjudged)
+            return Unjudged(**{**self.unjudged, "turns": tuple(self.unjudged["turns"])})
         return Result(self.reward, self.components, self.metrics, self.turns, self.fields)
 
 
