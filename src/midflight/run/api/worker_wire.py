@@ -66,7 +66,7 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
 
     def result(self) -> Result | Unjudged | list[Result]:
         if self.judged is not None:
-            return [Result(**each) for each in self.judged]
+            return [Result(**{**each, "turns": tuple(each["turns"])}) for each in self.judged]
         if self.unjudged is not None:
             return Unjudged(**{**self.unjudged, "turns": tuple(self.unjudged["turns"])})
         return Result(self.reward, self.components, self.metrics, self.turns, self.fields)
