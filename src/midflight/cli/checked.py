@@ -78,10 +78,10 @@ def check_engine(config: Config) -> None:
         check_interpreter(config.engine)
 
 
-def check_new(folder: Path) -> None:
-    """Whether a model may be made in the folder."""
+def check_new(folder: Path, *, making: str = "a model") -> None:
+    """Whether something may be made in the folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"making a model in {str(folder)!r}: it exists and is not empty; choose another folder")
+        raise ConfigError(f"making {making} in {str(folder)!r}: it exists and is not empty; choose another folder")
 
 
 def preflight(config: Config, *, objects: bytes = given.NOTHING) -> Findings:

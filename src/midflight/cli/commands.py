@@ -264,6 +264,21 @@ def check_model(
     return 0 if all(right for right, _ in found) else FAILED
 
 
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.", metavar="DIR")],
+    debug: Debug = False,
+) -> int:
+    """Makes a project to start one's own from: data, rewards, an environment, a test, and a configuration that trains as it is."""
+    from midflight.cli import checked
+    from midflight.cli.project import write_project
+
+    checked.check_new(folder, making="a project")
+    files = write_project(folder)
+    typer.echo(f"made {folder} with {', '.join(files)}; train it: cd {folder} && midflight train run.toml")
+    return 0
+
+
 @app.callback(invoke_without_command=True)
 def version(
     show: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
