@@ -141,6 +141,12 @@ def test_engine_gets_its_address(launch: Launch, model: Path) -> None:
     assert launch.calls[0][2] == {"host": "127.0.0.1", "port": 9001, "token": None}
 
 
+def test_an_evaluation_without_held_out_tasks_is_refused(launch: Launch, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = [word for i in range(2) for word in ("--set", f"environment.sources.{i}.heldout=0")]
+    assert main(["evaluate", str(model), "--config", DEMO, *nothing, "--set", "warm_start.target_accuracy=none"]) == 2
+    assert "no source holds tasks out, so there is nothing to evaluate on" in capsys.readouterr().err and launch.calls == []
+
+
 def test_servers_of_other_people_are_chosen_or_attached_by_options(launch: Launch, model: Path) -> None:
     words = ["--model", str(model), "--engine", "vllm", "--engine-url", "http://a:1"]
     assert main(["serve", *words, "--engine-url", "http://b:1"]) == 0
