@@ -24,6 +24,8 @@ from midflight.errors import ConfigError
             ["weights.every=6"],
             "weights.every (6) leaves the last step before a publication tokens that are 5 versions old, and rollout.max_staleness is 4",
         ),
+        (["environment.top_p=0.9", "correction.sampling_masks=false"], "leave nothing to train with correction.sampling_masks = false"),
+        (["environment.top_k=5", "distillation.teacher=x"], "leave nothing to train with distillation.teacher"),
         (["environment.top_p=0.9", "engine.kind=vllm"], 'which engine.kind = "vllm" does not say; remove them'),
         (["weights.every=2", "rollout.max_staleness=0"], "lower weights.every to at most 1"),
         (["model.num_heads=3"], "model.num_heads (3) must divide model.hidden_size (128)"),

@@ -14,10 +14,11 @@ from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.plan import EngineLimits, params_for, samples_the_policy
 from midflight.gateway.dialects.exchange import Exchange
-from midflight.gateway.sessions.history import Prompt
+from midflight.gateway.sessions.history import Node, Prompt
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE
 from midflight.testing.virtual_time import run_virtual
+from midflight.trajectories.database import decode_turn, encode_turn
 from midflight.types import (
     Chunk,
     Feature,
@@ -150,9 +151,13 @@ def test_i6_records_stay_with_their_tokens_over_attempts_and_past_a_stop_string(
     turn = answer.close()
     assert (bytes(turn.output_ids), turn.kept, turn.num_overshoot) == (b"abcEND", (b"1", b"2", b"3", b"4", b"5", b"6"), 1)
     assert turn.policy_sampled
+    # I8: a turn that was complete before a crash comes back from the store with them, and from a session that begins again.
+    stored = decode_turn(encode_turn(turn))
+    assert stored == turn
     again = answer_of(SamplingParams(max_tokens=9, top_p=0.9))
-    again.replay(turn)
-    assert again.close().kept == turn.kept
+    again.replay(stored)
+    assert again.close().kept == turn.kept and again.turn.policy_sampled
+    assert Node.of(Prompt((65, 66), None), turn, reply="abc", request=0).turn.kept == turn.kept
 
 
 def test_a_turn_of_which_an_engine_left_records_out_is_context_and_a_chunk_out_of_step_is_nonsense() -> None:

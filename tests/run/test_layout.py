@@ -11,9 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tests.run.test_routes import one_batch
 
+from midflight.config import load_config
+from midflight.errors import ConfigError
 from midflight.run.api.session_routes import batch_as_lists
+from midflight.run.launcher.launch import rollouts
 from midflight.trajectories.packing import to_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "foreign-trainers.md"
@@ -62,3 +66,10 @@ def test_the_page_shows_the_fields_that_the_lists_have() -> None:
     assert set(shown) == set(lists.__struct_fields__)
     assert set(shown["rows"][0]) == set(lists.rows[0].__struct_fields__)
     assert set(shown["rollouts"][0]) == set(lists.rollouts[0].__struct_fields__)
+
+
+def test_a_run_whose_every_turn_is_truncated_is_refused_for_a_trainer_that_does_not_read_what_was_kept(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.folder={tmp_path / 'run'}", "environment.top_p=0.9"])
+    with pytest.raises(ConfigError, match=r"Set correction\.sampling_masks = true if yours does"):
+        rollouts(config, token=None)
+    assert not (tmp_path / "run").exists()

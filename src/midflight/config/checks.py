@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from midflight.config import formulas
 from midflight.config.agent import agent_contradictions
-from midflight.config.derived import batch_bytes, batch_rollouts, context_notes, engine_slots, in_flight, served_dtype
+from midflight.config.derived import batch_bytes, batch_rollouts, context_notes, engine_slots, in_flight, served_dtype, trains_truncated
 from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
 from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
 from midflight.config.sections import Config, EngineSection
@@ -319,6 +319,9 @@ def _not_deterministic(engine: EngineSection) -> str:
 def _places(config: Config) -> Iterator[str]:
     if config.environment.sampling.truncates_the_policy and config.engine.kind != "embedded":
         yield f'environment.top_p, top_k and min_p need to know what was kept, which engine.kind = "{config.engine.kind}" does not say; remove them'
+    if config.environment.sampling.truncates_the_policy and not trains_truncated(config, trainer_is_ours=True):
+        why = "correction.sampling_masks = false" if config.distillation.teacher is None else "distillation.teacher"
+        yield f"environment.top_p, top_k and min_p leave nothing to train with {why}, which keeps such turns out of the loss; remove one of both"
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if not _DEVICE.fullmatch(device):
             yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from midflight import given
+from midflight.config import derived
 from midflight.config.sections import Config
 from midflight.config.sources import source_names
 from midflight.errors import ConfigError, disk_full, every_error, first_error
@@ -233,6 +234,9 @@ def train(
 
 def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> int:
     """Engines, gateway and rollouts for a trainer that somebody else brings, until it has finished, or until Ctrl-C."""
+    if config.environment.sampling.truncates_the_policy and not derived.trains_truncated(config, trainer_is_ours=False):
+        raise ConfigError("environment.top_p, top_k and min_p leave nothing to train for a trainer that does not read `kept`. Set "
+                          "correction.sampling_masks = true if yours does, or remove them.")  # fmt: skip
     model = _model(config.model.path, "set model.path to a Hugging Face model folder; `midflight new-model DIR` makes one to try with")
     chosen = control_token(token)
     folder = Path(config.run.folder)

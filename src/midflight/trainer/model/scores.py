@@ -48,16 +48,17 @@ class Kept:
         return Kept(self.ids[np.repeat(self.offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])], offsets)
 
     def cut(self, logits: Float[Tensor, "k V"], part: slice | None = None) -> Float[Tensor, "k V"]:
-        """Logits of all predictions, or of `part` of them, without those of ids that were cut off. Those are masked in place without a gradient."""
+        """Logits of all predictions, or of `part` of them, without those of ids that were cut off. Without gradients in place."""
         first, last, _ = (part or slice(None)).indices(len(self.offsets) - 1)
         counts = np.diff(self.offsets[first : last + 1])
         if not counts.any():
             return logits
-        outside = torch.from_numpy(counts > 0).to(logits.device)[:, None].repeat(1, logits.shape[1])
-        rows = np.repeat(np.arange(last - first), counts)
-        ids = self.ids[self.offsets[first] : self.offsets[last]]
-        outside[torch.from_numpy(rows).to(logits.device), torch.from_numpy(ids).to(logits.device)] = False
-        return logits.masked_fill(outside, CUT) if logits.requires_grad else logits.masked_fill_(outside, CUT)
+        rows = torch.from_numpy(np.repeat(np.arange(last - first), counts)).to(logits.device)
+        ids = torch.from_numpy(self.ids[self.offsets[first] : self.offsets[last]]).to(logits.device)
+        kept = logits[rows, ids]
+        if not logits.requires_grad and counts.all():
+            return logits.fill_(CUT).index_put_((rows, ids), kept)
+        return logits.masked_fill(torch.from_numpy(counts > 0).to(logits.device)[:, None], CUT).index_put((rows, ids), kept)
 
 
 def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
