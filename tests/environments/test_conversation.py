@@ -7,7 +7,7 @@ from tests.environments import some_tools
 
 from midflight.errors import BadReward, EnvironmentFailed, TaskFieldMissing
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Task
+from midflight.types import Result, Task
 from midflight.wire.client import Answered
 
 from .talking import Gateway, result, says
@@ -172,3 +172,41 @@ def test_i10_a_reward_that_returns_text_names_task_file_line_function_and_remedy
 def test_i10_a_task_without_the_column_that_a_reward_needs_is_not_scored():
     with pytest.raises(TaskFieldMissing, match=r"wants_more .* needs the column 'difficulty', and the task has answer, question; add it"):
         run(Gateway([says("5")]), rewards=[{"entry": f"{TOOLS}:wants_more"}])
+
+
+class Left:
+    def reset(self) -> str:
+        return " go left"
+
+    def step_left(self) -> str:
+        return "left"
+
+    def reward(self) -> float:
+        return 1.0
+
+
+class Right:
+    environment_name = "right"
+
+    def reset(self) -> str:
+        return " go right"
+
+    def step_right(self) -> str:
+        return "right"
+
+    def reward(self) -> float:
+        return 2.0
+
+
+def test_of_several_environments_with_state_the_task_names_one_whose_tools_alone_are_shown() -> None:
+    tools = [f"{__name__}:Left", f"{__name__}:Right"]
+
+    async def main() -> tuple[Result, Gateway]:
+        gateway = Gateway([says("", ("step_right", {})), says("done")])
+        return await result(gateway, Task("1", "s", {"question": "?", "environment": "right"}), tools=tools), gateway
+
+    found, gateway = run_virtual(main, seed=0)
+    assert found.reward == 2.0 and gateway.asked[0]["messages"][-1]["content"] == "? go right"
+    assert [tool["function"]["name"] for tool in gateway.asked[0]["tools"]] == ["step_right"]
+    with pytest.raises(TaskFieldMissing, match=r"has 'up' in the column 'environment', which must name one of Left, right"):
+        run_virtual(lambda: result(Gateway([says("x")]), Task("1", "s", {"question": "?", "environment": "up"}), tools=tools), seed=0)

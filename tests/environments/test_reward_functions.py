@@ -53,7 +53,7 @@ def test_a_column_that_no_source_has_is_refused_with_file_line_function_and_reme
         ({"tools": [f"{MADE}:NOT_CALLABLE"]}, "which cannot be called"),
         ({"tools": [f"{MADE}:ad"]}, "Did you mean 'add'?"),
         ({"tools": [f"{MADE}:add", f"{MADE}:add"]}, "two tools called 'add'"),
-        ({"tools": [f"{MADE}:Counter", f"{MADE}:Counter"]}, "two environments with state"),
+        ({"tools": [f"{MADE}:Counter", f"{MADE}:Counter"]}, "two environments with state called Counter"),
         ({"tools": [f"{MADE}:NeedsAnArgument"]}, "cannot be made without arguments"),
         ({"rewards": [{"entry": f"{MADE}:NOT_CALLABLE"}]}, "which cannot be called; a reward is"),
         ({"rewards": [{"entry": f"{MADE}:corect"}]}, "Did you mean 'correct'?"),

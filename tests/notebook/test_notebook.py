@@ -47,7 +47,18 @@ except ConfigError as error:
 print("again", Trainer(environment=agent, steps=1, folder="run", config=config, overwrite=True).train().steps)
 """
 LIVE = """
-live = Trainer(environment=agent, steps=3, folder="live", config=config).start()
+rows = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(20) for b in range(10)]
+bonus = 0.5
+
+def near(completions, answer):
+    return [bonus * -abs(len(completion) - len(right)) for completion, right in zip(completions, answer)]
+
+def add(a: int, b: int) -> int:
+    'Adds two numbers.'
+    return a + b
+
+own = {"model": config["model"] | {"max_context": 1024}, "environment": {"max_tokens": 6}, "rollout": config["rollout"]}
+live = Trainer(data=rows, prompt="{question}", rewards=[(near, 2.0)], tools=[add], steps=3, folder="live", config=own).start()
 print("live", [line.step for line in live.metrics()], live.wait().steps)
 print("frame", list(live.frame().index), live.frame()["train/grad_norm"].notna().all())
 """

@@ -53,14 +53,13 @@ class BuiltInLoop:
         classes = [
             StatefulClass(each, where="environment.entry" if stateful else "environment.tools") for each in found if isinstance(each, type)
         ]
-        if len(classes) > 1:
-            raise ConfigError(
-                f"environment.tools has two environments with state, {classes[0].name} and {classes[1].name}; make one of them."
-            )
-        self._class = classes[0] if classes else None
+        self._classes = {each.name: each for each in classes}
+        if len(self._classes) < len(classes):
+            raise ConfigError(f"environment.tools has two environments with state called {classes[0].name}; rename one.")
         self._functions = [each for each in found if isinstance(each, CallableTool)]
-        self._check_names([*self._functions, *(self._class.tools if self._class else [])])
-        if not self.rewards.functions and not (self._class and self._class.scores):
+        for of_one in [each.tools for each in classes] or [[]]:
+            self._check_names([*self._functions, *of_one])
+        if not self.rewards.functions and not (classes and all(each.scores for each in classes)):
             raise ConfigError(
                 "nothing scores the rollouts: name a function in [[environment.rewards]], or give the environment a `reward`."
             )
@@ -94,7 +93,8 @@ class BuiltInLoop:
     async def run(self, task: Task, session: SessionHandle) -> Result | Unjudged:
         """Waits for answers, tools and rewards; ended by its caller."""
         async with AsyncExitStack() as open_now:
-            episode = self._class.made() if self._class else None
+            stateful = self._class_of(task)
+            episode = None if stateful is None else stateful.made()
             if episode is not None:
                 open_now.push_async_callback(episode.close)
             servers = await open_now.enter_async_context(self._servers.of_rollout())
@@ -105,6 +105,18 @@ class BuiltInLoop:
             await self._converse(attempt, session, toolbox)
             attempt.metrics |= toolbox.metrics() if tools else {}
             return await self._scored(attempt, episode)
+
+    def _class_of(self, task: Task) -> StatefulClass | None:
+        """Of several the one that the task's column `environment` names. `TaskFieldMissing` where it names none of them."""
+        if len(self._classes) < 2:
+            return next(iter(self._classes.values()), None)
+        if (found := self._classes.get(str(task.data.get("environment")))) is None:
+            names = ", ".join(self._classes)
+            raise TaskFieldMissing(
+                f"task {task.id} of {task.source} has {task.data.get('environment')!r} in the column 'environment', which must name one of "
+                f"{names}: there are several environments with state; correct the row."
+            )
+        return found
 
     async def _begun(self, task: Task, episode: Episode | None) -> Dialogue:
         messages = task.messages
@@ -153,7 +165,7 @@ class BuiltInLoop:
 
     async def _scored(self, attempt: Dialogue, episode: Episode | None) -> Result | Unjudged:
         components = dict(await self.rewards.score(attempt))
-        if episode is not None and self._class is not None and self._class.scores:
+        if episode is not None and episode.scores:
             values = {**attempt.columns, "task": attempt.task, "messages": attempt.messages, "completion": attempt.completion}
             components |= _named("environment", await episode.reward(values, attempt.task))
         return await completed(self.rewards, attempt, components)
@@ -209,7 +221,7 @@ class StatefulClass:
 
     def __init__(self, found: type, *, where: str) -> None:
         """`ConfigError` names file, line and function if it cannot be used."""
-        self.found, self.name = found, found.__name__
+        self.found, self.name = found, str(getattr(found, "environment_name", found.__name__))
         try:
             inspect.signature(found).bind()
         except TypeError as error:
@@ -232,6 +244,10 @@ class Episode:
     def __init__(self, instance: Any, of: StatefulClass) -> None:
         self.instance, self._of = instance, of
         self.tools = [tool.bound_to(instance) for tool in of.tools]
+
+    @property
+    def scores(self) -> bool:
+        return self._of.scores
 
     async def reset(self, task: Task) -> str | None:
         """Waits for it. What it returns is shown to the model after the prompt."""

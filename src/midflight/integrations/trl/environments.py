@@ -18,13 +18,18 @@ def environment_class(factory: Factory, *, name: str | None = None) -> type:
     found = factory if inspect.isclass(factory) else type(factory())
     if not callable(getattr(found, "reset", None)):
         raise ConfigError(f"environment_factory makes a {found.__name__} without `reset`; define it: it begins an episode.")
-    body: dict[str, Any] = {"__init__": _making(factory), "reset": _reset, "__doc__": found.__doc__, "__module__": found.__module__}
+    body: dict[str, Any] = {
+        "__init__": _making(factory),
+        "reset": _resetting(without="environment" if name else ""),
+        "__doc__": found.__doc__,
+        "__module__": found.__module__,
+    }
     for tool, method in inspect.getmembers(found, predicate=inspect.isfunction):
         if not tool.startswith("_") and tool not in NOT_TOOLS:
             body[tool] = _passed_on(tool, method)
     if callable(getattr(found, "get_reward", None)):
         body["reward"] = _reward
-    return type(name or found.__name__, (), body)
+    return type(found.__name__, (), body | ({} if name is None else {"environment_name": name}))
 
 
 def _making(factory: Factory) -> Callable[[Any], None]:
@@ -34,12 +39,15 @@ def _making(factory: Factory) -> Callable[[Any], None]:
     return __init__
 
 
-def _reset(self: Any, **row: Any) -> Any:
-    """Calls it with what it names of the row; with all of the row where it takes what comes."""
-    row.pop("task", None)
-    parameters = inspect.signature(self.made.reset).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return self.made.reset(**(row if takes_all else {name: value for name, value in row.items() if name in parameters}))
+def _resetting(*, without: str) -> Callable[..., Any]:
+    def reset(self: Any, **row: Any) -> Any:
+        """Calls it with what it names of the row; with all of the row where it takes what comes."""
+        given = {name: value for name, value in row.items() if name not in ("task", without)}
+        parameters = inspect.signature(self.made.reset).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return self.made.reset(**(given if takes_all else {name: value for name, value in given.items() if name in parameters}))
+
+    return reset
 
 
 def _reward(self: Any) -> Any:
