@@ -80,7 +80,7 @@ def slot_rows(slots: Tensor, positions: Tensor, *, num_heads: int, context: int)
 
 ATTENTION: Final = "midflight_slots"
 """Name under which `transformers` finds `slot_attention`."""
-_UNKNOWN: Final = ("position_bias", "indices", "block_indices")
+_UNKNOWN: Final = frozenset({"position_bias", "indices", "block_indices"})
 """Options that change the attention weights themselves; ignoring one would serve another model."""
 
 
@@ -155,17 +155,13 @@ STEP: Final[ContextVar[StepPlaces | None]] = ContextVar("midflight_step", defaul
 
 
 class Weighing(NamedTuple):
-    """How an attention's weights differ from softmax(scale q k), if they do."""
+    """How an attention's weights differ from softmax(scale q k)."""
 
     scale: float | None
     softcap: float | None
     """c tanh(score / c) in place of the score (Gemma 2)."""
     sinks: Tensor | None
     """[heads] a logit per head that takes part in the softmax and has no value (gpt-oss)."""
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
 
 
 def slot_attention(
@@ -184,14 +180,14 @@ def slot_attention(
 
     Outside an engine step the model attends as it does with `sdpa`, so that the same model also trains and evaluates.
     """
-    step, weighing = STEP.get(), Weighing(scaling, softcap, s_aux)
+    step = STEP.get()
+    weighing = None if softcap is None and s_aux is None else Weighing(scaling, softcap, s_aux)
     if step is None:
-        if not weighing.is_plain:
+        if weighing is not None:
             return _weighed_outside(query, key, value, attention_mask, weighing), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options)  # pyright: ignore[reportArgumentType]
-    for name in _UNKNOWN:
-        if options.get(name) is not None:
-            raise NotSupported(f"running the model: its attention uses {name!r}, which the embedded engine does not compute")
+    if not _UNKNOWN.isdisjoint(options) and (used := [name for name in _UNKNOWN if options.get(name) is not None]):
+        raise NotSupported(f"running the model: its attention uses {used[0]!r}, which the embedded engine does not compute")
     layer, num_heads = int(module.layer_idx), key.shape[1]  # pyright: ignore[reportArgumentType]
     if num_heads not in step.rows:
         step.rows[num_heads] = slot_rows(step.slots, step.positions, num_heads=num_heads, context=step.cache.context)
@@ -202,14 +198,18 @@ def slot_attention(
         reach = Reach(sliding_window, reach.chunk)
     queries, outputs = query[0].transpose(0, 1), list[Tensor]()
     for bucket in step.buckets:
-        outputs.append(_attend(queries[bucket.start : bucket.end], place, step.cache, bucket, weighing=weighing, reach=reach))
+        outputs.append(
+            _attend(queries[bucket.start : bucket.end], place, step.cache, bucket, scale=scaling, weighing=weighing, reach=reach)
+        )
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 _EVERYWHERE: Final = Reach()
 
 
-def _attend(queries: Tensor, place: Place, cache: KvCache, bucket: Bucket, *, weighing: Weighing, reach: Reach) -> Tensor:
+def _attend(
+    queries: Tensor, place: Place, cache: KvCache, bucket: Bucket, *, scale: float | None, weighing: Weighing | None, reach: Reach
+) -> Tensor:
     if bucket.rows is not None:
         queries = queries[bucket.rows]
     if reach not in bucket.masks:
@@ -218,17 +218,17 @@ def _attend(queries: Tensor, place: Place, cache: KvCache, bucket: Bucket, *, we
     mask = bucket.masks[reach]
     num, length = bucket.positions.shape
     heads, kv_heads = queries.shape[1], keys.shape[1]
-    if not weighing.is_plain:
+    if weighing is not None:
         split = queries.reshape(num, length, heads, -1).transpose(1, 2)
         out = weighed(split, keys, values, mask=mask, weighing=weighing).transpose(1, 2).reshape(num * length, heads, -1)
     elif length == 1:
         # The query heads that share a key head stand where queries stand: no key is repeated.
         grouped = queries.reshape(num, kv_heads, heads // kv_heads, -1)
         mask = mask.expand(-1, -1, heads // kv_heads, -1)
-        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=weighing.scale).reshape(num, heads, -1)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(num, heads, -1)
     else:
         split = queries.reshape(num, length, heads, -1).transpose(1, 2)
-        out = scaled_dot_product_attention(split, keys, values, attn_mask=mask, scale=weighing.scale, enable_gqa=heads != kv_heads)
+        out = scaled_dot_product_attention(split, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
         out = out.transpose(1, 2).reshape(num * length, heads, -1)
     return out if bucket.picks is None else out[bucket.picks]
 
