@@ -157,6 +157,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 """The names that configurations have for how many a layer has."""
 
 
+def num_choices_of(folder: Path) -> int:
+    """Experts that a token of a mixture is sent to, of all layers, as its servers count them; 0 where its configuration does not say."""
+    config = _text(read_config(folder))
+    return _int(config, "num_hidden_layers", 0) * _int(config, "num_experts_per_tok", 0)
+
+
 def num_experts_of(folder: Path) -> int:
     """Of a layer of a mixture; 0 for other models."""
     config = _text(read_config(folder))

@@ -29,7 +29,7 @@ def sglang(numbers: np.ndarray, *, finish: str | None = "length", num_experts: i
         "routed_experts": base64.b64encode(numbers.astype("<i4").tobytes()).decode(),
     }
     event = json.dumps({"output_ids": [5, 6], "meta_info": meta}).encode()
-    return SglangReader(ask("abc"), num_experts=num_experts).read(event).experts
+    return SglangReader(ask("abc"), num_experts=num_experts, num_choices=4).read(event).experts
 
 
 def vllm(numbers: np.ndarray, *, num_experts: int = 8) -> UInt8 | None:

@@ -173,11 +173,11 @@ class EventTokens:
     """On the last piece of a server that records them: packed, of prompt and output but their last token"""
 
 
-def recorded_experts(encoded: str, *, num_tokens: int | None, num_experts: int) -> UInt8:
-    """A server's base64 of int32, or of numpy's own format, as [T, bytes] of `Row.experts`. `num_tokens`: T, where they do not say it."""
+def recorded_experts(encoded: str, *, num_choices: int | None, num_experts: int) -> UInt8:
+    """A server's base64 of int32, `num_choices` for each token, or of numpy's own format, as [T, bytes] of `Row.experts`."""
     data, kind = base64.b64decode(encoded), "u1" if num_experts <= 256 else "<u2"
     try:
-        numbers = np.load(BytesIO(data), allow_pickle=False) if num_tokens is None else np.frombuffer(data, "<i4").reshape(num_tokens, -1)
+        numbers = np.load(BytesIO(data), allow_pickle=False) if num_choices is None else np.frombuffer(data, "<i4").reshape(-1, num_choices)
         return np.ascontiguousarray(numbers.reshape(len(numbers), -1).astype(kind)).view(np.uint8)
     except ValueError as error:
         raise EngineUnavailable(f"reading a server's record of experts: {error}. Set correction.routing_replay = false.") from error

@@ -76,9 +76,9 @@ class SglangReader:
     """An event has all tokens so far, or with incremental streaming those since the last one, which an abort repeats: how many are
     new is said by `completion_tokens` alone."""
 
-    def __init__(self, request: GenerateRequest, *, num_experts: int = 0) -> None:
-        """`num_experts`: of a mixture whose choices it records."""
-        self._num_tops, self._num_prompt, self._num_experts = request.sampling.top_logprobs, len(request.input_ids), num_experts
+    def __init__(self, request: GenerateRequest, *, num_experts: int = 0, num_choices: int = 0) -> None:
+        """`num_experts`: of a mixture whose choices it records, `num_choices` for each token."""
+        self._num_tops, self._num_experts, self._num_choices = request.sampling.top_logprobs, num_experts, num_choices
         self._num_tokens = 0
 
     def read(self, event: bytes) -> EventTokens:
@@ -106,8 +106,7 @@ class SglangReader:
         """It sends what it has so far with every event; only the last one has all."""
         if meta.finish_reason is None or meta.routed_experts is None or not self._num_experts:
             return None
-        num_tokens = self._num_prompt + meta.completion_tokens - 1
-        return recorded_experts(meta.routed_experts, num_tokens=num_tokens, num_experts=self._num_experts)
+        return recorded_experts(meta.routed_experts, num_choices=self._num_choices, num_experts=self._num_experts)
 
     def _num_new(self, meta: _Meta, *, num_ids: int) -> int:
         """Of an abort that does not bring them, none: they are lost, and made again where the request is resumed."""
@@ -148,12 +147,21 @@ def _finish(said: _SglangFinish) -> Finish:
 class SglangServer:
     """Implements `Server`."""
 
-    def __init__(self, *, vocab_size: int, max_running: int, max_context: int, deterministic: bool = False, num_experts: int = 0) -> None:
-        """`num_experts`: of a mixture's layer, where it is to say which ones it chose."""
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_running: int,
+        max_context: int,
+        deterministic: bool = False,
+        num_experts: int = 0,
+        num_choices: int = 0,
+    ) -> None:
+        """`num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token."""
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
         self._deterministic = deterministic
         """Its noise is then a function of seed and position, as ours is, so that it survives a resume."""
-        self._num_experts, self._records = num_experts, False
+        self._num_experts, self._num_choices, self._records = num_experts if num_choices else 0, num_choices, False
         self._room = max_context
         self._overlaps = True
 
@@ -222,7 +230,7 @@ class SglangServer:
         }
 
     def reader(self, request: GenerateRequest) -> SglangReader:
-        return SglangReader(request, num_experts=self._num_experts if self._records else 0)
+        return SglangReader(request, num_experts=self._num_experts if self._records else 0, num_choices=self._num_choices)
 
     async def abort(self, client: ServerClient, request_id: str) -> None:
         await client.post("/abort_request", {"rid": request_id})

@@ -103,7 +103,7 @@ class VllmReader:
     def _experts(self, encoded: str | None) -> types.UInt8 | None:
         if encoded is None or not self._num_experts:
             return None
-        return recorded_experts(encoded, num_tokens=None, num_experts=self._num_experts)
+        return recorded_experts(encoded, num_choices=None, num_experts=self._num_experts)
 
     def _likeliest(self, content: _Content) -> tuple[tuple[int, float], ...]:
         """vLLM puts the sampled token first, and the rest of one more than was asked for after it."""

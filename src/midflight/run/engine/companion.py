@@ -31,7 +31,7 @@ from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
-from midflight.models.sizes import num_experts_of, sizes_of
+from midflight.models.sizes import num_choices_of, num_experts_of, sizes_of
 from midflight.run.engine import leash
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
@@ -82,8 +82,7 @@ async def speak_for_server(
     What is needed of the model is read before anything is started. Until the server is attached, clients wait in the socket.
     """
     first = await asyncio.to_thread(write_first, model, staging)
-    tokenizer = Tokenizer.load(model)
-    wire = _wire(config, vocab_size=sizes_of(model).vocab_size, num_experts=_recorded_experts(config, model))
+    tokenizer, wire = Tokenizer.load(model), _wire(config, model)
     server = started(config, first, name=name, version=version) if url is None else attached(config.engine, url, name=name)
     async with server as running:
         engine = ServerEngine(
@@ -107,10 +106,12 @@ async def _run(engine: ServerEngine) -> None:
         raise RunFailed(str(error)) from error
 
 
-def _wire(config: Config, *, vocab_size: int, num_experts: int) -> Server:
-    given = {"vocab_size": vocab_size, "max_running": config.engine.max_running, "num_experts": num_experts}
+def _wire(config: Config, model: Path) -> Server:
+    num_experts = _recorded_experts(config, model)
+    given = {"vocab_size": sizes_of(model).vocab_size, "max_running": config.engine.max_running, "num_experts": num_experts}
     if config.engine.kind == "vllm":
         return VllmServer(**given)
+    given["num_choices"] = num_choices_of(model)
     return SglangServer(**given, max_context=config.model.max_context, deterministic=config.engine.deterministic)
 
 
