@@ -20,11 +20,11 @@ from midflight.trainer.model.scores import Kept, token_scores
 from midflight.types.kept import unpack_kept
 
 CASES = (
-    ("top_k 20", {"top_k": 20}),
-    ("min_p 0.05", {"min_p": 0.05}),
-    ("top_p 0.95", {"top_p": 0.95}),
-    ("top_p 0.95, top_k 50, min_p 0.01", {"top_p": 0.95, "top_k": 50, "min_p": 0.01}),
-    ("top_p 0.999", {"top_p": 0.999}),
+    ("top-k 20", 1.0, 20, 0.0),
+    ("min-p 0.05", 1.0, 0, 0.05),
+    ("top-p 0.95", 0.95, 0, 0.0),
+    ("top-p 0.95, top-k 50, min-p 0.01", 0.95, 50, 0.01),
+    ("top-p 0.999", 0.999, 0, 0.0),
 )
 WIDTH = 64
 """Of the hidden states that are scored."""
@@ -43,8 +43,8 @@ def main() -> None:
         "| truncation | ids kept, mean (most) | bytes a token, mean (most) | sampling ms a step | with records | scores and gradient ms | over the sets | largest difference, nats | without the sets |"
     )
     print("|---|---|---|---|---|---|---|---|---|")  # fmt: skip
-    for name, truncation in CASES:
-        print(row(name, settings(o.rows, **truncation), logits, hidden, weight, rounds=o.rounds), flush=True)
+    for name, top_p, top_k, min_p in CASES:
+        print(row(name, settings(o.rows, top_p=top_p, top_k=top_k, min_p=min_p), logits, hidden, weight, rounds=o.rounds), flush=True)
 
 
 def row(name: str, plain: SamplingBatch, logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, *, rounds: int) -> str:
@@ -88,7 +88,7 @@ def head(vocabulary: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
-def settings(rows: int, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> SamplingBatch:
+def settings(rows: int, *, top_p: float, top_k: int, min_p: float) -> SamplingBatch:
     return SamplingBatch(
         temperature=np.ones(rows),
         top_p=np.full(rows, top_p),
