@@ -66,9 +66,9 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
 
     def result(self) -> Result | Unjudged | list[Result]:
         if self.judged is not None:
-            return [Result(**{**each, "turns": tuple(each["turns"])}) for each in self.judged]
+            return [Result(**_heard(each)) for each in self.judged]
         if self.unjudged is not None:
-            return Unjudged(**{**self.unjudged, "turns": tuple(self.unjudged["turns"])})
+            return Unjudged(**_heard(self.unjudged))
         return Result(self.reward, self.components, self.metrics, self.turns, self.fields)
 
 
@@ -101,3 +101,8 @@ class LoopBlocked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 encode = msgspec.json.Encoder().encode
 decode_for_worker = msgspec.json.Decoder(RunAgent | CancelAgent).decode
 decode_from_worker = msgspec.json.Decoder(Joined | BeatOfLoop | AgentEnded).decode
+
+
+def _heard(said: dict[str, Any]) -> dict[str, Any]:
+    """What JSON made of it had a list in the place of a tuple."""
+    return {**said, "turns": tuple(said["turns"])}
