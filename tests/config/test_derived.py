@@ -222,9 +222,18 @@ def test_the_loss_is_printed_as_what_it_is(overrides: list[str], expected: str) 
     assert expected in "\n".join(effective_loss(load_config(None, overrides)))
 
 
+SIZES = {
+    "vocab_size": 262,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
 def folder_of_model(folder: Path, **fields: object) -> Path:
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 262, **sizes, "max_position_embeddings": 4096, **fields}))
+    (folder / "config.json").write_text(json.dumps({**SIZES, "max_position_embeddings": 4096, **fields}))
     return folder
 
 
@@ -233,7 +242,7 @@ def test_the_context_is_the_folders_own_unless_it_is_given(tmp_path: Path) -> No
     assert load_config(None, [f"model.path={path}"]).model.max_context == 4096
     assert load_config(None, [f"model.path={path}", "model.max_context=300"]).model.max_context == 300
     assert load_config(None, []).model.max_context == load_config(None, [f"model.path={tmp_path}/nowhere"]).model.max_context == 256
-    nested = folder_of_model(tmp_path, max_position_embeddings=None, text_config={"max_position_embeddings": 512})
+    nested = folder_of_model(tmp_path, text_config={**SIZES, "max_position_embeddings": 512})
     assert load_config(None, [f"model.path={nested}"]).model.max_context == 512
     assert load_config(None, [f"model.path={folder_of_model(tmp_path, max_position_embeddings=128)}"]).model.max_context == 128
 
