@@ -56,7 +56,7 @@ def step(line):
     heard.append(line.step)
     if line.step == 3 and heard.count(3) == 1:
         trainer.stop()
-trainer = Trainer(environment=agent, steps=6, folder="run", config=SMALL, on_step=step,
+trainer = Trainer(environment=agent, steps=40, folder="run", config=SMALL, on_step=step,
                   on_evaluation=lambda line: heard.append("evaluation"), on_checkpoint=lambda line: heard.append("checkpoint"),
                   on_end=lambda summary: heard.append("end"))
 stopped = trainer.train()
@@ -78,9 +78,9 @@ print(json.dumps({
     heard = said["heard"]
     assert isinstance(heard, list) and heard[0] == "evaluation" and heard.count("end") == 2 and heard[-1] == "end"
     assert "checkpoint" in heard and [word for word in heard if word in (1, 2, 3)][:3] == [1, 2, 3]
-    assert isinstance(said["stopped"], int) and 3 <= said["stopped"] < 6
+    assert isinstance(said["stopped"], int) and 3 <= said["stopped"] < 40
     assert "run that can go on" in str(said["refused"]) and "resume=True" in str(said["refused"]) and "--" not in str(said["refused"])
-    assert said["steps"] == 6 and said["metrics"] == [1, 2, 3, 4, 5, 6]
+    assert said["steps"] == 40 and said["metrics"] == list(range(1, 41))
     assert said["rewards"] == [0.0] and said["tokens"] == 6 and said["wrote"]
 
 
