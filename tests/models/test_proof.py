@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from midflight.models.load import make_model
 from midflight.models.proof import attention_of, boundaries, eagerly, own_logits, rows_to_try, stand_in
 
 from .zoo import tiny, tiny_config
@@ -51,3 +52,18 @@ def test_a_stand_in_has_every_kind_of_layer_and_few_token_ids(name: str) -> None
     assert text.vocab_size == 512 and text.num_hidden_layers == 2
     kinds = getattr(text, "layer_types", None) or []
     assert set(kinds) == set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+
+
+def test_a_stand_in_of_a_model_of_one_layer_has_one() -> None:
+    model = make_model(
+        vocab_size=262,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        max_context=32,
+        seed=0,
+        dtype="float64",
+    )
+    assert stand_in(model).config.num_hidden_layers == 1

@@ -205,10 +205,10 @@ def stand_in_config(config: PreTrainedConfig, max_context: int | None = None) ->
 
 
 def _cut_layers(text: Any) -> None:
-    """As many of the first layers as hold every kind, at least two. Configurations without a list of kinds keep two."""
+    """As many of the first layers as hold every kind, at least two if there are two. Configurations without a list of kinds keep two."""
     kinds: list[str] | None = getattr(text, "layer_types", None)
     if kinds:
-        count = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
+        count = min(len(kinds), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
         with suppress(AttributeError):  # some make the list themselves, of the number of layers
             text.layer_types = kinds[:count]
         text.num_hidden_layers = count
