@@ -73,7 +73,7 @@ def dppo_tv(d: Inputs) -> Tensor:
 
 def clip_cov(d: Inputs) -> Tensor:
     """verl draws one of the four tokens in the band at random, and here drew the largest, which we always take."""
-    selected = losses.largest_covariance(d.logp, advantage(), share=2e-4, low=1.0, high=5.0)
+    selected = losses.largest_covariance(d.logp, advantage(), share=2e-4, cov_low=1.0, cov_high=5.0)
     return losses.clip_cov(log_r(d).exp(), advantage(), selected=selected, **HIGH)
 
 
