@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
-# Compiled modules are kept, also where the surroundings say otherwise: processes start in half the time.
+# Compiled modules are kept, also where the surroundings say otherwise: collecting the tests a second time takes half the time.
 export PYTHONDONTWRITEBYTECODE =
 # Processes that share the tests: one for each core, where there is memory for it. A file's tests stay together, for what they share.
 WORKERS ?= 2
