@@ -17,7 +17,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from smoke import options_of
 
 from midflight.environments.agents import AgentHost, AgentsHere, SharedClients
 from midflight.environments.rollout import RolloutRunner
+from midflight.environments.scoring import Unjudged
 from midflight.environments.single_turn import AnswersHere, answer
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
@@ -34,7 +35,7 @@ from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.ports import SessionHandle
 from midflight.run.rollout.rollouts import Fates
 from midflight.testing.script import scripted_tokenizer
-from midflight.types import Chunk, Finish, FinishReason, GroupKey, RolloutKey, SamplingParams, Task
+from midflight.types import Chunk, Finish, FinishReason, GroupKey, Result, RolloutKey, SamplingParams, Task
 from midflight.types.facts import unheard
 from midflight.wire.memory import MemoryTransport
 
@@ -60,6 +61,9 @@ class AskedDirectly:
         call = CompletionCall((Messages(({"role": "user", "content": str(task.data["question"])},)),))
         await self._gateway.answers(self._gateway.prepare(opened, call))
         return 0.0
+
+    async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
+        raise AssertionError("an answer's score is 0 here, and nothing is left to judge")
 
     def excused(self, session_id: str) -> float:
         return 0.0

@@ -90,8 +90,9 @@ class RolloutProcess:
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
         rollout = config.rollout
-        completions = Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions)
-        self._record = Observers([*observers, completions.apply, self._alarms().apply]).apply
+        if rollout.show_every:
+            observers.append(Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions).apply)
+        self._record = Observers([*observers, self._alarms().apply]).apply
         self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
         self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
 
