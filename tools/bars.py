@@ -201,7 +201,7 @@ def _journey_rows(root: Path) -> list[Row]:
 
     found = measure(root)
     return [
-        Row("chat: modules", len(found.modules), 44, tuple(f"{name} {number}" for name, number in found.modules.most_common())),
+        Row("chat: modules", len(found.modules), 42, tuple(f"{name} {number}" for name, number in found.modules.most_common())),
         Row("chat: functions", len(found.calls)),
         Row("chat: calls a token", found.calls_per_token, 120),
     ]

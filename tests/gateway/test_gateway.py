@@ -11,8 +11,8 @@ from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.answers.readers import Ongoing
 from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, Text, TokenIds, request_seed
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import FinishReason, Reason, RolloutKey, SamplingParams, Turn
-from midflight.types.facts import SessionEnded, TurnFinished
+from midflight.types import FinishReason, Reason, SamplingParams, Turn
+from midflight.types.facts import SessionEnded, TurnFinished, TurnKept
 
 CHAT = Messages(({"role": "user", "content": "hi"},))
 
@@ -41,8 +41,8 @@ def test_an_answer_is_recorded_and_reported_once() -> None:
 def test_i8_each_completed_turn_of_a_tracked_session_is_told_with_its_number() -> None:
     async def main() -> None:
         gateway = make_gateway(ScriptedGenerator(texts=["yo<|end|>", "ja<|end|>", "no<|end|>"]))
-        told: list[tuple[RolloutKey, int, Turn]] = []
-        gateway.on_turn = lambda key, number, turn: told.append((key, number, turn))
+        told: list[TurnKept] = []
+        gateway.on_turn = told.append
         turns: list[Turn] = []
         for tracked in (True, False):
             handle = gateway.open(KEY, sampling=DEFAULTS, tracked=tracked)
@@ -51,7 +51,7 @@ def test_i8_each_completed_turn_of_a_tracked_session_is_told_with_its_number() -
                 (answer,) = await gateway.answers(gateway.prepare(session, CompletionCall((source,))))
                 turns.append(answer.turn)
             gateway.close(handle.session_id)
-        assert told == [(KEY, 0, turns[0]), (KEY, 1, turns[1])]
+        assert told == [TurnKept(KEY, 0, turns[0]), TurnKept(KEY, 1, turns[1])]
 
     run_virtual(main())
 
@@ -59,8 +59,8 @@ def test_i8_each_completed_turn_of_a_tracked_session_is_told_with_its_number() -
 def test_i8_a_turn_that_never_ended_is_not_told() -> None:
     async def main() -> None:
         gateway = make_gateway(ScriptedGenerator())
-        told: list[int] = []
-        gateway.on_turn = lambda key, number, turn: told.append(number)
+        told: list[TurnKept] = []
+        gateway.on_turn = told.append
         handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
         session = gateway.session_for(path_token=handle.api_key, api_key=None)
         async with asyncio.TaskGroup() as tasks:

@@ -32,7 +32,7 @@ from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import VirtualTimeLoop
 from midflight.types import Batch, GenerateRequest, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
-from midflight.types.facts import Fact, Record, RequestFailed, RolloutEnded, unheard
+from midflight.types.facts import Fact, Record, RequestFailed, RolloutEnded, TurnKept, unheard
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -211,9 +211,9 @@ class Site:
             self.taken.append(batch)
             return batch
 
-        def hearing(key: RolloutKey, number: int, turn: Turn) -> None:
-            told(key, number, turn)
-            self.turns[key] = [*self.turns[key][:number], turn]
+        def hearing(kept: TurnKept) -> None:
+            told(kept)
+            self.turns[kept.key] = [*self.turns[kept.key][: kept.number], kept.turn]
 
         ring.system.queue.take = taking  # type: ignore[method-assign]
         ring.serving.gateway.on_turn = hearing

@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 import numpy as np
+import torch
 
-from midflight.engines.embedded.runner import StepBatch
+from midflight.engines.embedded.lone import LoneRunner
+from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.models.routing import Routers
 from midflight.types import UInt8, fill_unknown
 
 
 class ExpertRecords:
-    """One array for each slot, [positions, bytes of a token], 255 where nothing was computed. Empty for a model without routers.
+    """One array for each slot, [positions, bytes of a token], 255 where nothing was computed.
 
     The first choice of a position stays: when keys are computed again under new weights, the tokens sampled before keep the experts
     that they were sampled with. A prompt whose keys are copied from another slot has the experts of that one.
     """
 
-    def __init__(self, routers: Routers | None) -> None:
+    def __init__(self, routers: Routers) -> None:
         self._routers = routers
         self._of_slot: dict[int, UInt8] = {}
 
     def begin(self, slot: int, *, room: int) -> None:
         """The slot is taken by a request of at most `room` tokens: what it held is gone."""
-        if self._routers is not None:
-            self._of_slot[slot] = np.full((room, self._routers.num_bytes), 255, dtype=np.uint8)
+        self._of_slot[slot] = np.full((room, self._routers.num_bytes), 255, dtype=np.uint8)
 
     def copy(self, source: int, target: int, *, length: int) -> None:
-        if self._routers is not None:
-            self._of_slot[target][:length] = self._of_slot[source][:length]
+        self._of_slot[target][:length] = self._of_slot[source][:length]
 
-    @contextmanager
-    def recording(self, batch: StepBatch) -> Generator[None]:
-        """Around the forward of a step."""
-        if self._routers is None:
-            yield
-            return
+    def forward(self, runner: Runner | LoneRunner, batch: StepBatch) -> torch.Tensor:
+        """The runner's, with what the routers chose put down."""
         with self._routers.recording() as chosen:
-            yield
+            logits = runner.forward(batch)
         found, start = self._routers.packed(chosen), 0
         for slot, first, count in zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
             fill_unknown(self._of_slot[slot][first : first + count], found[start : start + count])
             start += count
+        return logits
 
     def taken(self, slot: int, *, length: int) -> bytes:
         """The record of the slot's first `length` positions, which stays for copies."""
-        return self._of_slot[slot][:length].tobytes() if slot in self._of_slot else b""
+        return self._of_slot[slot][:length].tobytes()

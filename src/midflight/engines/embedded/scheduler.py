@@ -40,7 +40,8 @@ class Scheduler:
         routers: Routers | None = None,
     ) -> None:
         """`routers`: of a model whose choices of experts are recorded."""
-        self._runner, self._experts = runner, ExpertRecords(routers)
+        self._runner = runner
+        self._experts = None if routers is None else ExpertRecords(routers)
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
         self._waiting: deque[Submission] = deque()
@@ -135,8 +136,7 @@ class Scheduler:
         if batch is None:
             return self._flush(StepOutput(version=self.version, started=started, ended=time.monotonic()))
         touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self._table.num_active
-        with self._experts.recording(batch):
-            logits = self._runner.forward(batch)
+        logits = self._runner.forward(batch) if self._experts is None else self._experts.forward(self._runner, batch)
         self._mark_cached(batch)
         slots, masks = batch.slots[batch.wanted], None
         if self._table.constrained[slots].any():
@@ -276,7 +276,8 @@ class Scheduler:
             slot = self._table.admit(self._waiting.popleft())
             self._prompts.overwrite(slot)
             taken.add(slot)
-            self._experts.begin(slot, room=int(self._table.limit[slot]))
+            if self._experts is not None:
+                self._experts.begin(slot, room=int(self._table.limit[slot]))
             self._place(slot, copies)
         if copies:
             sources, targets, lengths = np.asarray(copies, dtype=np.int64).T
@@ -297,7 +298,8 @@ class Scheduler:
         table.blocked[slot] = donor is None and self._prompts.is_prefilling(prompt)
         if donor is not None:
             copies.append((donor, slot, len(prompt) - 1))
-            self._experts.copy(donor, slot, length=len(prompt) - 1)
+            if self._experts is not None:
+                self._experts.copy(donor, slot, length=len(prompt) - 1)
             table.cached[slot], table.kv_version[slot] = len(prompt) - 1, self.version
         elif not table.blocked[slot] and len(prompt) > 1:
             self._prompts.begin(prompt, slot)
@@ -316,10 +318,10 @@ class Scheduler:
         return _LENGTH if request.remaining <= 0 or len(request.input_ids) >= self._table.max_context else None
 
     def _end(self, slot: int, finish: Finish) -> None:
-        experts = self._experts.taken(slot, length=int(self._table.length[slot]))
+        length = int(self._table.length[slot])
         submission = self._release(slot)
-        if experts:
-            self._records.append((submission.handle, experts))
+        if self._experts is not None:
+            self._records.append((submission.handle, self._experts.taken(slot, length=length)))
         self._finishes.append((submission.handle, submission.outlet, finish))
 
     def _fail(self, slot: int, error: RequestRejected) -> None:

@@ -20,7 +20,7 @@ from midflight.gateway.sessions.session import CompletionCall, Messages, Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, Version
-from midflight.types.facts import Record, RequestFailed, SessionEnded, TurnFinished
+from midflight.types.facts import Record, RequestFailed, SessionEnded, TurnFinished, TurnKept
 
 LONG_BODY = 2**17
 """Bytes of a request from which its prompts are looked at first; shorter ones tokenise in some milliseconds."""
@@ -61,8 +61,8 @@ class Gateway:
         """Where agents reach it, without a path; set once the port is known."""
         self.requests = Requests(max_requests=max_requests, orphan_seconds=orphan_seconds)
         """Under way over any wire, and what their retries may ask for."""
-        self.on_turn: Callable[[RolloutKey, int, Turn], None] | None = None
-        """Told each completed turn of a tracked session and its number there, from 0, before the agent sees it."""
+        self.on_turn: Callable[[TurnKept], None] | None = None
+        """Told each completed turn of a tracked session, before the agent sees it."""
         self.num_running = 0
         """Answers under way."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
@@ -256,7 +256,7 @@ class Gateway:
     def _tell(self, session: Session, turn: Turn) -> None:
         """Nothing of a session that has ended meanwhile: its rows are handed over already."""
         if self.on_turn is not None and session.tracked and session.key is not None and not session.closed:
-            self.on_turn(session.key, len(session.tree.nodes) - 1, turn)
+            self.on_turn(TurnKept(session.key, len(session.tree.nodes) - 1, turn))
 
     def _forget_scope(self, session: Session, scope: asyncio.Timeout) -> None:
         scopes = self._scopes.get(session.session_id)

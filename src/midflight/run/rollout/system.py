@@ -103,7 +103,7 @@ class RolloutSystem:
         self._observe, self._phases_told = agents.record, phases
         self._writer = StoreWriter(store)
         self._gateway, self._handover = serving.gateway, serving.handover
-        self._gateway.on_turn = lambda key, number, turn: self.record(facts.TurnKept(key, number, turn))
+        self._gateway.on_turn = self.record
         self._ages = GroupAges(serving.gateway)
         self.books = Books(buffer_limits(config.rollout), start_version=version)
         self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group)
