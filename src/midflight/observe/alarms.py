@@ -19,7 +19,7 @@ EQUAL_STEPS = 3
 """Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is no alarm."""
 
 WHY_DROPPED = {
-    Reason.NO_REWARD: "none of its rollouts could be scored; mend the environment or what it depends on",
+    Reason.NO_REWARD: "none of its rollouts had both a reward and an answer of the model; mend the environment or what it depends on",
     Reason.TOO_FEW: "too few of its rollouts could be scored; mend the environment, or lower rollout.min_group_size",
     Reason.STALE: "its tokens had grown too old; raise rollout.max_staleness, or let rollouts be shorter",
     Reason.NOT_FINITE: "the loss on it was not finite; look at the rewards and at trainer.learning_rate",
