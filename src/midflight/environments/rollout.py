@@ -214,6 +214,8 @@ class RolloutRunner:
                 trace=outcome.trace,
                 num_turns=record.num_turns if record else 0,
                 truncated=trajectory.truncated,
+                started=started,
+                times=record.times if record else (),
                 components=trajectory.components,
                 metrics=trajectory.metrics,
             )

@@ -19,6 +19,7 @@ from midflight.observe.failures import Failures
 from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.progress import RunState
 from midflight.observe.status import Totals, is_incomplete
+from midflight.observe.timeline import TIMED, TIMELINE, Timeline
 from midflight.types import Kind, Version, facts
 
 
@@ -190,14 +191,18 @@ class Journal:
         self._groups: dict[Version, tuple[int, dict[int, int], float | None]] = {}
         _rewrite(path, history)
         self._file = path.open("ab")
+        self._timeline = Timeline(path.with_name(TIMELINE), state, goes_on=resume_at is not None)
         self._forget()
 
     def close(self) -> None:
         self._file.close()
+        self._timeline.close()
 
     def apply(self, fact: facts.Fact) -> None:
         if isinstance(fact, LEARNED_FROM):
             self._learning.apply(fact)
+        if isinstance(fact, TIMED):
+            self._timeline.apply(fact)
         match fact:
             case facts.RolloutEnded() if fact.key.kind is Kind.TRAINING:
                 self._rollouts += 1

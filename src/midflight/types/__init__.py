@@ -20,7 +20,20 @@ from midflight.types.names import (
     Version,
     fill_unknown,
 )
-from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, PackedBatch, Result, RolloutKey, Row, SessionRecord, Task, Trajectory
+from midflight.types.rollouts import (
+    Accounts,
+    Batch,
+    Group,
+    GroupKey,
+    PackedBatch,
+    Result,
+    RolloutKey,
+    Row,
+    SessionRecord,
+    Task,
+    Trajectory,
+    TurnTimes,
+)
 
 __all__ = [
     "Accounts",
@@ -59,6 +72,7 @@ __all__ = [
     "TensorSpec",
     "Trajectory",
     "Turn",
+    "TurnTimes",
     "UInt8",
     "Version",
     "WeightManifest",

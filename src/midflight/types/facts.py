@@ -14,7 +14,7 @@ import msgspec
 
 from midflight.types.generation import Turn
 from midflight.types.names import Fate, Reason, Version
-from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, RolloutKey, Task, Trajectory
+from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, RolloutKey, Task, Trajectory, TurnTimes
 
 
 class EngineStepped(msgspec.Struct, frozen=True, gc=False):
@@ -71,6 +71,9 @@ class RolloutEnded(msgspec.Struct, frozen=True):
     """Answers that the agent got. A try that was scored without one did not use the model."""
     truncated: bool = False
     """Some turn ended by `length`."""
+    started: float = 0.0
+    """By the same clock as the times of its turns."""
+    times: tuple[TurnTimes, ...] = ()
     components: Mapping[str, float] = {}
     metrics: Mapping[str, float] = {}
 

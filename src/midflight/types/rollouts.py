@@ -164,6 +164,22 @@ class SessionRecord:
     """That sampled any token of the session, in a row or not."""
     num_answers: int = 0
     """Requests that were answered. One that asked for several choices made several turns."""
+    times: tuple[TurnTimes, ...] = ()
+    """Of its turns, in the order of their ends; those given again after a crash are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimes:
+    """When a turn was made, in seconds of CLOCK_MONOTONIC."""
+
+    began: float
+    """It was asked for."""
+    ended: float
+    placed: tuple[tuple[str, float], ...]
+    """Engines that were asked, and when: more than one where it went on after an interruption."""
+    sampled: tuple[tuple[Version, float], ...]
+    """Versions that its tokens came from, and when the first of each arrived. An engine that attests versions at the end may correct them."""
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -105,6 +106,10 @@ class Answer:
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
         self.kept: list[bytes] = []
+        self.clock: Callable[[], float] = time.monotonic
+        self.placed: list[tuple[str, float]] = []
+        """As in `TurnTimes`, and so is the next."""
+        self.sampled: list[tuple[Version, float]] = []
         self._policy_sampled, self._tokenizer, self._chat = policy_sampled, tokenizer, chat
         self._keep = frozenset[int]() if chat is None else chat.keep
         self._labels: list[list[int]] = []
@@ -165,6 +170,7 @@ class Answer:
             last[2] = len(self.output_ids)
         else:
             self._label(chunk.version, chunk.kv_version, end=len(self.output_ids))
+            self.sampled.append((chunk.version, self.clock()))
         if chunk.attested and self.num_gained:
             self._relabel(chunk.attested)
         if chunk.experts:

@@ -19,7 +19,7 @@ from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
 from midflight.gateway.sessions.session import CompletionCall, Messages, Session, Source, Text
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
-from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, Version
+from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
 from midflight.types.facts import Record, RequestFailed, SessionEnded, TurnFinished, TurnKept
 
 LONG_BODY = 2**17
@@ -227,7 +227,8 @@ class Gateway:
     async def _answer(self, ongoing: Ongoing, answer: Answer) -> None:
         """Waits for one answer. Whatever ends it early, its tokens get a fate (I3)."""
         job, session = ongoing.job, ongoing.job.session
-        started = asyncio.get_running_loop().time()
+        answer.clock = asyncio.get_running_loop().time
+        started = answer.clock()
         affinity = session.session_id if session.key is not None else ""
         recorded = session.recorded.take(answer.request)
         session.begin(answer)
@@ -248,8 +249,10 @@ class Gateway:
             self.num_running -= 1
             session.abandoned(answer)
         if recorded is None or not session.recorded.in_session:  # else it was counted when it was generated
-            seconds, num_versions = asyncio.get_running_loop().time() - started, len({segment.version for segment in turn.segments})
-            length, num_resumes = len(turn.output_ids), turn.num_resumes
+            ended, num_versions = answer.clock(), len({segment.version for segment in turn.segments})
+            length, num_resumes, seconds = len(turn.output_ids), turn.num_resumes, ended - started
+            if session.key is not None:
+                session.times.append(TurnTimes(started, ended, tuple(answer.placed), tuple(answer.sampled), length))
             self._record(TurnFinished(session.session_id, len(turn.prompt_ids), length, num_versions, num_resumes, seconds))
         ongoing.hear()
 

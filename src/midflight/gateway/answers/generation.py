@@ -134,6 +134,7 @@ class _Attempts:
         stream: AsyncIterator[Chunk] | None = None
         try:
             async with self._allowance:
+                answer.placed.append((lease.engine.name, answer.clock()))
                 stream = lease.engine.generate(answer.next_request(self._generator.attempt_id()))
                 async for chunk in stream:
                     if lease.lost is not None:  # it came with the cut, and admission counts already on no token from there (I2)

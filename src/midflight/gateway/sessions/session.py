@@ -14,7 +14,7 @@ from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
 from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, Tool
-from midflight.types import FinishReason, Grammar, Json, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, Version
+from midflight.types import FinishReason, Grammar, Json, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,7 @@ class Session:
         self.recorded = RecordedTurns()
         self.closed = False
         self.failed_requests = 0
+        self.times: list[TurnTimes] = []
         self._open: set[UnderWay] = set()
         self._versions: set[Version] = set()
         """Of the tokens of turns that are over, those of abandoned turns too."""
@@ -266,6 +267,7 @@ class Session:
             num_mismatches=self.tree.num_mismatches,
             versions=frozenset(self._versions),
             num_answers=len({node.request for node in nodes}),
+            times=tuple(self.times),
         )
 
     def _end(self, answer: UnderWay) -> None:

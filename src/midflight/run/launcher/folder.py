@@ -30,6 +30,7 @@ ROWS = "data.jsonl"
 PRODUCTS = (
     "endpoint.json",
     "metrics.jsonl",
+    "timeline.jsonl",
     "summary.json",
     "plot.png",
     "store.sqlite",
