@@ -219,11 +219,9 @@ class Journal:
                 self._groups = {version: taken for version, taken in self._groups.items() if version >= batch.train_version - 2}
                 taken = Learning()
                 taken.apply(fact)
-                ages = dict(sorted(fact.staleness.items()))
-                self._groups[batch.train_version] = (len(batch.groups), ages, taken.status().trained_length)
+                self._groups[batch.train_version] = (len(batch.groups), dict(sorted(fact.staleness.items())), taken.status().trained_length)
             case facts.WeightsCommitted():
-                self._stage = max(self._stage or 0.0, fact.stage_seconds)
-                self._pause = max(self._pause or 0.0, fact.pause_seconds)
+                self._stage, self._pause = max(self._stage or 0.0, fact.stage_seconds), max(self._pause or 0.0, fact.pause_seconds)
             case facts.Stepped(version=version) if version not in self._steps:
                 self._steps.add(version)
                 self._write(self._step_line(fact))
