@@ -250,6 +250,25 @@ class StoreCorrupt(ConfigError):
     """A store's file is damaged, or was written by another schema or another run."""
 
 
+class NoRun(ConfigError):
+    """A folder that was given as a run, and is none."""
+
+    code = "no_run"
+
+
+class RunGone(ConfigError):
+    """The folder of a run was deleted or moved while it was looked at."""
+
+    status = 410
+    code = "run_gone"
+
+
+class StoreNewer(StoreCorrupt):
+    """A store that a later version of Midflight wrote."""
+
+    code = "store_newer"
+
+
 # --- Costs a step ----------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
+from midflight.cli import runs_there
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
 from midflight.version import __version__
 
@@ -277,6 +278,10 @@ def init(
     files = write_project(folder)
     typer.echo(f"made {folder} with {', '.join(files)}; train it: cd {folder} && midflight train run.toml")
     return 0
+
+
+app.command("runs")(runs_there.runs)
+app.command("compare")(runs_there.compare)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -131,6 +131,18 @@ class PastLines:
     checkpoints: tuple[CheckpointLine, ...] = ()
     resumes: tuple[ResumeLine, ...] = ()
 
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> PastLines:
+        kept = tuple(lines)
+        return cls(
+            tuple(x for x in kept if isinstance(x, StepLine)),
+            tuple(x for x in kept if isinstance(x, EvaluationLine)),
+            tuple(x for x in kept if isinstance(x, AlarmLine)),
+            tuple(x for x in kept if isinstance(x, CompletionsLine)),
+            tuple(x for x in kept if isinstance(x, CheckpointLine)),
+            tuple(x for x in kept if isinstance(x, ResumeLine)),
+        )
+
     @property
     def seconds(self) -> float:
         """That the run had run for at its last line."""
@@ -153,15 +165,7 @@ def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
     """The lines of a journal, up to a version. A last line that a crash cut short is left out; a missing file is empty."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     found = [_decoded(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()]
-    kept = [line for line in found if until is None or line.version <= until]
-    return PastLines(
-        tuple(x for x in kept if isinstance(x, StepLine)),
-        tuple(x for x in kept if isinstance(x, EvaluationLine)),
-        tuple(x for x in kept if isinstance(x, AlarmLine)),
-        tuple(x for x in kept if isinstance(x, CompletionsLine)),
-        tuple(x for x in kept if isinstance(x, CheckpointLine)),
-        tuple(x for x in kept if isinstance(x, ResumeLine)),
-    )
+    return PastLines.of(line for line in found if until is None or line.version <= until)
 
 
 def _decoded(path: Path, number: int, line: bytes) -> Line:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,31 @@ def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
     `ConfigError` with the remedy where matplotlib is not installed; callers show it and go on. Nothing is drawn without steps.
     """
     history = read_journal(journal)
+    with _figure(picture, title=title) as (top, bottom):
+        _draw_reward(top, history)
+        _draw_staleness(bottom, history.steps)
+
+
+def draw_comparison(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> None:
+    """The same of several runs by their labels: the reward over all sources, held-out marks of each run's first source, and the mean age of
+    trained tokens. Errors as of `draw_plot`.
+    """
+    with _figure(picture, title=title) as (top, bottom):
+        for color, (label, history) in zip(_cycle(len(runs)), runs.items(), strict=True):
+            scored = [(line.step, line.reward) for line in history.steps if line.reward is not None]
+            top.plot([s for s, _ in scored], moving_average([r for _, r in scored], MOVING_STEPS), color=color, linewidth=2, label=label)
+            _mark_heldout(top, [line for line in history.evaluations if line.source == history.evaluations[0].source], color)
+            aged = [(line.step, line.staleness_mean) for line in history.steps if line.staleness_mean is not None]
+            bottom.plot([s for s, _ in aged], [a for _, a in aged], color=color, linewidth=1.4)
+        _style(top, "reward")
+        top.legend(frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small")
+        _style(bottom, "staleness (versions)")
+        bottom.set_xlabel("step")
+
+
+@contextmanager
+def _figure(picture: Path, *, title: str) -> Generator[tuple[Axes, Axes]]:
+    """Two pairs of axes, the upper for rewards; afterwards the picture is written, whole."""
     try:
         import matplotlib
 
@@ -39,8 +65,7 @@ def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
         2, 1, figsize=(9, 6), sharex=True, height_ratios=(2.4, 1), layout="constrained", gridspec_kw={"hspace": 0.06}
     )
     try:
-        _draw_reward(top, history)
-        _draw_staleness(bottom, history.steps)
+        yield top, bottom
         top.set_title(title, loc="left", fontweight="bold")
         drawn = io.BytesIO()
         figure.savefig(drawn, dpi=140, format="png")

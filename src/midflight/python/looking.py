@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from midflight.archive.journal import Tail
 from midflight.errors import ConfigError
 from midflight.observe.journal import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
@@ -23,22 +23,11 @@ class Lines:
 
     def __init__(self, path: Path, *, read: frozenset[int] = frozenset()) -> None:
         """`read`: hashes of lines that are not to be read."""
-        self._path = path
+        self._tail = Tail(path)
         self.read = set(read)
-        self._place = (0, 0)
-        """Which file it is, and how far it was read."""
 
     def new(self) -> list[Line]:
-        try:
-            with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                begin = self._place[1] if self._place[0] == found.st_ino and self._place[1] <= found.st_size else 0
-                file.seek(begin)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        self._place = (found.st_ino, begin + len(whole) + len(newline))
-        unread = [line for line in whole.split(b"\n") if line.strip() and hash(line) not in self.read]
+        unread = [line for line in self._tail.new()[1] if hash(line) not in self.read]
         self.read.update(map(hash, unread))
         return [decode_line(line) for line in unread]
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.errors import StoreCorrupt, StoreFailed
+from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer
 from midflight.types import Json, Row, Task, Trajectory, Turn
 
 Value: TypeAlias = "int | float | str | bytes | None"
@@ -196,9 +196,8 @@ def _check(connection: sqlite3.Connection, path: Path, *, quick: bool = False) -
     if application != APPLICATION_ID:
         raise StoreCorrupt(f"Opening {path}: it is an SQLite file, but not a store of Midflight; choose another run folder.")
     if version != SCHEMA_VERSION:
-        raise StoreCorrupt(
-            f"Opening {path}: its schema is {version}, this Midflight knows {SCHEMA_VERSION}; use the version that wrote it."
-        )
+        kind = StoreNewer if version > SCHEMA_VERSION else StoreCorrupt
+        raise kind(f"Opening {path}: its schema is {version}, this Midflight knows {SCHEMA_VERSION}; use the version that wrote it.")
     (found,) = ("ok",) if quick else connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise StoreCorrupt(f"Opening {path}: {found}; restore the file from a copy, or start a new run folder.")

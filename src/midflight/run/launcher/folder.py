@@ -19,12 +19,13 @@ from pathlib import Path
 
 import msgspec
 
+from midflight.archive.holder import LOCK, Holder, holder_of, start_of
 from midflight.config.dump import as_toml
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.journal import write_whole
 
-LOCK, CONFIG = "lock", "config.toml"
+CONFIG = "config.toml"
 ROWS = "data.jsonl"
 """What a Python program gave as data, an object a line."""
 PRODUCTS = (
@@ -117,26 +118,9 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
 # --- Who holds it -----------------------------------------------------------------------------------------------------
 
 
-class Holder(msgspec.Struct, frozen=True):
-    """A process, told apart from a later one of the same number by the instant of its start."""
-
-    pid: int
-    started: str
-    """As the system counts it; empty where it does not tell."""
-    since: str
-    command: str
-
-    @property
-    def lives(self) -> bool:
-        return self.started == _start_of(self.pid) if self.started else _exists(self.pid)
-
-    def __str__(self) -> str:
-        return f"process {self.pid} ({self.command}), since {self.since}"
-
-
 def check_free(folder: Path) -> None:
     """`ConfigError` when another living process holds it."""
-    if (holder := _holder(folder / LOCK)) is not None and holder.lives and holder.pid != os.getpid():
+    if (holder := holder_of(folder)) is not None and holder.lives and holder.pid != os.getpid():
         raise _in_use(folder, str(holder))
 
 
@@ -154,14 +138,14 @@ def held(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
         raise unwritable(folder, error) from error
     try:
         check_free(folder)
-        if (left := _holder(path)) is not None:
+        if (left := holder_of(folder)) is not None:
             say(f"{folder} is taken over from {left}, which ended without giving it back.")
-        holder = Holder(os.getpid(), _start_of(os.getpid()), time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(["midflight", *sys.argv[1:3]]))
+        holder = Holder(os.getpid(), start_of(os.getpid()), time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(["midflight", *sys.argv[1:3]]))
         lock.truncate(0)
         lock.write(msgspec.json.encode(holder))
         yield lock
     finally:
-        if _is_file(path, lock) and (holder := _holder(path)) is not None and holder.pid == os.getpid():
+        if _is_file(path, lock) and (holder := holder_of(folder)) is not None and holder.pid == os.getpid():
             path.unlink(missing_ok=True)
         lock.close()
         if is_new:
@@ -181,7 +165,7 @@ def _locked(path: Path) -> FileIO:
             lock.close()  # the one before removed it in the meantime
         except BlockingIOError:
             lock.close()
-            holder = _holder(path)
+            holder = holder_of(path.parent)
             if holder is not None and holder.lives:
                 raise _in_use(path.parent, str(holder)) from None
             if time.monotonic() > deadline:
@@ -191,12 +175,6 @@ def _locked(path: Path) -> FileIO:
 
 def _in_use(folder: Path, whom: str) -> ConfigError:
     return ConfigError(f"{folder} is in use by {whom}; wait for its end, stop it, or give --folder (--set run.folder=) for another place.")
-
-
-def _holder(path: Path) -> Holder | None:
-    with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=Holder)
-    return None
 
 
 def _is_file(path: Path, file: FileIO) -> bool:
@@ -213,25 +191,3 @@ def _users(path: Path) -> str:
             if link.samefile(path):
                 found.add(link.parts[2])
     return f"process {', '.join(sorted(found, key=int)) or 'unknown'}"
-
-
-def _start_of(pid: int) -> str:
-    """When the process started, in ticks since the system did; empty for none, or where /proc is not there.
-
-    Empty too for one that has ended and waits for its parent to hear of it.
-    """
-    try:
-        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return others[18] if state not in "ZX" else ""
-    except (OSError, ValueError, IndexError):
-        return ""
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
