@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from midflight.config.sources import SourceSection
 from midflight.environments import tasks as tasks_module
-from midflight.environments.tasks import POSTED_EPOCH, PostedTasks, Source, TaskStream, posted_tasks
+from midflight.environments.tasks import POSTED_EPOCH, PostedTasks, Source, TaskStream, load_sources, posted_tasks
 from midflight.errors import Overloaded, RequestRejected
 from midflight.types import GroupKey, Task
 
@@ -38,6 +39,24 @@ def test_a_row_that_makes_no_task_is_named_and_none_is_taken(tmp_path: Path) -> 
     with pytest.raises(RequestRejected, match=r"task 1: there is no column 'question', which environment.sources.1.prompt names"):
         posted.post([*rows("a"), {"prompt": "b"}])
     assert len(posted) == 0 and not (tmp_path / "posted.jsonl").read_bytes()
+
+
+def test_what_a_source_holds_out_is_refused_by_its_name_and_none_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"q": q}) + "\n" for q in "abcd"))
+    sections = [
+        SourceSection(dataset="spell_backward", size=5, heldout=5, prompt="reverse {word}", content="word"),
+        SourceSection(path=tmp_path / "own.jsonl", prompt="{q}?", heldout=2),
+        SourceSection(posted=True),
+    ]
+    spelled, own = load_sources(sections, seed=3)
+    posted = posted_tasks(sections, tmp_path, heldout=(spelled, own), seed=3)
+    assert posted is not None
+    for source in (spelled, own):
+        held, trained = (str(task.data["question"]) for task in (source.heldout[0], source.training[0]))
+        before = len(posted)
+        with pytest.raises(RequestRejected, match=f"task 1: its content is held out by source '{source.name}'"):
+            posted.post(rows(trained, held.upper()))
+        assert len(posted) == before and posted.post(rows(trained)) == range(before, before + 1)
 
 
 def test_more_than_may_wait_are_told_to_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

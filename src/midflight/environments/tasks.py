@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, MutableSequence, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import cast
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
-from midflight.environments.reasoning_gym import DrawnTasks, draw_tasks
-from midflight.environments.row_tasks import RowBroken, RowSource, TaskMaker
+from midflight.environments.reasoning_gym import DrawnTasks, draw_tasks, rank_of
+from midflight.environments.row_tasks import Ranks, RowBroken, RowSource, TaskMaker
 from midflight.environments.rows import Columns
 from midflight.errors import ConfigError, NotSupported, Overloaded, RequestRejected
 from midflight.types import GroupKey, Json, Task
@@ -42,6 +42,8 @@ class Source:
     """Whether each pass through the tasks has an order of its own."""
     num_left_out: int = 0
     """Rows that are in neither, because their content is held out already."""
+    held_ranks: Ranks = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """Of the contents that it holds out: what is posted must have none of them."""
 
 
 def load_sources(sections: Sequence[SourceSection], *, seed: int) -> tuple[Source, ...]:
@@ -66,10 +68,18 @@ def load_sources(sections: Sequence[SourceSection], *, seed: int) -> tuple[Sourc
     sources: list[Source] = []
     for i, section in enumerate(sections):
         if (tasks := drawn.get(i)) is not None:
-            sources.append(Source(names[i], section.weight, tasks.training, tasks.heldout, section.shuffle))
+            ranks = _held_ranks(tasks, seed=seed)
+            sources.append(Source(names[i], section.weight, tasks.training, tasks.heldout, section.shuffle, held_ranks=ranks))
         elif (made := split.get(i)) is not None:
-            sources.append(Source(names[i], section.weight, made.training, made.heldout, section.shuffle, made.num_left_out))
+            ranks = held.get(i, np.zeros(0, np.uint64))
+            sources.append(Source(names[i], section.weight, made.training, made.heldout, section.shuffle, made.num_left_out, ranks))
     return tuple(sources)
+
+
+def _held_ranks(drawn: DrawnTasks, *, seed: int) -> Ranks:
+    """Of a dataset's contents and of the prompts made of them: who posts tasks need not know which field tells contents apart."""
+    told = {*drawn.heldout_contents, *(str(task.data["question"]) for task in drawn.heldout)}
+    return np.asarray([rank_of(content, seed=seed) for content in told], dtype=np.uint64)
 
 
 def _drawn(section: SourceSection, name: str, *, seed: int) -> DrawnTasks:
@@ -241,8 +251,13 @@ MAX_WAITING = 10_000
 class PostedTasks:
     """All that were posted to a run, and how many of them have been drawn. One process writes the file."""
 
-    def __init__(self, section: SourceSection, path: Path, *, name: str, number: int) -> None:
-        """`number` is the place of the section in `environment.sources`. What a crash cut off at the end of the file is taken away."""
+    def __init__(
+        self, section: SourceSection, path: Path, *, name: str, number: int, heldout: Iterable[Source] = (), seed: int = 0
+    ) -> None:
+        """`number` is the place of the section in `environment.sources`. What `heldout` sources hold out is not taken; `seed` is the one
+        that they were drawn with. What a crash cut off at the end of the file is taken away."""
+        self._held = {int(rank): source.name for source in heldout for rank in source.held_ranks}
+        self._seed = seed
         self._maker = TaskMaker(section, name=name, option=f"environment.sources.{number}")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
@@ -262,13 +277,18 @@ class PostedTasks:
         return len(self) - self._drawn
 
     def post(self, rows: Sequence[Columns]) -> range:
-        """Takes all rows or none, and returns their places. `RequestRejected` names the first that makes no task, `Overloaded` says that
-        too many are waiting."""
+        """Takes all rows or none, and returns their places. `RequestRejected` names the first that makes no task or whose content is held
+        out, `Overloaded` says that too many are waiting."""
         for number, row in enumerate(rows):
             try:
                 self._maker.task(row, default_id=str(len(self) + number))
             except RowBroken as broken:
                 raise RequestRejected(f"task {number}: {broken}", param="tasks") from None
+            if self._held and (source := self._held.get(rank_of(self._maker.content(row), seed=self._seed))) is not None:
+                raise RequestRejected(
+                    f"task {number}: its content is held out by source {source!r}, for evaluation; leave it out, and post the others again.",
+                    param="tasks",
+                )
         if self.num_waiting + len(rows) > MAX_WAITING:
             raise Overloaded(
                 f"{self.num_waiting:,} posted tasks are waiting, and {MAX_WAITING:,} are the most; post these {len(rows):,} when some were drawn."
@@ -298,12 +318,12 @@ class PostedTasks:
         return self._maker.task(row, default_id=str(place))
 
 
-def posted_tasks(sections: Sequence[SourceSection], folder: Path) -> PostedTasks | None:
-    """Those of a run in that folder; None where it has no posted source."""
+def posted_tasks(sections: Sequence[SourceSection], folder: Path, *, heldout: Iterable[Source] = (), seed: int = 0) -> PostedTasks | None:
+    """Those of a run in that folder, in which nothing is that `heldout` sources hold out; None where it has no posted source."""
     names = source_names(sections)
     for number, section in enumerate(sections):
         if section.posted:
-            return PostedTasks(section, folder / "posted.jsonl", name=names[number], number=number)
+            return PostedTasks(section, folder / "posted.jsonl", name=names[number], number=number, heldout=heldout, seed=seed)
     return None
 
 

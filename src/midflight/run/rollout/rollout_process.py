@@ -108,7 +108,8 @@ class RolloutProcess:
 
     async def train(self) -> None:
         """For our trainer it ends only by the launcher, because it may still read our last answer; for another, after that answer."""
-        sources = await asyncio.to_thread(load_sources, self._config.environment.sources, seed=self._config.run.seed)
+        section = self._config.environment
+        sources = await asyncio.to_thread(load_sources, section.sources, seed=self._config.run.seed)
         serving = await self._attached(anonymous=False)
         async with self._hosting(serving) as hosting:
             teacher = self._scoring()
@@ -121,7 +122,7 @@ class RolloutProcess:
                 version=self._spec.version,
                 checkpoint=self._spec.checkpoint,
                 teacher=teacher,
-                posted=posted_tasks(self._config.environment.sources, Path(self._config.run.folder)),
+                posted=posted_tasks(section.sources, Path(self._config.run.folder), heldout=sources, seed=self._config.run.seed),
             )
             self._standing.watch(agents, system.queue)
             self._state.accounts = self._metrics.accounts = lambda: accounts(system.books)
