@@ -1,6 +1,7 @@
-"""A server of tools for tests: `python tool_server.py`."""
+"""A server of tools for tests: `python tool_server.py` on stdin and stdout, `python tool_server.py PORT` over HTTP."""
 
 import os
+import sys
 
 from mcp.server.mcpserver import MCPServer
 
@@ -35,4 +36,4 @@ def die() -> str:
 
 
 if __name__ == "__main__":
-    server.run()
+    server.run("streamable-http", port=int(sys.argv[1])) if sys.argv[1:] else server.run()
