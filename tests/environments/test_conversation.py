@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from tests.environments import some_tools
 
+from midflight.environments import tools as tools_module
 from midflight.errors import BadReward, EnvironmentFailed, TaskFieldMissing
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Result, Task
@@ -91,6 +94,25 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(call, answer
     found = run(gateway, tools=tools("add", "breaks", "waits_for_ever"), tool_seconds=3.0)
     assert gateway.asked[1]["messages"][-1]["content"].startswith(answer)
     assert found.metrics["tools/failures"] == 1.0 and found.metrics["tools/unknown"] == float(call[0] == "ad")
+
+
+def test_i10_plain_tools_that_hang_are_counted_until_they_end_and_too_many_of_them_fail_rollouts(monkeypatch):
+    monkeypatch.setattr(tools_module, "MAX_HUNG", 1)
+    some_tools.HELD.clear()
+    gateways = [Gateway([says("", ("hangs", {})), says("5")]) for _ in range(3)]
+    asked = {"tools": tools("hangs"), "tool_seconds": 3.0}
+    try:
+        run(gateways[0], **asked)
+        assert gateways[0].asked[1]["messages"][-1]["content"] == "error: hangs gave no answer within 3 s"
+        with pytest.raises(EnvironmentFailed, match=r"1 calls of hangs .*some_tools.py:\d+. still run though their deadlines are over"):
+            run(gateways[1], **asked)
+    finally:
+        some_tools.HELD.set()
+    for thread in threading.enumerate():
+        if thread.name == "agent":
+            thread.join(5)
+    run(gateways[2], **asked)
+    assert gateways[2].asked[1]["messages"][-1]["content"] == "late"
 
 
 def test_i10_a_tool_that_says_that_the_environment_failed_fails_the_rollout():
