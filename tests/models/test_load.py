@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from midflight.models.load import load_model, make_model, save_model
 from midflight.models.names import named_tensors
 from midflight.models.sizes import ModelSizes, sizes_of
 
+from .mixtures import tiny_mixture
 from .tiny import tiny_model
 
 IDS = torch.tensor([[257, 104, 105, 256, 258]])
@@ -137,9 +139,17 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
 def test_sizes_count_the_parameters_of_the_real_model(tmp_path: Path, tied: bool):
     model = tiny_model(tied=tied)
     save_model(model, tmp_path)
-    sizes = sizes_of(tmp_path)
-    assert sizes == ModelSizes(262, 32, 48, 2, 4, 2, 8, 64, tied)
-    assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
+    sizes, planned = sizes_of(tmp_path), ModelSizes(262, 32, 48, 2, 4, 2, 8, 64, tied)
+    assert sizes.num_parameters == planned.num_parameters == sum(p.numel() for p in model.parameters())
+    assert sizes == replace(planned, stored=planned.num_parameters)
     # Two layers, keys and values, two heads of eight, four bytes each.
     assert sizes.kv_bytes_per_token("float32") == 2 * 2 * 2 * 8 * 4
     assert sizes.weight_bytes("bfloat16") == 2 * sizes.num_parameters
+
+
+def test_sizes_count_the_experts_of_a_mixture_and_nothing_of_a_file_that_is_cut_off(tmp_path: Path):
+    model = tiny_mixture("qwen3_moe")
+    save_model(model, tmp_path)
+    assert sizes_of(tmp_path).num_parameters == sum(p.numel() for p in model.parameters())
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    assert sizes_of(tmp_path).stored == 0

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from midflight.errors import ConfigError, ModelNotFound, nearest
 from midflight.types import TensorSpec
@@ -52,7 +53,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The numbers that memory follows from. Counts are those of Qwen3: gated feed-forward, normalised queries and keys."""
+    """The numbers that memory follows from. Without `stored` counts are those of Qwen3: gated feed-forward, normalised queries and keys."""
 
     vocab_size: int
     hidden_size: int
@@ -63,6 +64,8 @@ class ModelSizes:
     head_dim: int
     max_context: int
     tied: bool = True
+    stored: int = 0
+    """Numbers in the files of its weights; 0 where there are none yet."""
 
     @property
     def num_layer_parameters(self) -> int:
@@ -72,6 +75,8 @@ class ModelSizes:
 
     @property
     def num_parameters(self) -> int:
+        if self.stored:
+            return self.stored
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
 
@@ -103,9 +108,8 @@ _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_head
 
 
 def sizes_of(folder: Path) -> ModelSizes:
-    """Sizes of a Hugging Face model folder, read from its `config.json`; of one that also reads images, those of its text tower. Architectures
-    that differ from Qwen3 in small tensors (biases, norms) are counted to within a percent; the KV bytes are exact for all with plain
-    key/value heads.
+    """Sizes of a Hugging Face model folder, read from its `config.json`; of one that also reads images, those of its text tower. Parameters
+    are counted in the headers of its weights, all of them; the KV bytes are exact for all with plain key/value heads.
     """
     whole = read_config(folder)
     text = _text(whole)
@@ -127,7 +131,20 @@ def sizes_of(folder: Path) -> ModelSizes:
         head_dim=_int(text, "head_dim", hidden // heads),
         max_context=max_positions(whole),
         tied=text.get("tie_word_embeddings", whole.get("tie_word_embeddings")) is True,
+        stored=_num_stored(folder),
     )
+
+
+def _num_stored(folder: Path) -> int:
+    """Numbers in the safetensors files of a folder; reads headers only. What cannot be read is said where the model is loaded."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "np") as file:
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+        except (OSError, SafetensorError):
+            return 0
+    return total
 
 
 def max_positions(config: Mapping[str, object]) -> int:
