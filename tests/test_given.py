@@ -51,6 +51,7 @@ def test_a_run_without_the_program_says_where_the_object_is() -> None:
     given.read(io.BytesIO(given.NOTHING))
     with pytest.raises(ConfigError, match=r"midflight\.given:reward.*object of a Python program"):
         load_entry("midflight.given:reward", option="environment.entry", such_as="x:y")
+    assert not hasattr(given, "torch")  # as compilers of PyTorch ask every module that is loaded
 
 
 def test_a_name_that_was_not_given_is_refused_with_the_nearest() -> None:

@@ -22,7 +22,9 @@ def load_entry(entry: str, *, option: str, such_as: str) -> object:
     module = _import(module_name, f"{option} is {entry!r}")
     try:
         return getattr(module, attribute)
-    except AttributeError:
+    except AttributeError as error:
+        if isinstance(error, ConfigError):
+            raise
         known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigError(f"{option} is {entry!r}, but {module_name} has no {attribute!r}.{nearest(attribute, known)}") from None
 

@@ -24,6 +24,10 @@ _LENGTH = 8
 """Bytes that say how many follow."""
 
 
+class NotGiven(ConfigError, AttributeError):
+    """No program gave an object of that name. Also an `AttributeError`, because programs ask every module for all kinds of names."""
+
+
 class Packed(msgspec.Struct, frozen=True):
     pickled: bytes
     path: list[str]
@@ -94,13 +98,13 @@ def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
     if _held is None:
-        raise ConfigError(
+        raise NotGiven(
             f"`{entry_of(name)}` is an object of a Python program, which only a run started by that program has; start it there."
         )
     if not _objects:
         _objects.update(_unpacked(_held))
     if name not in _objects:
-        raise ConfigError(f"the program gave no {name!r} to its run.{nearest(name, _objects)}")
+        raise NotGiven(f"the program gave no {name!r} to its run.{nearest(name, _objects)}")
     return _objects[name]
 
 

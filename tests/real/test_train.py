@@ -173,6 +173,7 @@ def test_i9_ctrl_c_in_training_ends_within_five_seconds_and_the_death_of_the_lau
     parts = [pid for found in again.parts().values() for pid in found]
     os.kill(again.process.pid, signal.SIGKILL)
     assert gone([*parts, again.process.pid], seconds=5)
+    again.process.wait(5)  # until then a thread of it may live, and hold its locks
     assert segments(run)
     remove_left()  # as the next run of anyone does
     assert not segments(run)
