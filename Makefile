@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-clients test-notebook test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
+.PHONY: demo calculator test test-docs docs test-clients test-notebook test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -30,7 +30,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test
-	$(MAKE) test-package test-clients test-notebook test-engines test-models benchmarks-smoke
+	$(MAKE) docs test-docs test-package test-clients test-notebook test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
@@ -39,7 +39,15 @@ test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
 	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients || exit 1; \
 	done
 
-# A notebook in a kernel of its own, and what the pages on Python do.
+# Every page that has something to run, done from its first block to its last. `python -m tests.pages` says what is not run, and why.
+test-docs: $(VENV)/.dev
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=400' $(PARALLEL:loadfile=worksteal) tests/pages/run
+
+# The pages as a site, in site/. A link that leads nowhere fails it.
+docs: $(VENV)-docs/.done
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict
+
+# A notebook in a kernel of its own.
 test-notebook: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/notebook
 
@@ -91,6 +99,12 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
 	touch $@
 
+# What builds the site reads our sources and imports none of them.
+$(VENV)-docs/.done: docs/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 $(VENV)-clients/.done: tests/clients/requirements.txt constraints.txt
 $(VENV)-clients-openai2/.done: tests/clients/requirements-openai2.txt constraints.txt
 $(VENV)-clients/.done $(VENV)-clients-openai2/.done:
@@ -120,4 +134,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-vllm $(VENV)-sglang runs build dist
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-vllm $(VENV)-sglang runs build dist site

@@ -36,7 +36,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     for name, text in MODULES.items():
         (tmp_path / "src" / "midflight" / name).write_text(text)
-    for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/page.md"):
+    for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/page.md"):
         (tmp_path / name).write_text("a line\n" * 10)
     (tmp_path / "docs" / "configuration.md").write_text("| `steps` | a whole number |\n" * 2)
     return tmp_path
@@ -52,7 +52,7 @@ def test_the_table_has_what_a_reader_counts(root: Path) -> None:
     # Code: in one.py 4 lines of import, 2 of the class, 41 of the function; in two.py all 6.
     assert (rows["files"], rows["code lines"], rows["import lines"]) == ("3", "53", f"{100 * 6 / 53:.1f}")
     assert (rows["functions over 40 lines"], rows["names with two meanings"], rows["import circles"]) == ("1", "1", "1")
-    assert (rows["docs lines"], rows["ARCHITECTURE lines"], rows["options"]) == ("40", "10", "2")
+    assert (rows["docs lines"], rows["ARCHITECTURE lines"], rows["options"]) == ("50", "10", "2")
     assert "Thing: one, two" in said and "midflight.one <-> midflight.two" in said and "midflight.one.long 41" in said
     assert [line.split()[1] for line in said.splitlines() if line.startswith("    midflight.one:")] == ["P9", "DECISIONS"]
 
