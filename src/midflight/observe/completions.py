@@ -39,7 +39,7 @@ class Completions:
         row = max(trajectory.rows, key=lambda row: len(row.token_ids))
         begin = int(np.argmax(row.generated))
         prompt, completion = (self._decode(ids.tolist()) for ids in (row.token_ids[:begin], row.token_ids[begin:]))
-        return facts.Shown(trajectory.source, trajectory.task_id, trajectory.reward, _cut(prompt), _cut(completion))
+        return facts.Shown(trajectory.source, trajectory.task_id, trajectory.reward, cut(prompt), cut(completion))
 
 
 def _in_turn(batch: Batch) -> Iterator[Trajectory]:
@@ -48,7 +48,8 @@ def _in_turn(batch: Batch) -> Iterator[Trajectory]:
     return (trajectory for trajectory in chain.from_iterable(zip_longest(*with_rows)) if trajectory is not None)
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """In the middle, where it is long."""
     half = MAX_LETTERS // 2
     return text if len(text) <= MAX_LETTERS else f"{text[:half]} [...] {text[-half:]}"
 
@@ -57,10 +58,11 @@ def in_words(completions: facts.CompletionsShown) -> str:
     """For a terminal."""
     lines = [f"version {completions.version} was trained on:"]
     for shown in completions.rollouts:
-        lines += [f"  {shown.source}, task {shown.task_id}, reward {number(shown.reward)}", _indented(shown.prompt, "    > ")]
-        lines += [_indented(shown.completion, "    < ")]
+        lines += [f"  {shown.source}, task {shown.task_id}, reward {number(shown.reward)}", indented(shown.prompt, "    > ")]
+        lines += [indented(shown.completion, "    < ")]
     return "\n".join(lines)
 
 
-def _indented(text: str, mark: str) -> str:
+def indented(text: str, mark: str) -> str:
+    """Each line behind a mark."""
     return "\n".join(mark + line for line in text.splitlines() or [""])

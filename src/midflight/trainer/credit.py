@@ -12,6 +12,8 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midflight.config import Config
+from midflight.config.checks import component_weights, takes_whole_rollouts
 from midflight.config.formulas import ADVANTAGES, Advantage
 from midflight.errors import RunFailed
 from midflight.trainer.formulas import advantages
@@ -63,10 +65,25 @@ class Scoring:
         return advantages.decoupled_advantages(torch.stack([*columns.values()], dim=1), groups, weights=rewards.new_tensor(weights))
 
 
+def scoring_of(config: Config) -> Scoring:
+    """That a configuration asks for."""
+    distills = config.distillation.teacher is not None
+    return Scoring(
+        advantage=config.objective.advantage,
+        overlong_buffer=config.objective.overlong_buffer,
+        overlong_penalty=config.objective.overlong_penalty,
+        mask_truncated=config.objective.mask_truncated,
+        teacher_weight=config.distillation.weight if distills else 0.0,
+        counts_rewards=config.distillation.rewards or not distills,
+        component_weights=component_weights(config),
+        whole_rollouts=takes_whole_rollouts(config),
+    )
+
+
 def token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
     """[N - R], shifted: the rollout's advantage on each of its tokens, and what the teacher thinks of that token."""
     rollout = shift(rollout_of_token, batch.row_offsets)
-    of_rewards = _of_tokens(batch, _advantages(batch, scoring), rollout) if scoring.counts_rewards else np.zeros(len(rollout))
+    of_rewards = _of_tokens(batch, answer_advantages(batch, scoring), rollout) if scoring.counts_rewards else np.zeros(len(rollout))
     if not scoring.teacher_weight:
         return of_rewards
     if batch.teacher_logprobs is None:
@@ -87,8 +104,8 @@ def _of_tokens(batch: PackedBatch, found: NDArray[np.float64], rollout: Index) -
     return found[rollout, np.minimum(shift(batch.turns, batch.row_offsets), found.shape[1] - 1)]
 
 
-def _advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
-    """[M, K + 1]. Rollouts without a finite reward get 0 and are no part of their group's baseline."""
+def answer_advantages(batch: PackedBatch, scoring: Scoring) -> NDArray[np.float64]:
+    """[M, K + 1]: of each rollout by answer, those from K on in the last column. Rollouts without a finite reward get 0 and are no part of their group's baseline."""
     scored = np.flatnonzero(np.isfinite(batch.rewards))
     if scoring.overlong_buffer and batch.room is None:
         raise RunFailed(f"the batch of version {batch.train_version} does not say how near to their limits its answers came (`room`), and "

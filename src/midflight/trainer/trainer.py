@@ -16,11 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.config.checks import component_weights, takes_whole_rollouts
 from midflight.config.sections import Config
 from midflight.errors import RunFailed, StepSkipped
 from midflight.trainer import step as steps
-from midflight.trainer.credit import Scoring
+from midflight.trainer.credit import Scoring, scoring_of
 from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.formulas import diagnostics
 from midflight.trainer.model.layers import compile_layers, recompute_activations
@@ -300,16 +299,7 @@ def trainer_of(
     return PolicyTrainer(
         model,
         objective_of(config),
-        scoring=Scoring(
-            advantage=config.objective.advantage,
-            overlong_buffer=config.objective.overlong_buffer,
-            overlong_penalty=config.objective.overlong_penalty,
-            mask_truncated=config.objective.mask_truncated,
-            teacher_weight=0.0 if config.distillation.teacher is None else config.distillation.weight,
-            counts_rewards=config.distillation.teacher is None or config.distillation.rewards,
-            component_weights=component_weights(config),
-            whole_rollouts=takes_whole_rollouts(config),
-        ),
+        scoring=scoring_of(config),
         schedule=Schedule(kind=section.schedule, warmup_steps=section.warmup_steps, total_steps=config.run.steps),
         adam=Adam(section.learning_rate, weight_decay=section.weight_decay, max_grad_norm=section.max_grad_norm),
         scale=Scale(

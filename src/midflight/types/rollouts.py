@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import cast
 
 from midflight.errors import TaskFieldMissing
@@ -86,6 +87,12 @@ class RolloutKey:
         g = self.group
         place = f"{g.epoch}-{g.index}-{g.attempt}-{self.sample}"
         return place if self.kind is Kind.TRAINING else f"{self.kind}-{place}"
+
+
+def spans(generated: Bool) -> list[tuple[int, int, bool]]:
+    """[begin, end) of what the model read and what it wrote, in turn, and whether it wrote it."""
+    edges = [0, *(at for at in range(1, len(generated)) if generated[at] != generated[at - 1]), len(generated)]
+    return [(begin, end, bool(generated[begin])) for begin, end in pairwise(edges) if begin < end]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

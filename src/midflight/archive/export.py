@@ -1,0 +1,139 @@
+"""Chosen rollouts of a run as a data set: JSON lines that `datasets` loads, with conversations as chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from midflight.archive.conversation import reader_of
+from midflight.archive.messages import MessageReader, MessageSaid, as_chat
+from midflight.archive.stored import Reading, reading
+from midflight.errors import ConfigError
+from midflight.trajectories.database import decode_rows, decode_scored
+from midflight.types import GroupKey, Json, RolloutKey, Row, Task, Version
+
+
+class ExportFormat(StrEnum):
+    """`sft`: a conversation a line. `dpo`: a pair a line, the best and the worst answer to a task. `jsonl`: all that is known of a rollout, token by token."""
+
+    SFT = "sft"
+    DPO = "dpo"
+    JSONL = "jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportChoice:
+    """Which rollouts; without a choice all that have a reward. Held-out tasks are never among them: the store keeps what a run learns from."""
+
+    min_reward: float | None = None
+    versions: tuple[Version, Version] | None = None
+    """The first and the last that a step on them made; then only those that were trained on."""
+    sources: tuple[str, ...] = ()
+    min_margin: float = 0.0
+    """By which the better of a pair must be better."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """A rollout as it is exported."""
+
+    key: RolloutKey
+    task: Task
+    reward: float
+    version: Version | None
+    rows: tuple[Row, ...]
+    components: dict[str, float]
+    messages: tuple[MessageSaid, ...]
+    """Of its longest branch."""
+
+
+def export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> int:
+    """Writes the file whole or not at all; says how many lines. `ConfigError` where nothing was chosen."""
+    lines, building = 0, out.with_name(f".{out.name}.new")
+    try:
+        with reading(folder) as store, building.open("wb") as file:
+            for line in _lines(store, reader_of(folder), form, choice):
+                file.write(msgspec.json.encode(line) + b"\n")
+                lines += 1
+        if not lines:
+            raise ConfigError(f"exporting {folder}: none of its rollouts is chosen; ask for less (min reward, steps, sources).")
+        building.replace(out)
+    finally:
+        building.unlink(missing_ok=True)
+    return lines
+
+
+def _lines(store: Reading, reader: MessageReader, form: ExportFormat, choice: ExportChoice) -> Iterator[dict[str, Any]]:
+    kept = _kept(store, reader, choice)
+    if form is ExportFormat.DPO:
+        for _, group in groupby(kept, key=lambda one: one.key.group):
+            yield from _pair(list(group), choice)
+        return
+    for one in kept:
+        if choice.min_reward is None or one.reward >= choice.min_reward:
+            rows = {"rows": list(map(_row, one.rows))} if form is ExportFormat.JSONL else {}
+            yield {"messages": as_chat(one.messages), **_said(one), **rows}
+
+
+def _kept(store: Reading, reader: MessageReader, choice: ExportChoice) -> Iterator[_Kept]:
+    """In the order of the run's tasks, one group after the other. One at a time is in memory."""
+    where, values = ["reward IS NOT NULL"], list[int]()
+    if choice.versions is not None:
+        where.append("(version BETWEEN ? AND ? OR done AND train_version + 1 BETWEEN ? AND ?)")
+        values += [*choice.versions, *choice.versions]
+    for epoch, position, attempt, sample, task, reward, version, made, rows, scored in store.each(
+        "SELECT epoch, position, attempt, sample, task, reward, version, train_version, rows, scored FROM groups "
+        f"JOIN rollouts USING (epoch, position, attempt) LEFT JOIN leases USING (lease) WHERE {' AND '.join(where)} "
+        "ORDER BY epoch, position, attempt, sample",
+        *values,
+    ):
+        asked = store.task(task)
+        decoded = store.decoded(decode_rows, rows)
+        longest = max(decoded, key=lambda row: len(row.token_ids), default=None)
+        if longest is None or (choice.sources and asked.source not in choice.sources):
+            continue
+        said = reader.messages(longest.token_ids, longest.generated, reader.pieces(longest.token_ids))
+        key = RolloutKey(GroupKey(epoch, position, attempt), sample)
+        components = dict(store.decoded(decode_scored, scored).components)
+        yield _Kept(key, asked, reward, version if made is None else made + 1, decoded, components, said)
+
+
+def _said(one: _Kept) -> dict[str, Json]:
+    return {
+        "rollout": str(one.key),
+        "task": one.task.id,
+        "source": one.task.source,
+        "reward": one.reward,
+        "components": dict[str, Json](one.components),
+        "version": one.version,
+    }
+
+
+def _pair(group: Sequence[_Kept], choice: ExportChoice) -> Iterator[dict[str, Any]]:
+    """The best and the worst, where they answer the same and one is better."""
+    best, worst = max(group, key=lambda one: one.reward), min(group, key=lambda one: one.reward)
+    margin = best.reward - worst.reward
+    prompt, chosen = _answer(best)
+    asked, rejected = _answer(worst)
+    good = choice.min_reward is None or best.reward >= choice.min_reward
+    if good and margin > 0 and margin >= choice.min_margin and prompt == asked and chosen != rejected:
+        said = {"task": best.task.id, "source": best.task.source, "chosen_reward": best.reward, "rejected_reward": worst.reward}
+        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, **said, "version": best.version}
+
+
+def _answer(one: _Kept) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
+    """What was asked, and from the first message that the model wrote on."""
+    first = next((at for at, message in enumerate(one.messages) if message.written), len(one.messages))
+    chat = as_chat(one.messages)
+    return chat[:first], chat[first:]
+
+
+def _row(row: Row) -> dict[str, list[Any]]:
+    names = ("token_ids", "generated", "loss_mask", "logprobs", "versions")
+    return {name: getattr(row, name).tolist() for name in names}

@@ -1,0 +1,318 @@
+"""The groups of a run, a page at a time: what was asked, how each rollout was rewarded, and what became of it. All of it is SQL on the store."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from midflight.archive.search import Words
+from midflight.archive.stored import Reading, reading
+from midflight.errors import NoRun
+from midflight.observe.failures import failure_class
+from midflight.observe.journal import read_journal
+from midflight.trajectories.database import State, Value, decode_scored
+from midflight.types import Fate, GroupKey, Reason, RolloutKey, Task, Version
+
+PASSED = 1.0
+"""The reward from which on a rollout counts as passed, unless another is given."""
+_KEY = "epoch, position, attempt"
+
+
+class GroupOrder(StrEnum):
+    """By which groups are sorted; with equal ones the newest first."""
+
+    NEWEST = "newest"
+    OLDEST = "oldest"
+    WORST = "worst"
+    """Lowest mean reward first; groups without any reward last."""
+    BEST = "best"
+    SPREAD = "spread"
+    """Largest difference of rewards within the group first."""
+    LONGEST = "longest"
+    FAILED = "failed"
+    """Most rollouts without a reward first."""
+
+
+_MEASURES = {
+    GroupOrder.WORST: "AVG(reward) IS NULL, AVG(reward)",
+    GroupOrder.BEST: "AVG(reward) DESC",
+    GroupOrder.SPREAD: "MAX(reward) - MIN(reward) DESC",
+    GroupOrder.LONGEST: "AVG(num_trainable) DESC",
+    GroupOrder.FAILED: "COUNT(*) - COUNT(reward) DESC",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFilter:
+    """Which groups are asked for; what is left empty takes all."""
+
+    version: Version | None = None
+    """That the step on them made."""
+    versions: tuple[Version, Version] | None = None
+    """The first and the last of several."""
+    source: str = ""
+    task: str = ""
+    """Its id."""
+    fate: str = ""
+    """A state of groups (`trained`, `waiting`, `dropped`, ...), or the reason for which some were dropped."""
+    failure: str = ""
+    """The class of an error of one of its rollouts."""
+    words: str = ""
+    """That one of its rollouts holds, in any order; in quotes they stand together."""
+    key: GroupKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBrief:
+    """One rollout of a group that has ended, without its tokens."""
+
+    key: RolloutKey
+    reward: float | None
+    error: str | None
+    """Why there is no reward."""
+    failure: str | None
+    """The class of that error."""
+    truncated: bool
+    seconds: float
+    num_trainable: int
+    components: Mapping[str, float]
+    metrics: Mapping[str, float]
+    tokens: Mapping[tuple[Fate, Reason | None], int]
+    found: bool = False
+    """Whether it holds the words that were looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochScore:
+    """How a task went in one epoch: over all its groups there."""
+
+    epoch: int
+    scored: int
+    passed: int
+    mean: float | None
+
+    @property
+    def rate(self) -> float | None:
+        return self.passed / self.scored if self.scored else None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeen:
+    """One group, and what became of it."""
+
+    key: GroupKey
+    task: Task
+    state: State
+    reason: Reason | None
+    """Why it was dropped."""
+    version: Version | None
+    """That the step on it made, or is meant to make."""
+    final: bool
+    """Whether a checkpoint has that step."""
+    rollouts: tuple[RolloutBrief, ...]
+    epochs: tuple[EpochScore, ...] = field(default=())
+
+    @property
+    def rewards(self) -> Sequence[float]:
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
+
+    @property
+    def mean(self) -> float | None:
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def spread(self) -> float | None:
+        """Largest reward minus smallest; 0 teaches nothing."""
+        return max(self.rewards) - min(self.rewards) if self.rewards else None
+
+    @property
+    def fate(self) -> str:
+        """In words."""
+        match self.state:
+            case State.TRAINED:
+                return f"trained, made version {self.version}"
+            case State.LEASED:
+                return f"in the step that makes version {self.version}" + (", which no checkpoint has yet" if self.final else "")
+            case State.DROPPED:
+                return f"dropped: {self.reason}"
+            case State.WAITING:
+                return "waits for a step"
+            case State.RUNNING:
+                return f"running, {len(self.rollouts)} ended"
+            case State.IN_LINE:
+                return "to be run again"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPage:
+    """Some of the groups that a filter lets through; `total` is how many there are."""
+
+    groups: tuple[GroupSeen, ...]
+    total: int
+    sources: tuple[str, ...]
+    failures: Mapping[str, int]
+    """Rollouts without a reward by the class of their error, in the whole run."""
+    fates: Mapping[str, int]
+    """Groups by state, and dropped ones by reason too, in the whole run."""
+
+
+def page_of(
+    folder: Path,
+    wanted: GroupFilter,
+    *,
+    order: GroupOrder = GroupOrder.NEWEST,
+    first: int = 0,
+    number: int = 25,
+    words: Words | None = None,
+    passed: float = PASSED,
+) -> GroupPage:
+    """Groups `first` to `first + number` of those that are wanted. `words` is where words are looked up."""
+    with reading(folder) as store:
+        if words is not None and wanted.words:
+            store.beside(words.path)
+        where, values = conditions(wanted)
+        ((total,),) = store.ask(f"SELECT COUNT(*) FROM groups g WHERE {where}", *values)
+        groups = _groups(store, where, values, order, first, number)
+        scores = _epochs(store, [blob for _, blob, *_ in groups], passed) if groups else {}
+        found = _found(store, wanted) if wanted.words else frozenset[RolloutKey]()
+        seen = tuple(_seen(store, columns, scores, found) for columns in groups)
+        return GroupPage(seen, total, _sources(store), _failures(store), _fates(store))
+
+
+Columns = tuple[tuple[int, int, int], bytes, str, str | None, "int | None", "int | None", "int | None"]
+"""Key, task, state, reason, version, and of its lease the version that begins the step and whether the step was made."""
+
+
+def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
+    """In SQL, of groups `g`."""
+    parts: list[tuple[str, Sequence[Value]]] = []
+    if (versions := wanted.versions or (wanted.version is not None and (wanted.version, wanted.version)) or None) is not None:
+        leased = "g.lease IN (SELECT lease FROM leases WHERE train_version + 1 BETWEEN ? AND ?)"
+        parts.append((f"(g.version BETWEEN ? AND ? OR {leased})", [*versions, *versions]))
+    if wanted.source:
+        parts.append(("source_of(g.task) = ?", [wanted.source]))
+    if wanted.task:
+        parts.append(("task_of(g.task) = ?", [wanted.task]))
+    if wanted.fate:
+        parts.append(("(g.state = ? OR g.state = 'dropped' AND g.reason = ?)", [wanted.fate, wanted.fate]))
+    if wanted.failure:
+        parts.append((_having("r.reward IS NULL AND failure_of(r.error) = ?"), [wanted.failure]))
+    if wanted.words:
+        parts.append((_having("r.rowid IN (SELECT rowid FROM beside.said WHERE said MATCH ?)"), [Words.query(wanted.words)]))
+    if wanted.key is not None:
+        parts.append((f"({_KEY}) = (?, ?, ?)", _values(wanted.key)))
+    return " AND ".join(sql for sql, _ in parts) or "1", [value for _, values in parts for value in values]
+
+
+def _having(rollout: str) -> str:
+    return f"({_KEY}) IN (SELECT {_KEY} FROM rollouts r WHERE {rollout})"
+
+
+def _values(key: GroupKey) -> tuple[int, int, int]:
+    return key.epoch, key.index, key.attempt
+
+
+def versions_of(folder: Path, first: int, last: int) -> tuple[Version, Version]:
+    """The first and the last version that these steps made. Numbers of versions go on above those that a crash took, those of steps don't."""
+    made = [line.version for line in read_journal(folder / "metrics.jsonl").steps if first <= line.step <= last]
+    if not made:
+        raise NoRun(f"{folder} has made no step from {first} to {last}; `midflight runs` says how many it has made.")
+    return min(made), max(made)
+
+
+def _groups(
+    store: Reading, where: str, values: Sequence[Value], order: GroupOrder, first: int, number: int
+) -> list[Columns]:
+    newest = "g.epoch DESC, g.position DESC, g.attempt DESC"
+    joined, by = "", newest if order is GroupOrder.NEWEST else "g.epoch, g.position, g.attempt"
+    if order in _MEASURES:
+        ranked = f"SELECT {_KEY}, ROW_NUMBER() OVER (ORDER BY {_MEASURES[order]}) AS place FROM rollouts GROUP BY {_KEY}"
+        joined, by = f"LEFT JOIN ({ranked}) USING ({_KEY})", f"place IS NULL, place, {newest}"
+    keys = f"SELECT {_KEY} FROM groups g {joined} WHERE {where} ORDER BY {by} LIMIT ? OFFSET ?"
+    return [
+        ((epoch, position, attempt), *rest)
+        for epoch, position, attempt, *rest in (
+            store.ask(
+                "SELECT g.epoch, g.position, g.attempt, task, state, reason, version, train_version, done "
+                "FROM groups g LEFT JOIN leases USING (lease) WHERE (g.epoch, g.position, g.attempt) = (?, ?, ?)",
+                *key,
+            )[0]
+            for key in store.ask(keys, *values, number, first)
+        )
+    ]  # pyright: ignore[reportReturnType]
+
+
+def _seen(
+    store: Reading, columns: Columns, scores: Mapping[bytes, tuple[EpochScore, ...]], found: frozenset[RolloutKey]
+) -> GroupSeen:
+    key, blob, state, reason, version, train_version, done = columns
+    of = GroupKey(*key)
+    return GroupSeen(
+        key=of,
+        task=store.task(blob),
+        state=State(state),
+        reason=Reason(reason) if reason else None,
+        version=version if train_version is None else train_version + 1,
+        final=bool(done),
+        rollouts=briefs(store, of, found),
+        epochs=scores.get(blob, ()),
+    )
+
+
+def briefs(store: Reading, key: GroupKey, found: frozenset[RolloutKey] = frozenset()) -> tuple[RolloutBrief, ...]:
+    """Those of one group that have ended, in the order of their samples."""
+    of = f"WHERE ({_KEY}) = (?, ?, ?)"
+    tokens = defaultdict[int, dict[tuple[Fate, Reason | None], int]](dict)
+    for sample, fate, reason, number in store.ask(f"SELECT sample, fate, reason, num_tokens FROM fates {of}", *_values(key)):
+        tokens[sample][Fate(fate), Reason(reason) if reason else None] = number
+    made: list[RolloutBrief] = []
+    columns = "sample, reward, error, truncated, seconds, num_trainable, scored"
+    for sample, reward, error, truncated, seconds, num, blob in store.ask(
+        f"SELECT {columns} FROM rollouts {of} ORDER BY sample", *_values(key)
+    ):
+        scored, rollout = store.decoded(decode_scored, blob), RolloutKey(key, sample)
+        failure = failure_class(error) if reward is None else None
+        said = (scored.components, scored.metrics, tokens[sample], rollout in found)
+        made.append(RolloutBrief(rollout, reward, error, failure, bool(truncated), seconds, num, *said))
+    return tuple(made)
+
+
+def _found(store: Reading, wanted: GroupFilter) -> frozenset[RolloutKey]:
+    rows = store.ask(
+        f"SELECT {_KEY}, sample FROM rollouts WHERE rowid IN (SELECT rowid FROM beside.said WHERE said MATCH ?)", Words.query(wanted.words)
+    )
+    return frozenset(RolloutKey(GroupKey(*key), sample) for *key, sample in rows)
+
+
+def _epochs(store: Reading, tasks: Sequence[bytes], passed: float) -> Mapping[bytes, tuple[EpochScore, ...]]:
+    """By task: how it went each time that it was drawn."""
+    marks = ", ".join("?" * len(set(tasks)))
+    scores = defaultdict[bytes, list[EpochScore]](list)
+    for task, epoch, scored, good, mean in store.ask(
+        f"SELECT task, epoch, COUNT(reward), COALESCE(SUM(reward >= ?), 0), AVG(reward) FROM groups JOIN rollouts USING ({_KEY}) "
+        f"WHERE task IN ({marks}) GROUP BY task, epoch ORDER BY epoch",
+        *(passed, *set(tasks)),
+    ):
+        scores[task].append(EpochScore(epoch, scored, good, mean))
+    return {task: tuple(found) for task, found in scores.items()}
+
+
+def _sources(store: Reading) -> tuple[str, ...]:
+    return tuple(sorted(source for (source,) in store.ask("SELECT DISTINCT source_of(task) FROM groups")))
+
+
+def _failures(store: Reading) -> Mapping[str, int]:
+    rows = store.ask("SELECT failure_of(error), COUNT(*) FROM rollouts WHERE reward IS NULL GROUP BY 1 ORDER BY 2 DESC, 1")
+    return {name: number for name, number in rows}
+
+
+def _fates(store: Reading) -> Mapping[str, int]:
+    counts: dict[str, int] = {}
+    for state, reason, number in store.ask("SELECT state, reason, COUNT(*) FROM groups GROUP BY 1, 2 ORDER BY 1, 2"):
+        counts[state] = counts.get(state, 0) + number
+        if reason:
+            counts[reason] = number
+    return counts

@@ -1,0 +1,134 @@
+"""Where every token of a run went, and every group: sums of what the store holds, which are what the run's own books say."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from midflight.archive.stored import Reading, reading
+from midflight.trajectories.database import State, decode_turn
+from midflight.types import Accounts, Fate, Reason
+
+MEANINGS: Mapping[Reason, str] = {
+    Reason.STALE: "older than max_staleness when their step began",
+    Reason.OVERSHOOT: "generated past a stop string, before the engine could stop",
+    Reason.UNCHOSEN: "of several choices, those that the agent did not go on with",
+    Reason.NOT_POLICY_SAMPLED: "sampled from another distribution than the policy's",
+    Reason.TRUNCATED: "of rollouts that a limit cut short, which are not trained on",
+    Reason.NO_REWARD: "of tries that failed, or that could not be scored",
+    Reason.TOO_FEW: "of groups with too few scored rollouts to compare",
+    Reason.ZERO_SPREAD: "of groups whose rewards are all alike, which teach nothing",
+    Reason.REQUEUED: "of groups that began again because they had become too old",
+    Reason.NOT_FINITE: "with a number that is not finite",
+    Reason.SKIPPED: "of steps that the trainer skipped",
+    Reason.SHUTDOWN: "of groups that the end of the run cut short",
+    Reason.ABANDONED: "of requests that were cancelled, or failed before their answer was complete",
+}
+"""What tokens are in the ledger for."""
+
+_KEY = "epoch, position, attempt"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLine:
+    """Tokens of one source by what became of them, of rollouts that have ended."""
+
+    source: str
+    tokens: Mapping[tuple[Fate, Reason | None], int]
+
+    @property
+    def received(self) -> int:
+        return sum(self.tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    accounts: Accounts
+    """Of groups (I1) and tokens (I3)."""
+    sources: tuple[LedgerLine, ...]
+    in_flight: int
+    """Tokens of completed turns of rollouts that go on: in no account yet."""
+    mistakes: tuple[str, ...]
+    """What does not add up; empty where every token is in one place."""
+
+    @property
+    def balanced(self) -> bool:
+        return not self.mistakes
+
+
+def ledger_of(folder: Path) -> Ledger:
+    """Of one moment, also while the run goes on."""
+    with reading(folder) as store:
+        sources = _sources(store)
+        total = Counter[tuple[Fate, Reason | None]]()
+        for line in sources:
+            total.update(line.tokens)
+        accounts = _accounts(store, total)
+        turns = store.ask("SELECT turn FROM turns")
+        in_flight = sum(len(store.decoded(decode_turn, blob).output_ids) for (blob,) in turns)
+        return Ledger(accounts, sources, in_flight, tuple(_mistakes(store, accounts)))
+
+
+def _sources(store: Reading) -> tuple[LedgerLine, ...]:
+    found = defaultdict[str, Counter[tuple[Fate, Reason | None]]](Counter)
+    of_groups = f"SELECT {_KEY}, fate, reason, SUM(num_tokens) AS total FROM fates GROUP BY {_KEY}, fate, reason"
+    rows = store.ask(
+        f"SELECT source_of(task), f.fate, f.reason, SUM(total) FROM ({of_groups}) f JOIN groups USING ({_KEY}) GROUP BY 1, 2, 3"
+    )
+    for source, fate, reason, number in rows:
+        found[source][Fate(fate), Reason(reason) if reason else None] += number
+    return tuple(LedgerLine(source, dict(counts)) for source, counts in sorted(found.items()))
+
+
+def _accounts(store: Reading, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
+    """Groups whose step was made are trained, in a checkpoint or not; one that is to be run again counts with its next try."""
+    groups, dropped = Counter[str](), Counter[str]()
+    for state, reason, done, number in store.ask(
+        "SELECT state, reason, COALESCE(done, 0), COUNT(*) FROM groups LEFT JOIN leases USING (lease) GROUP BY 1, 2, 3"
+    ):
+        groups[State.TRAINED if done else state] += number
+        if state == State.DROPPED:
+            dropped[reason] += number
+    del groups[State.IN_LINE]
+    by_fate = defaultdict[Fate, Counter[str]](Counter)
+    for (fate, reason), number in total.items():
+        by_fate[fate][reason.value if reason else ""] += number
+    return Accounts(
+        submitted=groups.total(),
+        running=groups[State.RUNNING],
+        waiting=groups[State.WAITING],
+        leased=groups[State.LEASED],
+        trained=groups[State.TRAINED],
+        dropped=dict(dropped),
+        received_tokens=sum(total.values()),
+        waiting_tokens=by_fate[Fate.WAITING].total(),
+        trained_tokens=by_fate[Fate.TRAINED].total(),
+        masked_tokens=dict(by_fate[Fate.MASKED]),
+        dropped_tokens=dict(by_fate[Fate.DROPPED]),
+    )
+
+
+def _mistakes(store: Reading, accounts: Accounts) -> list[str]:
+    """A store that facts alone have written has none."""
+    found: list[str] = []
+    ((open_, early),) = store.ask(
+        "SELECT COALESCE(SUM(fate = 'waiting' AND (state IN ('trained', 'dropped') OR COALESCE(done, 0))), 0), "
+        "COALESCE(SUM(fate = 'trained' AND state <> 'trained' AND NOT COALESCE(done, 0)), 0) "
+        f"FROM fates JOIN groups USING ({_KEY}) LEFT JOIN leases USING (lease)"
+    )
+    if open_:
+        found.append(f"{open_} rollouts of groups that have ended still have tokens that wait")
+    if early:
+        found.append(f"{early} rollouts of groups that were not trained have trained tokens")
+    ((missing,),) = store.ask(
+        f"SELECT COUNT(*) FROM rollouts LEFT JOIN (SELECT {_KEY}, sample, SUM(num_tokens) AS total FROM fates GROUP BY {_KEY}, sample) "
+        f"USING ({_KEY}, sample) WHERE num_trainable > COALESCE(total, 0)"
+    )
+    if missing:
+        found.append(f"{missing} rollouts have tokens in no account")
+    groups = accounts.running + accounts.waiting + accounts.leased + accounts.trained + sum(accounts.dropped.values())
+    if groups != accounts.submitted:
+        found.append(f"{accounts.submitted} groups were submitted, {groups} are accounted for")
+    return found

@@ -1,0 +1,134 @@
+"""Full-text search over the rollouts of a run: an index in a file of the viewer's own, which grows with the run. The run's folder is not touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Generator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from midflight.archive.stored import STORE, Reading, reading
+from midflight.errors import MidflightError
+from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.database import decode_rows, decode_scored, naming
+
+AT_ONCE = 200
+"""Rollouts that one transaction adds: about 50 ms at 500 tokens each, so that a page is not kept waiting."""
+SHAPE = 1
+"""Of the index; another one is made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """How far the index is: rollouts that can be found, of those that the store has."""
+
+    done: int
+    total: int
+
+    @property
+    def complete(self) -> bool:
+        return self.done >= self.total
+
+
+class Words:
+    """The index of one run. Several viewers may let it grow at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        store = (folder / STORE).resolve()
+        with suppress(FileNotFoundError):
+            place = f"{SHAPE}:{store}:{store.stat().st_ino}".encode()
+            self.path = cache_folder() / f"{hashlib.sha256(place).hexdigest()[:24]}.sqlite"
+            return
+        with reading(folder):  # says what is wrong with the folder
+            raise AssertionError("a store that is not there was opened")
+
+    @staticmethod
+    def query(words: str) -> str:
+        """What FTS5 is asked: each word as the beginning of one, what stands in quotes as it stands."""
+        terms = re.findall(r'"([^"]*)"|(\S+)', words)
+        return " ".join(f'"{phrase}"' if phrase else f'"{word.replace(chr(34), "")}"*' for phrase, word in terms if phrase or word)
+
+    def grow(self, seconds: float) -> Indexed:
+        """Adds what the store has and the index has not, for about so long at most."""
+        end = time.monotonic() + seconds
+        tokenizer = Tokenizer.load(self._folder / "start")
+        with closing(self._open()) as index, reading(self._folder) as store:
+            ((last,),) = store.ask("SELECT COALESCE(MAX(rowid), 0) FROM rollouts")
+            done = _number(index)
+            while done < last:
+                done = self._add(index, store, tokenizer)
+                if time.monotonic() >= end:
+                    break
+        return Indexed(min(done, last), last)
+
+    def _add(self, index: sqlite3.Connection, store: Reading, tokenizer: Tokenizer) -> int:
+        """The next rollouts, in one transaction: two viewers don't add the same."""
+        with _transaction(index, self.path):
+            after = _number(index)
+            for number, task, error, rows, scored in store.ask(
+                "SELECT r.rowid, task, error, rows, scored FROM rollouts r JOIN groups USING (epoch, position, attempt) "
+                "WHERE r.rowid > ? ORDER BY r.rowid LIMIT ?",
+                *(after, AT_ONCE),
+            ):
+                after = number
+                asked = store.task(task)
+                fields = store.decoded(decode_scored, scored).fields
+                said = [tokenizer.decode(np.asarray(row.token_ids).tolist()) for row in store.decoded(decode_rows, rows)]
+                text = "\n".join([asked.id, asked.source, error or "", *([json.dumps(fields)] if fields else []), *said])
+                index.execute("INSERT INTO said (rowid, text) VALUES (?, ?)", (number, text))
+            index.execute("UPDATE reached SET number = ?", (after,))
+        return after
+
+    def _open(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with naming(self.path):
+            index = sqlite3.connect(self.path, isolation_level=None, timeout=10.0)
+            index.execute("PRAGMA journal_mode = WAL")
+            index.execute("PRAGMA synchronous = OFF")  # what a power cut takes is made again
+            with _transaction(index, self.path):
+                if not index.execute("SELECT 1 FROM sqlite_master WHERE name = 'reached'").fetchone():
+                    index.execute("CREATE VIRTUAL TABLE said USING fts5(text, content = '')")
+                    index.execute("CREATE TABLE reached (number INTEGER NOT NULL, store TEXT NOT NULL)")
+                    index.execute("INSERT INTO reached VALUES (0, ?)", (str((self._folder / STORE).resolve()),))
+        return index
+
+
+@contextmanager
+def _transaction(index: sqlite3.Connection, path: Path) -> Generator[None]:
+    with naming(path):
+        index.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            index.execute("COMMIT")
+        except (sqlite3.Error, MidflightError):
+            index.execute("ROLLBACK")
+            raise
+
+
+def _number(index: sqlite3.Connection) -> int:
+    """Of the last rollout that was added."""
+    return index.execute("SELECT number FROM reached").fetchone()[0]
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/midflight/words`; what lies there may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midflight" / "words"
+
+
+def forget_deleted() -> None:
+    """Deletes the indices of runs that are not there any more."""
+    for path in cache_folder().glob("*.sqlite"):
+        with suppress(sqlite3.Error, OSError), closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as index:
+            (store,) = index.execute("SELECT store FROM reached").fetchone()
+            if not Path(store).exists():
+                for name in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+                    name.unlink(missing_ok=True)

@@ -1,0 +1,104 @@
+"""A run's store, opened to be read: also while its run goes on, and after a crash. What is not a store comes out as a clear error."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from midflight.errors import MidflightError, NoRun, RunGone, StoreCorrupt
+from midflight.observe.failures import failure_class
+from midflight.trajectories.database import Value, decode_task, look, naming
+from midflight.types import GroupKey, RolloutKey, Task
+
+STORE = "store.sqlite"
+Decoded = TypeVar("Decoded")
+
+
+class Reading:
+    """One look at a store: a transaction of its own, so that all that is asked in it is of one moment."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+        for name, function in (("source_of", _source), ("task_of", _task_id), ("failure_of", failure_class)):
+            connection.create_function(name, 1, function, deterministic=True)
+
+    def ask(self, sql: str, *values: Value) -> list[tuple[Any, ...]]:
+        """All rows; their columns have the types that the schema gives them."""
+        with naming(self.path):
+            return self._connection.execute(sql, values).fetchall()
+
+    def each(self, sql: str, *values: Value) -> Iterator[tuple[Any, ...]]:
+        """Row by row, for what would not fit into memory."""
+        with naming(self.path):
+            yield from self._connection.execute(sql, values)
+
+    def beside(self, path: Path) -> None:
+        """Lets `beside.TABLE` of another file be asked too."""
+        with naming(path):
+            self._connection.execute("COMMIT")
+            self._connection.execute("ATTACH ? AS beside", (f"{path.resolve().as_uri()}?mode=ro",))
+            self._connection.execute("BEGIN")
+
+    def task(self, blob: bytes) -> Task:
+        return self.decoded(decode_task, blob)
+
+    def decoded(self, decode: Callable[[bytes], Decoded], blob: bytes) -> Decoded:
+        try:
+            return decode(blob)
+        except (msgspec.MsgspecError, ValueError, AssertionError) as error:
+            raise StoreCorrupt(f"Reading {self.path}: {error}; restore the file from a copy, or start a new run folder.") from error
+
+
+@contextmanager
+def reading(folder: Path) -> Generator[Reading]:
+    """The store of the run in a folder. `NoRun` where it has none yet, `RunGone` where the folder vanished."""
+    path = folder / STORE
+    if not path.is_file():
+        raise _missing(folder)
+    try:
+        connection = look(path)
+        try:
+            connection.isolation_level = None
+            with naming(path):
+                connection.execute("BEGIN")
+            yield Reading(path, connection)
+        finally:
+            connection.close()
+    except MidflightError as error:
+        if not path.is_file():
+            raise _missing(folder) from error
+        raise
+
+
+def _missing(folder: Path) -> MidflightError:
+    if not folder.is_dir():
+        return RunGone(f"{folder} is not there: the run was deleted or moved; `midflight runs` lists those that there are.")
+    return NoRun(f"{folder} has no rollouts: there is no {STORE} in it. Give the folder of a run that has begun to train.")
+
+
+def _source(task: bytes) -> str:
+    return decode_task(task).source
+
+
+def _task_id(task: bytes) -> str:
+    return decode_task(task).id
+
+
+def group_key(columns: Iterable[int]) -> GroupKey:
+    return GroupKey(*columns)
+
+
+def rollout_key(text: str) -> RolloutKey:
+    """Of `epoch-position-attempt-sample`, as `str` of a key writes it; an epoch below 0 is of posted tasks."""
+    sign, rest = (-1, text[1:]) if text.startswith("-") else (1, text)
+    parts = rest.split("-")
+    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        raise NoRun(f"{text!r} names no rollout; it is EPOCH-POSITION-ATTEMPT-SAMPLE, such as 0-12-0-3.")
+    epoch, position, attempt, sample = map(int, parts)
+    return RolloutKey(GroupKey(sign * epoch, position, attempt), sample)
