@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from midflight.archive.groups import GroupFilter, GroupOrder, page_of
-from midflight.archive.search import Words
+from midflight.archive.search import WordIndex
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Batch, Group, GroupKey, Reason, RolloutKey, Row, Task, Trajectory
@@ -29,7 +29,7 @@ from midflight.types.facts import Admitted, Checkpointed, GroupClosed, GroupFini
 
 FIRST_MS, PAGE_MS = 1000.0, 300.0
 GROUP_SIZE, GROUPS_PER_STEP = 8, 16
-WORDS = "the of and model answer wrong right tool city rain number seven reverse word letter step think therefore so it is".split()
+WORDS = (*"abcdefghijklmnopqrstuvwxyz", "rain", "therefore", "seven", "answer", "wrong", "right", "tool", "city")
 
 
 def make(folder: Path, *, rollouts: int, tokens: int, seed: int = 0) -> None:
@@ -83,7 +83,7 @@ def _trajectory(key: RolloutKey, task: Task, tokens: int, draw: np.random.Genera
 
 def looks(folder: Path) -> dict[str, Callable[[], object]]:
     """What people do, by name."""
-    words = Words(folder)
+    words = WordIndex(folder)
     return {
         "first page, newest groups": lambda: page_of(folder, GroupFilter()),
         "a page in the middle": lambda: page_of(folder, GroupFilter(), first=6000),
@@ -120,9 +120,11 @@ def _measured(folder: Path) -> int:
     page_of(folder, GroupFilter())
     first = (time.perf_counter() - begun) * 1000
     begun = time.perf_counter()
-    while not (grown := Words(folder).grow(5.0)).complete:
+    while not (grown := WordIndex(folder).grow(5.0)).complete:
         print(f"  words of {grown.done} of {grown.total} rollouts indexed", flush=True)
-    print(f"words of {grown.total} rollouts indexed in {time.perf_counter() - begun:.1f} s, {Words(folder).path.stat().st_size / 1e6:.0f} MB")
+    print(
+        f"words of {grown.total} rollouts indexed in {time.perf_counter() - begun:.1f} s, {WordIndex(folder).path.stat().st_size / 1e6:.0f} MB"
+    )
     print(f"{first:8.1f} ms  the first look of a process (at most {FIRST_MS:.0f})")
     for name, look in looks(folder).items():
         taken: list[float] = []

@@ -15,7 +15,7 @@ import numpy as np
 from midflight.archive.credit import Credit, credit_of
 from midflight.archive.groups import GroupFilter, GroupSeen, RolloutBrief, page_of
 from midflight.archive.messages import MessageReader, MessageSaid, as_chat
-from midflight.archive.stored import Reading, reading
+from midflight.archive.stored import StoreReading, reading
 from midflight.config import Config, load_config
 from midflight.errors import MidflightError, NoRun
 from midflight.trajectories.database import State, decode_rows, decode_scored, decode_turn
@@ -116,10 +116,8 @@ def config_of(folder: Path) -> Config:
         return Config()
 
 
-def _rows(store: Reading, key: RolloutKey) -> tuple[tuple[Row, ...], Mapping[str, Json], tuple[float, ...]]:
-    ((rows, blob),) = store.ask(
-        "SELECT rows, scored FROM rollouts WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?)", *_columns(key)
-    )
+def _rows(store: StoreReading, key: RolloutKey) -> tuple[tuple[Row, ...], Mapping[str, Json], tuple[float, ...]]:
+    ((rows, blob),) = store.ask("SELECT rows, scored FROM rollouts WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?)", *_columns(key))
     scored = store.decoded(decode_scored, blob)
     return store.decoded(decode_rows, rows), scored.fields, scored.turn_rewards
 
@@ -128,7 +126,7 @@ def _columns(key: RolloutKey) -> tuple[int, int, int, int]:
     return key.group.epoch, key.group.index, key.group.attempt, key.sample
 
 
-def _running(store: Reading, key: RolloutKey) -> tuple[Row, ...]:
+def _running(store: StoreReading, key: RolloutKey) -> tuple[Row, ...]:
     """What a rollout that goes on has said so far: its last turn, with the earlier ones that it goes on from."""
     blobs = store.ask("SELECT turn FROM turns WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?) ORDER BY number", *_columns(key))
     turns = [store.decoded(decode_turn, blob) for (blob,) in blobs]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.archive.stored import Reading, group_key
+from midflight.archive.stored import StoreReading, group_key
 from midflight.config import Config
 from midflight.errors import MidflightError
 from midflight.trajectories.database import decode_scored
@@ -25,7 +25,7 @@ class Credit:
     answers: dict[RolloutKey, NDArray[np.float64]] = field(default_factory=dict[RolloutKey, NDArray[np.float64]])
 
 
-def credit_of(store: Reading, key: GroupKey, version: Version | None, config: Config) -> Credit:
+def credit_of(store: StoreReading, key: GroupKey, version: Version | None, config: Config) -> Credit:
     """Of the rollouts of a group, in the step that made `version`; without one as if the group were a batch of its own."""
     if config.objective.advantage == "gae":
         return Credit("advantages of single tokens come from the critic's values, which are not kept")
@@ -47,7 +47,7 @@ def credit_of(store: Reading, key: GroupKey, version: Version | None, config: Co
     return Credit("; ".join(notes), dict(zip(rollouts, found, strict=True)))
 
 
-def _of_step(store: Reading, version: Version) -> Sequence[Group]:
+def _of_step(store: StoreReading, version: Version) -> Sequence[Group]:
     """In the order of the batch."""
     keys = store.ask(
         "SELECT epoch, position, attempt FROM groups WHERE version = ? OR lease IN (SELECT lease FROM leases WHERE train_version = ?) "
@@ -57,7 +57,7 @@ def _of_step(store: Reading, version: Version) -> Sequence[Group]:
     return [_group(store, group_key(key)) for key in keys]
 
 
-def _group(store: Reading, key: GroupKey) -> Group:
+def _group(store: StoreReading, key: GroupKey) -> Group:
     """Without tokens: rewards are all that advantages are made of."""
     (blob,) = store.ask("SELECT task FROM groups WHERE (epoch, position, attempt) = (?, ?, ?)", key.epoch, key.index, key.attempt)[0]
     task, made = store.task(blob), list[Trajectory]()

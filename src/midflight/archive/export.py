@@ -13,7 +13,7 @@ import msgspec
 
 from midflight.archive.conversation import reader_of
 from midflight.archive.messages import MessageReader, MessageSaid, as_chat
-from midflight.archive.stored import Reading, reading
+from midflight.archive.stored import StoreReading, reading
 from midflight.errors import ConfigError
 from midflight.trajectories.database import decode_rows, decode_scored
 from midflight.types import GroupKey, Json, RolloutKey, Row, Task, Version
@@ -40,7 +40,7 @@ class ExportChoice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
+class _Exported:
     """A rollout as it is exported."""
 
     key: RolloutKey
@@ -53,7 +53,7 @@ class _Kept:
     """Of its longest branch."""
 
 
-def export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> int:
+def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> int:
     """Writes the file whole or not at all; says how many lines. `ConfigError` where nothing was chosen."""
     lines, building = 0, out.with_name(f".{out.name}.new")
     try:
@@ -69,7 +69,7 @@ def export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) ->
     return lines
 
 
-def _lines(store: Reading, reader: MessageReader, form: ExportFormat, choice: ExportChoice) -> Iterator[dict[str, Any]]:
+def _lines(store: StoreReading, reader: MessageReader, form: ExportFormat, choice: ExportChoice) -> Iterator[dict[str, Any]]:
     kept = _kept(store, reader, choice)
     if form is ExportFormat.DPO:
         for _, group in groupby(kept, key=lambda one: one.key.group):
@@ -81,7 +81,7 @@ def _lines(store: Reading, reader: MessageReader, form: ExportFormat, choice: Ex
             yield {"messages": as_chat(one.messages), **_said(one), **rows}
 
 
-def _kept(store: Reading, reader: MessageReader, choice: ExportChoice) -> Iterator[_Kept]:
+def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> Iterator[_Exported]:
     """In the order of the run's tasks, one group after the other. One at a time is in memory."""
     where, values = ["reward IS NOT NULL"], list[int]()
     if choice.versions is not None:
@@ -101,10 +101,10 @@ def _kept(store: Reading, reader: MessageReader, choice: ExportChoice) -> Iterat
         said = reader.messages(longest.token_ids, longest.generated, reader.pieces(longest.token_ids))
         key = RolloutKey(GroupKey(epoch, position, attempt), sample)
         components = dict(store.decoded(decode_scored, scored).components)
-        yield _Kept(key, asked, reward, version if made is None else made + 1, decoded, components, said)
+        yield _Exported(key, asked, reward, version if made is None else made + 1, decoded, components, said)
 
 
-def _said(one: _Kept) -> dict[str, Json]:
+def _said(one: _Exported) -> dict[str, Json]:
     return {
         "rollout": str(one.key),
         "task": one.task.id,
@@ -115,7 +115,7 @@ def _said(one: _Kept) -> dict[str, Json]:
     }
 
 
-def _pair(group: Sequence[_Kept], choice: ExportChoice) -> Iterator[dict[str, Any]]:
+def _pair(group: Sequence[_Exported], choice: ExportChoice) -> Iterator[dict[str, Any]]:
     """The best and the worst, where they answer the same and one is better."""
     best, worst = max(group, key=lambda one: one.reward), min(group, key=lambda one: one.reward)
     margin = best.reward - worst.reward
@@ -127,7 +127,7 @@ def _pair(group: Sequence[_Kept], choice: ExportChoice) -> Iterator[dict[str, An
         yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, **said, "version": best.version}
 
 
-def _answer(one: _Kept) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
+def _answer(one: _Exported) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
     """What was asked, and from the first message that the model wrote on."""
     first = next((at for at, message in enumerate(one.messages) if message.written), len(one.messages))
     chat = as_chat(one.messages)

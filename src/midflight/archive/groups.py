@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from midflight.archive.search import Words
-from midflight.archive.stored import Reading, reading
+from midflight.archive.search import WordIndex
+from midflight.archive.stored import StoreReading, reading
 from midflight.errors import NoRun
 from midflight.observe.failures import failure_class
 from midflight.observe.journal import read_journal
@@ -166,7 +166,7 @@ def page_of(
     order: GroupOrder = GroupOrder.NEWEST,
     first: int = 0,
     number: int = 25,
-    words: Words | None = None,
+    words: WordIndex | None = None,
     passed: float = PASSED,
 ) -> GroupPage:
     """Groups `first` to `first + number` of those that are wanted. `words` is where words are looked up."""
@@ -201,7 +201,7 @@ def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
     if wanted.failure:
         parts.append((_having("r.reward IS NULL AND failure_of(r.error) = ?"), [wanted.failure]))
     if wanted.words:
-        parts.append((_having("r.rowid IN (SELECT rowid FROM beside.said WHERE said MATCH ?)"), [Words.query(wanted.words)]))
+        parts.append((_having("r.rowid IN (SELECT rowid FROM beside.said WHERE said MATCH ?)"), [WordIndex.query(wanted.words)]))
     if wanted.key is not None:
         parts.append((f"({_KEY}) = (?, ?, ?)", _values(wanted.key)))
     return " AND ".join(sql for sql, _ in parts) or "1", [value for _, values in parts for value in values]
@@ -223,9 +223,7 @@ def versions_of(folder: Path, first: int, last: int) -> tuple[Version, Version]:
     return min(made), max(made)
 
 
-def _groups(
-    store: Reading, where: str, values: Sequence[Value], order: GroupOrder, first: int, number: int
-) -> list[Columns]:
+def _groups(store: StoreReading, where: str, values: Sequence[Value], order: GroupOrder, first: int, number: int) -> list[Columns]:
     newest = "g.epoch DESC, g.position DESC, g.attempt DESC"
     joined, by = "", newest if order is GroupOrder.NEWEST else "g.epoch, g.position, g.attempt"
     if order in _MEASURES:
@@ -245,9 +243,7 @@ def _groups(
     ]  # pyright: ignore[reportReturnType]
 
 
-def _seen(
-    store: Reading, columns: Columns, scores: Mapping[bytes, tuple[EpochScore, ...]], found: frozenset[RolloutKey]
-) -> GroupSeen:
+def _seen(store: StoreReading, columns: Columns, scores: Mapping[bytes, tuple[EpochScore, ...]], found: frozenset[RolloutKey]) -> GroupSeen:
     key, blob, state, reason, version, train_version, done = columns
     of = GroupKey(*key)
     return GroupSeen(
@@ -262,7 +258,7 @@ def _seen(
     )
 
 
-def briefs(store: Reading, key: GroupKey, found: frozenset[RolloutKey] = frozenset()) -> tuple[RolloutBrief, ...]:
+def briefs(store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = frozenset()) -> tuple[RolloutBrief, ...]:
     """Those of one group that have ended, in the order of their samples."""
     of = f"WHERE ({_KEY}) = (?, ?, ?)"
     tokens = defaultdict[int, dict[tuple[Fate, Reason | None], int]](dict)
@@ -280,14 +276,15 @@ def briefs(store: Reading, key: GroupKey, found: frozenset[RolloutKey] = frozens
     return tuple(made)
 
 
-def _found(store: Reading, wanted: GroupFilter) -> frozenset[RolloutKey]:
+def _found(store: StoreReading, wanted: GroupFilter) -> frozenset[RolloutKey]:
     rows = store.ask(
-        f"SELECT {_KEY}, sample FROM rollouts WHERE rowid IN (SELECT rowid FROM beside.said WHERE said MATCH ?)", Words.query(wanted.words)
+        f"SELECT {_KEY}, sample FROM rollouts WHERE rowid IN (SELECT rowid FROM beside.said WHERE said MATCH ?)",
+        WordIndex.query(wanted.words),
     )
     return frozenset(RolloutKey(GroupKey(*key), sample) for *key, sample in rows)
 
 
-def _epochs(store: Reading, tasks: Sequence[bytes], passed: float) -> Mapping[bytes, tuple[EpochScore, ...]]:
+def _epochs(store: StoreReading, tasks: Sequence[bytes], passed: float) -> Mapping[bytes, tuple[EpochScore, ...]]:
     """By task: how it went each time that it was drawn."""
     marks = ", ".join("?" * len(set(tasks)))
     scores = defaultdict[bytes, list[EpochScore]](list)
@@ -300,16 +297,16 @@ def _epochs(store: Reading, tasks: Sequence[bytes], passed: float) -> Mapping[by
     return {task: tuple(found) for task, found in scores.items()}
 
 
-def _sources(store: Reading) -> tuple[str, ...]:
+def _sources(store: StoreReading) -> tuple[str, ...]:
     return tuple(sorted(source for (source,) in store.ask("SELECT DISTINCT source_of(task) FROM groups")))
 
 
-def _failures(store: Reading) -> Mapping[str, int]:
+def _failures(store: StoreReading) -> Mapping[str, int]:
     rows = store.ask("SELECT failure_of(error), COUNT(*) FROM rollouts WHERE reward IS NULL GROUP BY 1 ORDER BY 2 DESC, 1")
-    return {name: number for name, number in rows}
+    return dict(rows)
 
 
-def _fates(store: Reading) -> Mapping[str, int]:
+def _fates(store: StoreReading) -> Mapping[str, int]:
     counts: dict[str, int] = {}
     for state, reason, number in store.ask("SELECT state, reason, COUNT(*) FROM groups GROUP BY 1, 2 ORDER BY 1, 2"):
         counts[state] = counts.get(state, 0) + number

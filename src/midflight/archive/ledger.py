@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.archive.stored import Reading, reading
+from midflight.archive.stored import StoreReading, reading
 from midflight.trajectories.database import State, decode_turn
 from midflight.types import Accounts, Fate, Reason
 
@@ -71,7 +71,7 @@ def ledger_of(folder: Path) -> Ledger:
         return Ledger(accounts, sources, in_flight, tuple(_mistakes(store, accounts)))
 
 
-def _sources(store: Reading) -> tuple[LedgerLine, ...]:
+def _sources(store: StoreReading) -> tuple[LedgerLine, ...]:
     found = defaultdict[str, Counter[tuple[Fate, Reason | None]]](Counter)
     of_groups = f"SELECT {_KEY}, fate, reason, SUM(num_tokens) AS total FROM fates GROUP BY {_KEY}, fate, reason"
     rows = store.ask(
@@ -82,7 +82,7 @@ def _sources(store: Reading) -> tuple[LedgerLine, ...]:
     return tuple(LedgerLine(source, dict(counts)) for source, counts in sorted(found.items()))
 
 
-def _accounts(store: Reading, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
+def _accounts(store: StoreReading, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
     """Groups whose step was made are trained, in a checkpoint or not; one that is to be run again counts with its next try."""
     groups, dropped = Counter[str](), Counter[str]()
     for state, reason, done, number in store.ask(
@@ -110,7 +110,7 @@ def _accounts(store: Reading, total: Mapping[tuple[Fate, Reason | None], int]) -
     )
 
 
-def _mistakes(store: Reading, accounts: Accounts) -> list[str]:
+def _mistakes(store: StoreReading, accounts: Accounts) -> list[str]:
     """A store that facts alone have written has none."""
     found: list[str] = []
     ((open_, early),) = store.ask(

@@ -89,7 +89,10 @@ class MessageReader:
         if not found:
             return self._unmarked(token_ids, spans(generated))
         edges = [*(start for start, _, _ in found), len(text)]
-        said = [self._message(token_ids, generated, starts, text, opened, mark, end) for (_, opened, mark), end in zip(found, edges[1:], strict=True)]
+        said = [
+            self._message(token_ids, generated, starts, text, opened, mark, end)
+            for (_, opened, mark), end in zip(found, edges[1:], strict=True)
+        ]
         before = text[: edges[0]]
         if self._plain(token_ids[: _token_at(starts, edges[0])]).strip():
             said.insert(0, MessageSaid("system", 0, _token_at(starts, edges[0]), before))
@@ -102,7 +105,9 @@ class MessageReader:
         begin, first, last = (_token_at(starts, at) for at in (opened - len(mark.opening), opened, end))
         if mark.role != "assistant":
             content = text[opened:end].removesuffix(mark.ending)
-            return MessageSaid(mark.role, begin, last, content if content != text[opened:end] else content.removesuffix(mark.ending.rstrip()))
+            return MessageSaid(
+                mark.role, begin, last, content if content != text[opened:end] else content.removesuffix(mark.ending.rstrip())
+            )
         return self._assistant(token_ids, generated, begin, first, last, text[: starts[first]])
 
     def _assistant(self, token_ids: Int32, generated: Bool, begin: int, first: int, last: int, before: str) -> MessageSaid:

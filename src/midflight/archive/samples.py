@@ -82,7 +82,9 @@ def _message(said: MessageSaid, whole: bool) -> str:
 def ledger_table(ledger: Ledger) -> Table:
     """A line for each place where tokens are, a column for each source, and what the place means."""
     table = Table("tokens", *(line.source for line in ledger.sources), "all", "", box=None)
-    places = sorted({place for line in ledger.sources for place in line.tokens}, key=lambda place: (list(Fate).index(place[0]), place[1] or ""))
+    places = sorted(
+        {place for line in ledger.sources for place in line.tokens}, key=lambda place: (list(Fate).index(place[0]), place[1] or "")
+    )
     received = [line.received for line in ledger.sources]
     table.add_row("generated", *(f"{n:,}" for n in (*received, sum(received))), "by rollouts that have ended")
     for fate, reason in places:

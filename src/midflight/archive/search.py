@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from midflight.archive.stored import STORE, Reading, reading
+from midflight.archive.stored import STORE, StoreReading, reading
 from midflight.errors import MidflightError
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.database import decode_rows, decode_scored, naming
@@ -38,7 +38,7 @@ class Indexed:
         return self.done >= self.total
 
 
-class Words:
+class WordIndex:
     """The index of one run. Several viewers may let it grow at once."""
 
     def __init__(self, folder: Path) -> None:
@@ -70,7 +70,7 @@ class Words:
                     break
         return Indexed(min(done, last), last)
 
-    def _add(self, index: sqlite3.Connection, store: Reading, tokenizer: Tokenizer) -> int:
+    def _add(self, index: sqlite3.Connection, store: StoreReading, tokenizer: Tokenizer) -> int:
         """The next rollouts, in one transaction: two viewers don't add the same."""
         with _transaction(index, self.path):
             after = _number(index)

@@ -19,7 +19,7 @@ STORE = "store.sqlite"
 Decoded = TypeVar("Decoded")
 
 
-class Reading:
+class StoreReading:
     """One look at a store: a transaction of its own, so that all that is asked in it is of one moment."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -52,11 +52,11 @@ class Reading:
         try:
             return decode(blob)
         except (msgspec.MsgspecError, ValueError, AssertionError) as error:
-            raise StoreCorrupt(f"Reading {self.path}: {error}; restore the file from a copy, or start a new run folder.") from error
+            raise StoreCorrupt(f"StoreReading {self.path}: {error}; restore the file from a copy, or start a new run folder.") from error
 
 
 @contextmanager
-def reading(folder: Path) -> Generator[Reading]:
+def reading(folder: Path) -> Generator[StoreReading]:
     """The store of the run in a folder. `NoRun` where it has none yet, `RunGone` where the folder vanished."""
     path = folder / STORE
     if not path.is_file():
@@ -67,7 +67,7 @@ def reading(folder: Path) -> Generator[Reading]:
             connection.isolation_level = None
             with naming(path):
                 connection.execute("BEGIN")
-            yield Reading(path, connection)
+            yield StoreReading(path, connection)
         finally:
             connection.close()
     except MidflightError as error:

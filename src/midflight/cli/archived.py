@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-
-from midflight.archive.export import ExportFormat
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run, which may be under way.", metavar="RUN")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Steps = Annotated[
-    str | None, typer.Option("--steps", metavar="A-B", help="Of groups that these steps trained on: one step, or from A to B.", show_default=False)
+    str | None,
+    typer.Option("--steps", metavar="A-B", help="Of groups that these steps trained on: one step, or from A to B.", show_default=False),
 ]
 
 
@@ -60,17 +59,18 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
 def export(
     run: RunFolder,
     out: Annotated[Path, typer.Option("--out", help="File to write, JSON lines.", metavar="FILE")],
-    form: Annotated[ExportFormat, typer.Option("--format", help="Conversations, pairs, or all that is known.")] = ExportFormat.SFT,
+    form: Annotated[Literal["sft", "dpo", "jsonl"], typer.Option("--format", help="Conversations, pairs, or all that is known.")] = "sft",
     min_reward: Annotated[float | None, typer.Option(help="Of a conversation, or of the better of a pair.", show_default=False)] = None,
     min_margin: Annotated[float, typer.Option(help="By which the better of a pair must be better.", min=0.0)] = 0.0,
     steps: Steps = None,
-    sources: Annotated[list[str] | None, typer.Option("--source", help="Only of this source; may be given again.", show_default=False)] = None,
+    sources: Annotated[
+        list[str] | None, typer.Option("--source", help="Only of this source; may be given again.", show_default=False)
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     debug: Debug = False,
 ) -> int:
     """Writes chosen rollouts as a data set that `datasets` loads. Held-out tasks are never in it."""
-    from midflight.archive.export import ExportChoice
-    from midflight.archive.export import export as write
+    from midflight.archive.export import ExportChoice, ExportFormat, write_export
     from midflight.errors import ConfigError
 
     if out.exists() and not overwrite:
@@ -78,7 +78,7 @@ def export(
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no folder; make it, or give a file in another.")
     choice = ExportChoice(min_reward=min_reward, versions=_versions(run, steps), sources=tuple(sources or ()), min_margin=min_margin)
-    typer.echo(f"{out}: {write(run, out, form, choice)} lines of {form.value}")
+    typer.echo(f"{out}: {write_export(run, out, ExportFormat(form), choice)} lines of {form}")
     return 0
 
 

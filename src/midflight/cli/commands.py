@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from midflight.cli import runs_there
+from midflight.cli import archived, runs_there
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
 from midflight.version import __version__
 
@@ -282,6 +282,8 @@ def init(
 
 app.command("runs")(runs_there.runs)
 app.command("compare")(runs_there.compare)
+for command in (archived.samples, archived.ledger, archived.export):
+    app.command()(command)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from midflight.observe.journal import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Json, Row, Task, Version
+from midflight.types.rollouts import spans
 
 
 class Lines:
@@ -101,6 +101,4 @@ def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
 
 def _passages(row: Row, tokenizer: Tokenizer) -> tuple[Passage, ...]:
     """The row cut where the model begins and ends to write."""
-    edges = [0, *(np.flatnonzero(np.diff(row.generated)) + 1).tolist(), len(row.token_ids)]
-    spans = [(begin, end) for begin, end in itertools.pairwise(edges) if begin < end]
-    return tuple(Passage(bool(row.generated[begin]), tokenizer.decode(row.token_ids[begin:end].tolist())) for begin, end in spans)
+    return tuple(Passage(wrote, tokenizer.decode(row.token_ids[begin:end].tolist())) for begin, end, wrote in spans(row.generated))
