@@ -15,6 +15,8 @@ from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIG
 from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
 from midflight.config.sections import Config, EngineSection
 from midflight.config.sources import source_contradictions
+from midflight.entries import ENTRY
+from midflight.errors import nearest
 from midflight.types import StalePolicy
 
 # --- The loss ---------------------------------------------------------------------------------------------------------
@@ -122,6 +124,7 @@ def contradictions(config: Config) -> tuple[str, ...]:
         *_lora(config),
         *_engine(config),
         *_places(config),
+        *_observe(config),
     )
 
 
@@ -331,6 +334,23 @@ def _places(config: Config) -> Iterator[str]:
     yield from source_contradictions(config.environment.sources, learns_to_accuracy=learns_to_accuracy)
     if config.gateway.port > 65535:
         yield f"gateway.port must be <= 65535, got {config.gateway.port}; 0 takes a free port"
+
+
+TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+"""The package that each of the known ones needs, which the extra of the same name installs."""
+
+
+def _observe(config: Config) -> Iterator[str]:
+    names = config.observe.trackers
+    for name in names:
+        if name not in TRACKERS and not ENTRY.fullmatch(name):
+            what = f"there are {', '.join(TRACKERS)}, and `module:Class` of your own"
+            yield f"observe.trackers names {name!r}, which is no tracker: {what}.{nearest(name, TRACKERS)}"
+        # A folder that a tracker wrote here would be found too, as a package without a file.
+        elif (package := TRACKERS.get(name)) and ((found := find_spec(package)) is None or found.origin is None):
+            yield f"observe.trackers names {name!r}, and the package {package} is not installed; pip install 'midflight[{name}]'"
+    if len(set(names)) < len(names):
+        yield f"observe.trackers names one twice ({', '.join(names)}), and would tell it everything twice; name each once"
 
 
 def notes(config: Config) -> tuple[str, ...]:

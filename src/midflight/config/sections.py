@@ -298,6 +298,17 @@ class WeightsSection(Section):
     """With `delta`: versions from one that is sent whole to the next; larger sends less, and makes an engine that rejoins read more."""
 
 
+class ObserveSection(Section):
+    trackers: tuple[str, ...] = ()
+    """Where numbers, histograms, samples and plots of a run go too, beside its folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each an extra of that name, or `module:Class` of one's own (metrics.md)."""
+    project: str = "midflight"
+    """Under which trackers list the run, beside others of the same project."""
+    samples: bool = False
+    """The terminal shows the last rollout, as `--samples` does."""
+    log_format: Literal["plain", "json"] = "plain"
+    """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a line, as by `--log-format json`."""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -316,3 +327,4 @@ class Config(Section):
     distillation: DistillationSection = DistillationSection()
     warm_start: WarmStartSection = WarmStartSection()
     weights: WeightsSection = WeightsSection()
+    observe: ObserveSection = ObserveSection()

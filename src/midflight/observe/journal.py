@@ -16,7 +16,7 @@ import msgspec
 
 from midflight.errors import ConfigError
 from midflight.observe.failures import Failures
-from midflight.observe.learning import LEARNED_FROM, Learning
+from midflight.observe.learning import LEARNED_FROM, Histogram, Learning
 from midflight.observe.progress import RunState
 from midflight.observe.status import Totals, is_incomplete
 from midflight.observe.timeline import TIMED, TIMELINE, Timeline
@@ -41,6 +41,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     trained_length: float | None = None
     truncated_share: float | None = None
     lengths: dict[str, float] | None = None
+    histograms: dict[str, Histogram] | None = None
     turns_mean: float | None = None
     components: dict[str, float] | None = None
     metrics: dict[str, float] | None = None
@@ -192,7 +193,7 @@ class Journal:
             history = replace(history, resumes=(*history.resumes, resumed))
         self._steps = {line.version for line in history.steps}
         self._evaluations = {(line.version, line.source) for line in history.evaluations}
-        self._groups: dict[Version, tuple[int, dict[int, int], float | None]] = {}
+        self._groups: dict[Version, tuple[int, dict[int, int], Learning]] = {}
         _rewrite(path, history)
         self._file = path.open("ab")
         self._timeline = Timeline(path.with_name(TIMELINE), state, goes_on=resume_at is not None)
@@ -223,7 +224,7 @@ class Journal:
                 self._groups = {version: taken for version, taken in self._groups.items() if version >= batch.train_version - 2}
                 taken = Learning()
                 taken.apply(fact)
-                self._groups[batch.train_version] = (len(batch.groups), dict(sorted(fact.staleness.items())), taken.status().trained_length)
+                self._groups[batch.train_version] = (len(batch.groups), dict(sorted(fact.staleness.items())), taken)
             case facts.WeightsCommitted():
                 self._stage, self._pause = max(self._stage or 0.0, fact.stage_seconds), max(self._pause or 0.0, fact.pause_seconds)
             case facts.Stepped(version=version) if version not in self._steps:
@@ -258,7 +259,7 @@ class Journal:
 
     def _step_line(self, step: facts.Stepped) -> StepLine:
         status = self._state.status()
-        groups, ages, trained_length = self._groups.pop(step.version - 1, (None, None, None))
+        groups, ages, taken = self._groups.pop(step.version - 1, (None, None, Learning()))
         learning = self._learning.status()
         rewards = [reward for of_source in self._rewards.values() for reward in of_source]
         return StepLine(
@@ -274,9 +275,10 @@ class Journal:
             reward_spread=learning.reward_spread,
             zero_spread_share=learning.zero_spread_share,
             generated_length=learning.generated_length,
-            trained_length=trained_length,
+            trained_length=taken.status().trained_length,
             truncated_share=learning.truncated_share,
             lengths=learning.lengths or None,
+            histograms=self._histograms(taken) or None,
             turns_mean=learning.turns_mean,
             components=learning.components or None,
             metrics=learning.metrics or None,
@@ -294,6 +296,11 @@ class Journal:
             trainer=dict(step.metrics) or None,
             totals=status.totals,
         )
+
+    def _histograms(self, taken: Learning) -> dict[str, Histogram]:
+        """Of what ended since the line before; what was trained is that of the step's own batch, not of one taken since."""
+        ended = {name: found for name, found in self._learning.histograms().items() if name != "trained_length"}
+        return {**ended, **taken.histograms()}
 
     def _forget(self) -> None:
         """What a line says of rollouts, waits and commits is what happened since the line before."""

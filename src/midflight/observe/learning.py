@@ -6,8 +6,35 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from midflight.observe.status import LearningStatus
 from midflight.types import Kind, Reason, facts
+
+MAX_BINS = 16
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """`counts[i]` values lie from `edges[i]` up to `edges[i + 1]`, the last edge included."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+def histogram(values: Sequence[float]) -> Histogram:
+    """At least one value, in bins of one width from the smallest to the largest: as many as there are whole numbers between, at most `MAX_BINS`.
+
+    Where all are alike there is one bin, half to each side of them.
+    """
+    low, high = min(values), max(values)
+    if low == high:
+        return Histogram((low - 0.5, high + 0.5), (len(values),))
+    bins = min(MAX_BINS, int(high - low) + 1) if all(float(value).is_integer() for value in values) else MAX_BINS
+    counts = [0] * bins
+    for value in values:
+        counts[min(int((value - low) / (high - low) * bins), bins - 1)] += 1
+    return Histogram(tuple(low + (high - low) * i / bins for i in range(bins + 1)), tuple(counts))
+
 
 LEARNED_FROM = facts.RolloutEnded, facts.GroupFinished, facts.GroupClosed, facts.Leased
 """The facts that say something of this. An engine's steps, hundreds a second, do not."""
@@ -33,6 +60,14 @@ class Learning:
                 self._trained.extend(t.num_trainable for group in batch.groups for t in group.trajectories if t.rows)
             case _:
                 pass
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Rewards, and tokens of rollouts: generated, those of rollouts cut short, trained. What there was none of is left out."""
+        lengths = [rollout.num_tokens for rollout in self._rollouts]
+        cut = [rollout.num_tokens for rollout in self._rollouts if rollout.truncated]
+        rewards = [rollout.reward for rollout in self._rollouts if rollout.reward is not None]
+        found = {"reward": rewards, "generated_length": lengths, "truncated_length": cut, "trained_length": list(self._trained)}
+        return {name: histogram(values) for name, values in found.items() if values}
 
     def status(self) -> LearningStatus:
         return LearningStatus(

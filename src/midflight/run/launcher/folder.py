@@ -40,6 +40,7 @@ PRODUCTS = (
     "published",
     ROWS,
 )
+TRACKED = ("trackers", "tensorboard", "wandb", "mlruns", "trackio")
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
 LOGS = "logs"
 ENDING_SECONDS = 5.0
@@ -102,7 +103,7 @@ def clear(folder: Path) -> None:
     """Removes what a run made, but for its logs: after a crash they say why."""
     for name in PRODUCTS:
         (folder / name).unlink(missing_ok=True)
-    for name in MODELS:
+    for name in (*MODELS, *TRACKED):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

@@ -31,6 +31,7 @@ from midflight.run.launcher.child import HasDescriptor
 from midflight.run.launcher.ending import Stop, main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, can_go_on, check_kept, clear, held, prepare
 from midflight.run.launcher.ring import WRITING_SECONDS, PartFailed, Ring
+from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
 from midflight.run.parts import (
     Alarm,
     ControlToken,
@@ -97,6 +98,7 @@ class Run:
         self._began = time.monotonic()
         self._before = 0.0
         self._memory = PeakMemory(os.getpid())
+        self._tracking = Tracking(config, terminal.say)
         self.status = Status(name=config.run.name, steps=config.run.steps)
 
     @property
@@ -137,6 +139,7 @@ class Run:
             self._terminal.say(f"{failure}\nThe run goes on from {where}{after(wait)}; {left} restarts are left.")
             await asyncio.sleep(wait)
             if not resume:
+                self._tracking.drop()
                 clear(self._folder)
 
     def hear(self, message: Message) -> None:
@@ -144,6 +147,8 @@ class Run:
         match message:
             case Progress(status):
                 self.status = status
+                self._tracking.start()  # only now is a resumed run's journal without the steps that are lost
+                self._tracking.hear()
             case WarmStart(step, loss, accuracy):
                 section = self._config.warm_start
                 before = self.status.warm_start
@@ -181,6 +186,7 @@ class Run:
             missing = drawn_by_itself(self._folder, title=self._config.run.name, seconds=PLOT_SECONDS if finished else WRITING_SECONDS)
             if missing is not None:
                 self._terminal.say(missing)
+        self._tracking.end(seconds=ENDING_SECONDS if finished else WRITING_SECONDS)
         return summary
 
 

@@ -98,7 +98,7 @@ class Inspection:
         if config.model.path is not None:
             self._tried(self._architecture)
         own_loss = None if config.objective.kind in OBJECTIVES else self._tried(self._own_loss)
-        for look in (self._devices, self._disk, self._shared_memory, self._port):
+        for look in (self._trackers, self._devices, self._disk, self._shared_memory, self._port):
             self._tried(look)
         return Findings(tuple(self._problems), tuple(self._notes), prompt, own_loss, tuple(found or ()))
 
@@ -218,6 +218,13 @@ class Inspection:
         from midflight.trainer.own_loss import described
 
         return described(self._config)
+
+    def _trackers(self) -> None:
+        for name in self._config.observe.trackers:
+            if ":" in name:
+                from midflight.trackers.tracker import made
+
+                made(name)
 
     # --- What the machine has ----------------------------------------------------------------------------------------
 

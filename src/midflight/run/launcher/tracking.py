@@ -1,0 +1,87 @@
+"""The trackers of a run, as the launcher has them: a process of their own, of which nothing is waited for before the run has ended."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from midflight.config.sections import Config
+from midflight.run.launcher.folder import LOGS
+from midflight.run.parts import TOKEN_VARIABLE
+from midflight.trackers.process import TrackerSaid
+
+ENDING_SECONDS = 60.0
+"""For trackers to send what is left, once a run has finished."""
+
+
+class Tracking:
+    """Synchronous; a thread reads what the process says, and `hear` passes it on where the terminal is drawn."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self._names, self._folder, self._say = config.observe.trackers, Path(config.run.folder), say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said: queue.SimpleQueue[TrackerSaid] = queue.SimpleQueue()
+        self._open: set[str] = set()
+
+    def start(self) -> None:
+        """Unless it has been, or there is none to start."""
+        if not self._names or self._process is not None:
+            return
+        log = self._folder / LOGS / "trackers.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._open = set(self._names)
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "midflight.trackers.process", str(self._folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
+                start_new_session=True,  # Ctrl-C is the launcher's
+            )
+        assert self._process.stdout is not None
+        threading.Thread(target=self._read, args=(self._process.stdout,), name="trackers", daemon=True).start()
+
+    def _read(self, out: IO[bytes]) -> None:
+        for line in out:
+            self._said.put(msgspec.json.decode(line, type=TrackerSaid))
+
+    def hear(self) -> None:
+        """Says what trackers have said since the last look. None of it ends the run."""
+        while not self._said.empty():
+            said = self._said.get()
+            if said.error is None:
+                self._open.discard(said.tracker)
+            else:
+                log = self._folder / LOGS / "trackers.log"
+                self._say(f"tracker {said.tracker} {said.error}\nThe run goes on, and metrics.jsonl has every number; further errors of it are in {log} alone.")
+
+    def end(self, *, seconds: float) -> None:
+        """Waits until every tracker has been told everything, for `seconds` at most. To be called when plot and summary are there."""
+        if (process := self._process) is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.hear()
+            self._say(f"trackers that were not done within {seconds:g} s were ended: {', '.join(sorted(self._open))}; metrics.jsonl has every number.")
+        finally:
+            self.drop()
+        self.hear()
+
+    def drop(self) -> None:
+        """Ends them at once, as before a run begins again from nothing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

@@ -1,0 +1,198 @@
+"""TensorBoard, Weights & Biases, MLflow and Trackio, each by the library of its extra, which is imported when a run is opened."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import re
+import struct
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from midflight.trackers.tracker import TrackedRun, Tracker
+
+Cells = Sequence[Sequence[str | float | None]]
+
+
+class TensorBoard(Tracker):
+    """Event files in `tensorboard` of the run's folder, written by tensorboardX, which needs neither torch nor TensorFlow."""
+
+    def open(self, run: TrackedRun) -> None:
+        self._folder, self._number = run.folder / "tensorboard", len(list((run.folder / "tensorboard").glob("*")))
+        self._begin(None)
+        if run.id is None:
+            options = "\n".join(f"    {key} = {value!r}" for key, value in run.config.items())
+            self._writer.add_text("config", options, 0)
+
+    def _begin(self, purged: int | None) -> None:
+        """A new file, by whose beginning readers forget what earlier ones say of steps from `purged` on. They read in the order of names."""
+        self._number += 1
+        writer = import_module("tensorboardX").SummaryWriter
+        self._writer: Any = writer(str(self._folder), purge_step=purged, filename_suffix=f".{self._number:04d}")
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
+        """Of the values themselves only the bins are known: sums are those of their middles."""
+        middles = [(a + b) / 2 for a, b in zip(edges, edges[1:], strict=False)]
+        total = sum(middle * count for middle, count in zip(middles, counts, strict=True))
+        squares = sum(middle**2 * count for middle, count in zip(middles, counts, strict=True))
+        self._writer.add_histogram_raw(name, edges[0], edges[-1], sum(counts), total, squares, list(edges[1:]), list(counts), step)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
+        lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+        self._writer.add_text(name, "\n".join(lines), step)
+
+    def picture(self, name: str, png: Path) -> None:
+        """Its bytes as they are: nothing is decoded."""
+        summaries: Any = import_module("tensorboardX.proto.summary_pb2").Summary
+        data = png.read_bytes()
+        width, height = struct.unpack(">II", data[16:24])
+        image = summaries.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
+        self._writer.file_writer.add_summary(summaries(value=[summaries.Value(tag=name, image=image)]), 0)
+
+    def rewind(self, step: int) -> bool:
+        self._writer.close()
+        self._begin(step + 1)
+        return True
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, summary: Mapping[str, float | str]) -> None:
+        self._writer.add_text("summary", "\n".join(f"    {key} = {value!r}" for key, value in summary.items()), 0)
+        self._writer.close()
+
+
+def _cell(cell: str | float | None) -> str:
+    """Of a Markdown table, where a line is a row and a bar ends a cell; what a model writes is no HTML."""
+    text = "" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+    for sign, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(sign, written)
+    return text
+
+
+class WeightsAndBiases(Tracker):
+    """Online where a key is known or `WANDB_MODE` says so; else offline, in `wandb` of the run's folder, for `wandb sync`."""
+
+    def open(self, run: TrackedRun) -> str:
+        self._wandb: Any = import_module("wandb")
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+        name = run.id or uuid.uuid4().hex[:8]
+        resume = "allow" if mode == "online" else None
+        settings = self._wandb.Settings(console="off", silent=True)
+        more = {"dir": str(run.folder), "mode": mode, "id": name, "resume": resume, "settings": settings}
+        self._run: Any = self._wandb.init(project=run.project, name=run.name, config=dict(run.config), **more)
+        self._run.define_metric("*", step_metric="step")
+        return name
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({**numbers, "step": step})
+
+    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
+        self._run.log({name: self._wandb.Histogram(np_histogram=(list(counts), list(edges))), "step": step})
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
+        self._run.log({name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows]), "step": step})
+
+    def picture(self, name: str, png: Path) -> None:
+        self._run.log({name: self._wandb.Image(str(png))})
+
+    def close(self, summary: Mapping[str, float | str]) -> None:
+        self._run.summary.update(dict(summary))
+        self._run.finish()
+
+
+def _has_key() -> bool:
+    """Whether W&B would find one without asking."""
+    with suppress(OSError, netrc.NetrcParseError):
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators("api.wandb.ai"))
+    return False
+
+
+class MLflow(Tracker):
+    """The store that `MLFLOW_TRACKING_URI` names; else files in `mlruns` of the run's folder. Histograms and tables are artifacts."""
+
+    MAX_METRICS, MAX_OPTIONS, MAX_LETTERS = 1000, 100, 500
+    """Of one request, and of one option's value."""
+
+    def open(self, run: TrackedRun) -> str:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._entities: Any = import_module("mlflow.entities")
+        where = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").resolve().as_uri()
+        self._client: Any = import_module("mlflow.tracking").MlflowClient(where)
+        if run.id is not None:
+            self._id = run.id
+            self._client.update_run(self._id, status="RUNNING")
+            return self._id
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+        self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
+        options = [self._entities.Param(_key(key), str(value)[: self.MAX_LETTERS]) for key, value in run.config.items()]
+        for begin in range(0, len(options), self.MAX_OPTIONS):
+            self._client.log_batch(self._id, params=options[begin : begin + self.MAX_OPTIONS])
+        return self._id
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._entities.Metric(_key(name), value, now, step) for name, value in numbers.items()]
+        for begin in range(0, len(metrics), self.MAX_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + self.MAX_METRICS])
+
+    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
+        self._artifact(f"{_key(name)}/{step:06d}.json", {"edges": list(edges), "counts": list(counts)})
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
+        self._artifact(f"{_key(name)}/{step:06d}.json", {"columns": list(columns), "data": [list(row) for row in rows]})
+
+    def _artifact(self, path: str, value: object) -> None:
+        self._client.log_text(self._id, msgspec.json.encode(value).decode(), path)
+
+    def picture(self, name: str, png: Path) -> None:
+        self._client.log_artifact(self._id, str(png))
+
+    def close(self, summary: Mapping[str, float | str]) -> None:
+        for name, value in summary.items():
+            self._client.set_tag(self._id, f"summary.{_key(name)}", str(value)[: self.MAX_LETTERS])
+        self._client.set_terminated(self._id)
+
+
+def _key(name: str) -> str:
+    """What MLflow takes as a name."""
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+class Trackio(Tracker):
+    """Where `TRACKIO_DIR` says; else in `trackio` of the run's folder."""
+
+    def open(self, run: TrackedRun) -> str:
+        os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str((run.folder / "trackio").resolve())
+        self._trackio: Any = import_module("trackio")
+        name = run.id or f"{run.name}-{uuid.uuid4().hex[:4]}"
+        self._run: Any = self._trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow")
+        return name
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
+        self._run.log({name: self._trackio.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Cells) -> None:
+        self._run.log({name: self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+
+    def picture(self, name: str, png: Path) -> None:
+        self._run.log({name: self._trackio.Image(str(png))})
+
+    def close(self, summary: Mapping[str, float | str]) -> None:
+        self._run.finish()

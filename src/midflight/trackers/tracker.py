@@ -1,0 +1,82 @@
+"""The port of trackers, ours and a user's own, and the making of one from its name. Neither changes anything; `open` is the first that does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from midflight.entries import load_entry
+from midflight.errors import ConfigError
+from midflight.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """What a tracker is opened for."""
+
+    name: str
+    """`run.name`."""
+    project: str
+    """`observe.project`: under which a service lists it."""
+    folder: Path
+    """The run's. What a tracker writes on this machine goes into a folder of its own there, which `--overwrite` removes: `folder / NAME`, or `trackers`."""
+    config: Mapping[str, Json]
+    """Every option by its key, such as `rollout.max_staleness`."""
+    id: str | None = None
+    """What `open` returned at the first start of a run that goes on, empty where that was none; `None` at that start."""
+
+
+class Tracker:
+    """Derive from this and override what the service can show; what is left as it is here is passed over.
+
+    Everything is called from one thread of a process of its own, in which the tracker may wait and fail: neither reaches the run. `step` is the
+    number of the optimiser step. Steps that a resumed run makes again are told again only where `rewind` took the first away.
+    """
+
+    def open(self, run: TrackedRun) -> str | None:
+        """Begins, or with `run.id` goes on. Returns what finds the run again, where that takes more than its folder."""
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Numbers by the names in docs/metrics.md. Evaluations come with the step after which they were begun, perhaps behind later steps."""
+
+    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
+        """`counts[i]` lie between `edges[i]` and `edges[i + 1]`."""
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]) -> None:
+        """Samples: what the model wrote, a row each."""
+
+    def picture(self, name: str, png: Path) -> None:
+        """A plot of the whole run, when it has ended."""
+
+    def rewind(self, step: int) -> bool:
+        """The run goes on after `step`: what was told of later ones is lost. Whether it was taken away, so that they can be told again."""
+        return False
+
+    def flush(self) -> None:
+        """What was told is to be seen now. Called about once a second while there is something new."""
+
+    def close(self, summary: Mapping[str, float | str]) -> None:
+        """The run has ended. `summary`: the numbers and texts of `summary.json`, none where it has none."""
+
+
+KNOWN = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "trackio": "Trackio"}
+"""The class of each in `known`."""
+
+
+def made(name: str) -> Tracker:
+    """The tracker of this name, or an instance of the user's class at `module:Class`. `ConfigError` with the remedy where there is none."""
+    if name in KNOWN:
+        return cast("type[Tracker]", getattr(import_module("midflight.trackers.known"), KNOWN[name]))()
+    found = load_entry(name, option="observe.trackers", such_as="my_tracker:MyTracker")
+    if not (isinstance(found, type) and issubclass(found, Tracker)):
+        raise ConfigError(f"observe.trackers names {name!r}, which is no class derived from midflight.trackers.Tracker; derive it from that.")
+    try:
+        return found()
+    except Exception as error:
+        raise ConfigError(
+            f"observe.trackers names {name!r}, which cannot be made: {type(error).__name__}: {error}. It is made without arguments; what it "
+            "needs of the run comes with open(run)."
+        ) from error
