@@ -9,7 +9,11 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+<<<<<<< HEAD
 .PHONY: demo calculator test test-docs docs test-clients test-notebook test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
+=======
+.PHONY: demo calculator test test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
+>>>>>>> 76fa53f (Say what every number means in one table, make the page of it, and count for Prometheus what an operator needs)
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -30,7 +34,11 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test
+<<<<<<< HEAD
 	$(MAKE) docs test-docs test-package test-clients test-notebook test-engines test-models benchmarks-smoke
+=======
+	$(MAKE) test-package test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke
+>>>>>>> 76fa53f (Say what every number means in one table, make the page of it, and count for Prometheus what an operator needs)
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
@@ -50,6 +58,11 @@ docs: $(VENV)-docs/.done
 # A notebook in a kernel of its own.
 test-notebook: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/notebook
+
+# Weights & Biases, MLflow and Trackio, in an environment of their own: with what they bring along it takes about 1 GB.
+test-trackers: $(VENV)/.dev $(VENV)-trackers/.done
+	MIDFLIGHT_PACKAGES="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	    $(VENV)-trackers/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . --confcutdir tests/real_trackers tests/real_trackers
 
 # Real vLLM and SGLang servers on this machine's CPU. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
 test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)
@@ -99,15 +112,19 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
 	touch $@
 
+<<<<<<< HEAD
 # What builds the site reads our sources and imports none of them.
 $(VENV)-docs/.done: docs/requirements.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
+=======
+$(VENV)-trackers/.done: tests/real_trackers/requirements.txt
+>>>>>>> 76fa53f (Say what every number means in one table, make the page of it, and count for Prometheus what an operator needs)
 $(VENV)-clients/.done: tests/clients/requirements.txt constraints.txt
 $(VENV)-clients-openai2/.done: tests/clients/requirements-openai2.txt constraints.txt
-$(VENV)-clients/.done $(VENV)-clients-openai2/.done:
+$(VENV)-trackers/.done $(VENV)-clients/.done $(VENV)-clients-openai2/.done:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	touch $@

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.trackers.journals import configure, evaluation, resumed, samples, step, write
 from tests.trackers.test_tensorboard import png
 
@@ -46,10 +45,16 @@ def followed(folder: Path, tracker: str, **environ: str) -> None:
 def test_wandb_offline(tmp_path: Path) -> None:
     followed(tmp_path, "wandb", WANDB_API_KEY="")
     records = [record for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")) for record in records_of(file)]
-    history = [{item_name(item): json.loads(item.value_json) for item in r.history.item} for r in records if r.WhichOneof("record_type") == "history"]
+    history = [
+        {item_name(item): json.loads(item.value_json) for item in r.history.item}
+        for r in records
+        if r.WhichOneof("record_type") == "history"
+    ]
     assert sorted((int(row["step"]), row["rollout/reward_mean"]) for row in history if "rollout/reward_mean" in row) == POINTS
     assert [(int(row["step"]), row["eval/spell/reward"]) for row in history if "eval/spell/reward" in row] == [(2, 0.5)]
-    assert any("rollout/reward_histogram" in key for row in history for key in row) and any("rollout/samples" in key for row in history for key in row)
+    assert any("rollout/reward_histogram" in key for row in history for key in row) and any(
+        "rollout/samples" in key for row in history for key in row
+    )
     runs = [r.run for r in records if r.WhichOneof("record_type") == "run"]
     assert {(run.project, run.display_name) for run in runs} == {("midflight", "tried")} and len({run.run_id for run in runs}) == 1
     assert any(item.key == "rollout.max_staleness" and item.value_json == "4" for run in runs for item in run.config.update)
@@ -97,23 +102,30 @@ def test_trackio_in_its_own_database(tmp_path: Path) -> None:
     followed(tmp_path, "trackio", TRACKIO_DIR="")
     assert [(row["step"], row["rollout/reward_mean"]) for row in rows_of(tmp_path) if "rollout/reward_mean" in row] == POINTS
     assert [row["step"] for row in rows_of(tmp_path) if "eval/spell/reward" in row] == [2]
-    assert any("rollout/samples" in row for row in rows_of(tmp_path)) and any("rollout/reward_histogram" in row for row in rows_of(tmp_path))
+    assert any("rollout/samples" in row for row in rows_of(tmp_path)) and any(
+        "rollout/reward_histogram" in row for row in rows_of(tmp_path)
+    )
 
 
 def rows_of(folder: Path) -> list[Mapping[str, Any]]:
     (file,) = (folder / "trackio").glob("*.db")
     with sqlite3.connect(file) as base:
-        rows = [{"step": number, **json.loads(numbers)} for number, numbers in base.execute("SELECT step, metrics FROM metrics ORDER BY id")]
-    return rows
+        return [
+            {"step": number, **json.loads(numbers)} for number, numbers in base.execute("SELECT step, metrics FROM metrics ORDER BY id")
+        ]
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
 def test_a_service_that_cannot_be_reached_is_said_once(tracker: str, tmp_path: Path) -> None:
     """Nobody listens on port 9."""
     configure(tmp_path, tracker)
     write(tmp_path, *FIRST)
     far = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "3"}
-    far |= {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "TRACKIO_DIR": "/proc/none", "HOME": str(tmp_path)}
+    far |= {
+        "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "HOME": str(tmp_path),
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "midflight.trackers.process", str(tmp_path)],
         stdin=subprocess.PIPE,

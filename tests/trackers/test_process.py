@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.trackers.journals import append, configure, resumed, step, write
 
 from midflight.config.load import load_config
 from midflight.errors import ConfigError
 from midflight.run.launcher.tracking import Tracking
 from midflight.trackers.tracker import made
-from tests.trackers.journals import append, configure, resumed, step, write
 
 OWN = "tests.trackers.own"
 
@@ -51,7 +51,10 @@ def test_a_run_is_followed_and_neither_a_failing_nor_a_hanging_tracker_hurts_ano
     (tmp_path / "summary.json").write_text('{"steps": 3, "name": "tried", "loss": ["a"], "overlap_share": null}')
     append(tmp_path, step(4))
     run.end(seconds=2.0)
-    assert [call[0] for call in notes(tmp_path)][-2:] == ["picture", "close"] and notes(tmp_path)[-1] == ["close", {"steps": 3, "name": "tried"}]
+    assert [call[0] for call in notes(tmp_path)][-2:] == ["picture", "close"] and notes(tmp_path)[-1] == [
+        "close",
+        {"steps": 3, "name": "tried"},
+    ]
     assert [call[1] for call in notes(tmp_path) if call[0] == "scalars"] == [1, 2, 3, 4], "what came last was told before the end"
     assert len([words for words in said if "Fails failed: ConnectionError: no route to the service at step 1" in words]) == 1
     assert len([words for words in said if "Leaves" in words]) == 1 and "Hangs" in said[-1] and "were ended" in said[-1] and len(said) == 3

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.trackers.journals import evaluation, resumed, samples, step
+from tests.trackers.own import Forgets, Notes
 
 from midflight.observe.journal import Line, StepLine
 from midflight.trackers.telling import Told, histograms, tell
 from midflight.trackers.tracker import TrackedRun, Tracker
-from tests.trackers.journals import evaluation, resumed, samples, step
-from tests.trackers.own import Forgets, Notes
 
 
 def heard(tracker: Notes, folder: Path, *lines: Line) -> list[list[Any]]:

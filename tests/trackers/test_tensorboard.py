@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.trackers.journals import evaluation, resumed, samples, step
 
 from midflight.config.load import load_config
 from midflight.observe.journal import Line
 from midflight.trackers.known import TensorBoard
 from midflight.trackers.telling import Told, tell, tracked
-from tests.trackers.journals import evaluation, resumed, samples, step
 
 
 def png(width: int, height: int) -> bytes:

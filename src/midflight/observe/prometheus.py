@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -43,6 +43,10 @@ class Metrics:
         self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
         self.accounts: Callable[[], Accounts] | None = None
         self.learning: Callable[[], LearningStatus] = LearningStatus
+        self.requests: Callable[[], Mapping[str, int]] = dict
+        """Requests under way, by engine: those that decode, and those that wait inside it."""
+        self.memory: Callable[[], Mapping[tuple[str, str], int]] = dict
+        """Resident bytes of the run's processes, by kind and pid."""
         r.register(self)
         self._turns = Counter("midflight_turns", "Answers given to agents.", registry=r)
         self._prompt_tokens = Counter("midflight_prompt_tokens", "Prompt tokens of those answers.", registry=r)
@@ -65,6 +69,15 @@ class Metrics:
         self._version = Gauge("midflight_version", "Newest version made by the trainer.", registry=r)
         self._served = Gauge("midflight_engine_version", "Version an engine serves.", ["engine"], registry=r)
         self._pause = Histogram("midflight_commit_pause_seconds", "Pause of an engine for a commit.", buckets=SECONDS, registry=r)
+        self._staging = Histogram("midflight_stage_seconds", "Time to bring a version into an engine.", buckets=SECONDS, registry=r)
+        self._handovers = Counter("midflight_handovers", "Versions that an engine took.", ["engine"], registry=r)
+        self._quarantines = Counter("midflight_quarantines", "Times that an engine was put in quarantine.", ["engine"], registry=r)
+        self._trainer_steps = Histogram("midflight_step_seconds", "Length of one step of the trainer.", buckets=SECONDS, registry=r)
+        self._skipped = Counter("midflight_skipped_steps", "Steps that left the weights as they were.", registry=r)
+        self._checkpointed = Gauge("midflight_checkpoint_version", "Version of the newest checkpoint.", registry=r)
+        self._heldout = Gauge("midflight_heldout_reward", "Mean reward on held-out tasks, last evaluation.", ["source"], registry=r)
+        self._unscored = Gauge("midflight_heldout_failed", "Held-out tasks without a score, last evaluation.", ["source"], registry=r)
+        self._rollout_seconds = Histogram("midflight_rollout_seconds", "Time one rollout took.", ["source"], buckets=SECONDS, registry=r)
         self._quarantined = Gauge("midflight_engine_quarantined", "1 while an engine is in quarantine.", ["engine"], registry=r)
 
     def _of_engine(self, engine: str) -> tuple[Counter, Gauge, Histogram]:
@@ -77,6 +90,7 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """As it is when somebody asks: what there is to learn from of late, and the accounts over all starts of the run."""
+        yield from self._now()
         learning = self.learning()
         for field, name, text in LEARNING:
             if (value := getattr(learning, field)) is not None:
@@ -103,6 +117,15 @@ class Metrics:
                 tokens.add_metric([fate.value, reason], number)
         yield groups
         yield tokens
+
+    def _now(self) -> Iterable[Metric]:
+        requests = GaugeMetricFamily("midflight_engine_requests", "Requests that an engine has, decoding or waiting.", labels=["engine"])
+        for engine, number in self.requests().items():
+            requests.add_metric([engine], number)
+        memory = GaugeMetricFamily("midflight_process_bytes", "Resident memory of a process of the run.", labels=["process", "pid"])
+        for (kind, pid), size in self.memory().items():
+            memory.add_metric([kind, pid], size)
+        return [requests, memory]
 
     def text(self) -> bytes:
         """The body of `/metrics`."""
@@ -135,6 +158,11 @@ class Metrics:
                 self._trained_on(fact)
             case facts.WeightsCommitted() | facts.Quarantined() | facts.Rejoined():
                 self._serves(fact)
+            case facts.Checkpointed(version=version):
+                self._checkpointed.set(version)
+            case facts.Evaluated(source=source):
+                self._heldout.labels(source).set(float("nan") if fact.mean_reward is None else fact.mean_reward)
+                self._unscored.labels(source).set(fact.num_failed)
             case _:
                 pass
 
@@ -149,6 +177,7 @@ class Metrics:
             self._spanning.inc()
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
+        self._rollout_seconds.labels(rollout.source).observe(rollout.seconds)
         self._rollouts.labels(rollout.source, "no" if rollout.reward is None else "yes").inc()
         if rollout.reward is None:
             self._failed_rollouts.labels(self._failures.add(rollout.error)).inc()
@@ -180,14 +209,19 @@ class Metrics:
             case facts.Stepped():
                 self._trained.inc(fact.num_tokens)
                 self._version.set(fact.version)
+                self._trainer_steps.observe(fact.ended - fact.started)
+                self._skipped.inc(fact.skipped)
 
     def _serves(self, fact: facts.WeightsCommitted | facts.Quarantined | facts.Rejoined) -> None:
         match fact:
             case facts.WeightsCommitted():
                 self._served.labels(fact.engine).set(fact.version)
                 self._pause.observe(fact.pause_seconds)
+                self._staging.observe(fact.stage_seconds)
+                self._handovers.labels(fact.engine).inc()
             case facts.Quarantined():
                 self._quarantined.labels(fact.engine).set(1)
+                self._quarantines.labels(fact.engine).inc()
             case facts.Rejoined():
                 self._quarantined.labels(fact.engine).set(0)
                 self._served.labels(fact.engine).set(fact.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import netrc
 import os
 import re
@@ -43,7 +44,7 @@ class TensorBoard(Tracker):
 
     def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]) -> None:
         """Of the values themselves only the bins are known: sums are those of their middles."""
-        middles = [(a + b) / 2 for a, b in zip(edges, edges[1:], strict=False)]
+        middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
         total = sum(middle * count for middle, count in zip(middles, counts, strict=True))
         squares = sum(middle**2 * count for middle, count in zip(middles, counts, strict=True))
         self._writer.add_histogram_raw(name, edges[0], edges[-1], sum(counts), total, squares, list(edges[1:]), list(counts), step)

@@ -72,7 +72,9 @@ def made(name: str) -> Tracker:
         return cast("type[Tracker]", getattr(import_module("midflight.trackers.known"), KNOWN[name]))()
     found = load_entry(name, option="observe.trackers", such_as="my_tracker:MyTracker")
     if not (isinstance(found, type) and issubclass(found, Tracker)):
-        raise ConfigError(f"observe.trackers names {name!r}, which is no class derived from midflight.trackers.Tracker; derive it from that.")
+        raise ConfigError(
+            f"observe.trackers names {name!r}, which is no class derived from midflight.trackers.Tracker; derive it from that."
+        )
     try:
         return found()
     except Exception as error:

@@ -62,7 +62,9 @@ class Tracking:
                 self._open.discard(said.tracker)
             else:
                 log = self._folder / LOGS / "trackers.log"
-                self._say(f"tracker {said.tracker} {said.error}\nThe run goes on, and metrics.jsonl has every number; further errors of it are in {log} alone.")
+                self._say(
+                    f"tracker {said.tracker} {said.error}\nThe run goes on, and metrics.jsonl has every number; further errors of it are in {log} alone."
+                )
 
     def end(self, *, seconds: float) -> None:
         """Waits until every tracker has been told everything, for `seconds` at most. To be called when plot and summary are there."""
@@ -74,7 +76,9 @@ class Tracking:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.hear()
-            self._say(f"trackers that were not done within {seconds:g} s were ended: {', '.join(sorted(self._open))}; metrics.jsonl has every number.")
+            self._say(
+                f"trackers that were not done within {seconds:g} s were ended: {', '.join(sorted(self._open))}; metrics.jsonl has every number."
+            )
         finally:
             self.drop()
         self.hear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, in_words
 from midflight.observe.journal import Journal, Observers
+from midflight.observe.memory import resident
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase
@@ -86,6 +88,7 @@ class RolloutProcess:
         self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
         self._metrics.learning = self._state.learning.status
+        self._metrics.memory = partial(resident, os.getppid())
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
@@ -182,6 +185,7 @@ class RolloutProcess:
         )
         serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
         self._standing = RolloutStanding(serving)
+        self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.fleet.states()}
         self._launcher.heart.ask = self._standing.now
         return serving
 

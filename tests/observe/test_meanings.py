@@ -1,0 +1,81 @@
+"""Every number has a meaning, and the page says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.observe.test_observers import tell_everything
+
+from midflight.integrations.trl.metrics import SAME
+from midflight.observe import meanings
+from midflight.observe.journal import EvaluationLine, StepLine
+from midflight.observe.meanings import MEANINGS, meaning_of
+from midflight.observe.named import named
+from midflight.observe.prometheus import Metrics
+from midflight.observe.reference import reference, written
+from midflight.observe.status import TRAINER_KEYS, LearningStatus, Totals
+from midflight.types import Accounts
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_page_in_docs_is_current_and_its_written_part_short() -> None:
+    page = PAGE.read_text()
+    assert page == written(page) + reference(), "run: python -m midflight.observe.reference docs/metrics.md"
+    assert len(written(page).splitlines()) <= 60
+
+
+def test_every_name_that_a_line_may_lead_to_has_a_meaning() -> None:
+    given = dict.fromkeys(("tools/calls", "tools/add/calls", "tools/add/failures", "tools/unknown", "tools/exhausted", "fields/x"), 1.0)
+    trainer = ("age/3/share", "age/3/masked_veto", "masked/veto", "mismatch/same_keys/k3", "reward/style", *TRAINER_KEYS)
+    measured = ("reward", "reward_spread", "zero_spread_share", "generated_length", "trained_length", "truncated_share", "turns_mean")
+    measured += ("staleness_mean", "staleness_max", "stage_seconds", "pause_seconds", "groups")
+    line = StepLine(
+        step=1, version=1, seconds=1.0, step_seconds=1.0, tokens=1, rollouts=1, generation_rate=1.0, training_rate=1.0, totals=Totals(),
+        metrics=given, components={"style": 1.0}, lengths={"terminated_min": 2.0, "max": 3.0}, trainer=dict.fromkeys(trainer, 1.0),
+        **dict.fromkeys(measured, 1),  # type: ignore[arg-type]
+    )  # fmt: skip
+    score = EvaluationLine(version=1, step=1, seconds=1.0, source="a/b", num_tasks=3, mean_reward=0.5)
+    names = [*named(line), *named(score)]
+    assert len(names) > 40 and [name for name in names if meaning_of(name) is None] == []
+    assert [name for name in SAME if meaning_of(name) is None] == [], "and trl's names are of ours"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("train/rho/ess", "train/rho/ess"),
+        ("train/age/12/rho_mean", "train/age/<n>/<reading>"),
+        ("rollout/length_mean", "rollout/length_mean"),
+        ("rollout/length_max", "rollout/length_<which>"),
+        ("rollout/reward/a b/c", "rollout/reward/<name>"),
+        ("rollout/reward_mean", "rollout/reward_mean"),
+        ("tools/add/seconds", "tools/<name>/<reading>"),
+        ("eval/spell_backward/reward", "eval/<source>/reward"),
+    ],
+)
+def test_a_name_is_found_by_itself_before_its_family(name: str, known: str) -> None:
+    found = meaning_of(name)
+    assert found is not None and found.name == known
+    assert meaning_of("elsewhere/x") is None
+
+
+def test_names_stand_once_and_say_what_they_are_in() -> None:
+    assert len({meaning.name for meaning in MEANINGS}) == len(MEANINGS) and all(meaning.formula for meaning in MEANINGS)
+
+
+def test_every_metric_for_prometheus_is_in_the_table_with_its_labels() -> None:
+    metrics = Metrics()
+    tell_everything(metrics)
+    metrics.learning = lambda: LearningStatus(1, 1, 1, 1, 1, 1, {"style": 1}, {"x": 1})
+    metrics.accounts = lambda: Accounts(1, 1, 1, 0, 2, {"stale": 2})
+    metrics.requests, metrics.memory = lambda: {"engine0": 3}, lambda: {("trainer", "7"): 2**20}
+    told = {}
+    for names, labels, _ in meanings.METRICS:
+        told.update(dict.fromkeys(names.replace("`", "").split(", "), labels))
+    for family in metrics.registry.collect():
+        used = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert family.name in told and all(f"`{label}`" in told[family.name] for label in used), family.name
+    assert told.keys() == {family.name for family in metrics.registry.collect()}, "and none that there is not"
+    assert 'midflight_process_bytes{pid="7",process="trainer"} 1.048576e+06' in metrics.text().decode()
