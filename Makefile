@@ -9,11 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-<<<<<<< HEAD
-.PHONY: demo calculator test test-docs docs test-clients test-notebook test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
-=======
-.PHONY: demo calculator test test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
->>>>>>> 76fa53f (Say what every number means in one table, make the page of it, and count for Prometheus what an operator needs)
+.PHONY: demo calculator test test-docs docs test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -34,11 +30,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test
-<<<<<<< HEAD
-	$(MAKE) docs test-docs test-package test-clients test-notebook test-engines test-models benchmarks-smoke
-=======
-	$(MAKE) test-package test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke
->>>>>>> 76fa53f (Say what every number means in one table, make the page of it, and count for Prometheus what an operator needs)
+	$(MAKE) docs test-docs test-package test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
@@ -112,16 +104,13 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
 	touch $@
 
-<<<<<<< HEAD
 # What builds the site reads our sources and imports none of them.
 $(VENV)-docs/.done: docs/requirements.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-=======
 $(VENV)-trackers/.done: tests/real_trackers/requirements.txt
->>>>>>> 76fa53f (Say what every number means in one table, make the page of it, and count for Prometheus what an operator needs)
 $(VENV)-clients/.done: tests/clients/requirements.txt constraints.txt
 $(VENV)-clients-openai2/.done: tests/clients/requirements-openai2.txt constraints.txt
 $(VENV)-trackers/.done $(VENV)-clients/.done $(VENV)-clients-openai2/.done:

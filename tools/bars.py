@@ -192,7 +192,11 @@ def _docs_rows(root: Path) -> list[Row]:
     pages = [root / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "ARCHITECTURE.md")] + sorted(
         (root / "docs").rglob("*.md")
     )
-    lengths = {name: len(page.read_text().partition(MADE)[0].splitlines()) for page in pages if (name := str(page.relative_to(root))) not in GENERATED}
+    lengths = {
+        name: len(page.read_text().partition(MADE)[0].splitlines())
+        for page in pages
+        if (name := str(page.relative_to(root))) not in GENERATED
+    }
     return [
         Row("docs lines", sum(lengths.values()), 4000, tuple(f"{name} {length}" for name, length in lengths.items())),
         Row("ARCHITECTURE lines", lengths["ARCHITECTURE.md"], 300),

@@ -64,6 +64,10 @@ class Metrics:
         self._reward = Gauge("midflight_reward_sum", "Sum of rewards; divide by the scored rollouts.", ["source"], registry=r)
         self._dropped = Counter("midflight_dropped_groups", "Groups dropped, by reason.", ["reason"], registry=r)
         self._waited = Counter("midflight_waited_seconds", "Idle time, by who waited for whom.", ["who", "for_whom"], registry=r)
+        self._count_training()
+
+    def _count_training(self) -> None:
+        r = self.registry
         self._trained = Counter("midflight_trained_tokens", "Tokens the loss was taken over.", registry=r)
         self._age = Counter("midflight_trained_tokens_by_age", "The same by age in versions.", ["age"], registry=r)
         self._version = Gauge("midflight_version", "Newest version made by the trainer.", registry=r)
