@@ -89,7 +89,7 @@ def test_a_new_run_removes_what_an_earlier_one_made_and_keeps_its_whole_configur
     finished(tmp_path)
     config = config_of(tmp_path, "run.steps=7")
     prepare(tmp_path, config, resume=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "metrics.jsonl", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "machine.json", "metrics.jsonl", "notes.txt"]
     assert load_config(tmp_path / "config.toml") == config
 
 

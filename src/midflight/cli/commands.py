@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from midflight.cli import archived, runs_there
+from midflight.cli import archived, completion, doctor, runs_there, shown
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
-from midflight.version import __version__
+from midflight.version import described
 
 FAILED, WRONG_CONFIG, INTERRUPTED = 1, 2, 130
 """Exit statuses beside 0. A wrong configuration and wrong usage are one."""
@@ -284,6 +284,9 @@ app.command("runs")(runs_there.runs)
 app.command("compare")(runs_there.compare)
 for command in (archived.samples, archived.ledger, archived.export):
     app.command()(command)
+app.command("doctor")(doctor.doctor)
+app.command("trace")(shown.trace)
+app.command("completion", help=completion.HOW)(completion.completion)
 
 
 @app.callback(invoke_without_command=True)
@@ -291,7 +294,7 @@ def version(
     show: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
 ) -> None:
     if show:
-        typer.echo(f"midflight {__version__}")
+        typer.echo(f"midflight {described()}")
         raise typer.Exit
 
 
@@ -301,6 +304,7 @@ def version(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Errors meant for users become one clear message; their traceback is shown with `--debug`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    completion.begin()
     try:
         _check_overrides(given)
         return get_command(app).main(args=given, prog_name="midflight", standalone_mode=False) or 0

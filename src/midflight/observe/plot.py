@@ -28,7 +28,11 @@ def draw_plot(journal: Path, picture: Path, *, title: str) -> None:
 
     `ConfigError` with the remedy where matplotlib is not installed; callers show it and go on. Nothing is drawn without steps.
     """
-    history = read_journal(journal)
+    draw_history(read_journal(journal), picture, title=title)
+
+
+def draw_history(history: PastLines, picture: Path, *, title: str) -> None:
+    """As `draw_plot`, of lines that were read before."""
     with _figure(picture, title=title) as (top, bottom):
         _draw_reward(top, history)
         _draw_staleness(bottom, history.steps)
@@ -48,6 +52,26 @@ def draw_comparison(runs: Mapping[str, PastLines], picture: Path, *, title: str)
         _style(top, "reward")
         top.legend(frameon=False, loc="best", title="moving mean; ◆ held out", title_fontsize="small")
         _style(bottom, "staleness (versions)")
+        bottom.set_xlabel("step")
+
+
+def draw_work(runs: Mapping[str, PastLines], picture: Path, *, title: str) -> None:
+    """Tokens generated and trained per second, and below the length of rollouts, of runs by their labels. Errors as of `draw_plot`."""
+    with _figure(picture, title=title) as (top, bottom):
+        for color, (label, history) in zip(_cycle(len(runs)), runs.items(), strict=True):
+            x = [line.step for line in history.steps]
+            before = "" if len(runs) == 1 else f"{label}, "
+            top.plot(x, [line.generation_rate for line in history.steps], color=color, linewidth=1.8, label=f"{before}generated")
+            top.plot(
+                x, [line.training_rate for line in history.steps], color=color, linewidth=1.4, linestyle="--", label=f"{before}trained"
+            )
+            long = [(line.step, line.generated_length) for line in history.steps if line.generated_length is not None]
+            bottom.plot([s for s, _ in long], [length for _, length in long], color=color, linewidth=1.4)
+        _style(top, "tokens / s")
+        top.set_ylim(bottom=0)
+        top.legend(frameon=False, loc="best")
+        _style(bottom, "tokens of a rollout")
+        bottom.set_ylim(bottom=0)
         bottom.set_xlabel("step")
 
 

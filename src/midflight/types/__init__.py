@@ -1,7 +1,7 @@
 """The nouns that cross from one station to another: frozen, slotted, without behaviour beyond what they can derive."""
 
 from midflight.types.engines import Attestation, Capabilities, Delta, EngineHealth, TensorSpec, WeightManifest
-from midflight.types.generation import Chunk, Finish, GenerateRequest, Grammar, SamplingParams, Segment, Turn
+from midflight.types.generation import Chunk, Finish, GenerateRequest, Grammar, SamplingParams, Segment, Turn, TurnTimes
 from midflight.types.names import (
     Bool,
     Fate,
@@ -20,20 +20,7 @@ from midflight.types.names import (
     Version,
     fill_unknown,
 )
-from midflight.types.rollouts import (
-    Accounts,
-    Batch,
-    Group,
-    GroupKey,
-    PackedBatch,
-    Result,
-    RolloutKey,
-    Row,
-    SessionRecord,
-    Task,
-    Trajectory,
-    TurnTimes,
-)
+from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, PackedBatch, Result, RolloutKey, Row, SessionRecord, Task, Trajectory
 
 __all__ = [
     "Accounts",

@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from midflight.types.generation import Turn
+from midflight.types.generation import Turn, TurnTimes
 from midflight.types.names import Fate, Reason, Version
-from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, RolloutKey, Task, Trajectory, TurnTimes
+from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, RolloutKey, Task, Trajectory
 
 
 class EngineStepped(msgspec.Struct, frozen=True, gc=False):

@@ -308,3 +308,17 @@ class Turn:
     def num_expert_bytes(self) -> int:
         """Of each token's record."""
         return len(self.experts) // (len(self.prompt_ids) + len(self.output_ids)) if self.experts else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimes:
+    """When a turn was made, in seconds of CLOCK_MONOTONIC."""
+
+    began: float
+    """It was asked for."""
+    ended: float
+    placed: tuple[tuple[str, float], ...]
+    """Engines that were asked, and when: more than one where it went on after an interruption."""
+    sampled: tuple[tuple[Version, float], ...]
+    """Versions that its tokens came from, and when the first of each arrived. An engine that attests versions at the end may correct them."""
+    num_tokens: int

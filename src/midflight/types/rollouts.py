@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import cast
 
 from midflight.errors import TaskFieldMissing
+from midflight.types.generation import TurnTimes
 from midflight.types.names import Bool, Float32, Int32, Json, Kind, Reason, UInt8, Version
 
 
@@ -173,20 +174,6 @@ class SessionRecord:
     """Requests that were answered. One that asked for several choices made several turns."""
     times: tuple[TurnTimes, ...] = ()
     """Of its turns, in the order of their ends; those given again after a crash are left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnTimes:
-    """When a turn was made, in seconds of CLOCK_MONOTONIC."""
-
-    began: float
-    """It was asked for."""
-    ended: float
-    placed: tuple[tuple[str, float], ...]
-    """Engines that were asked, and when: more than one where it went on after an interruption."""
-    sampled: tuple[tuple[Version, float], ...]
-    """Versions that its tokens came from, and when the first of each arrived. An engine that attests versions at the end may correct them."""
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ from midflight.config.dump import as_toml
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.journal import write_whole
+from midflight.observe.machine import MACHINE, machine
 
 CONFIG = "config.toml"
 ROWS = "data.jsonl"
@@ -32,6 +33,7 @@ PRODUCTS = (
     "endpoint.json",
     "metrics.jsonl",
     "timeline.jsonl",
+    MACHINE,
     "summary.json",
     "plot.png",
     "store.sqlite",
@@ -95,6 +97,7 @@ def prepare(folder: Path, config: Config, *, resume: bool) -> None:
             shutil.rmtree(folder / LOGS, ignore_errors=True)
         (folder / "metrics.jsonl").touch()
         write_whole(folder / CONFIG, as_toml(config).encode())
+        write_whole(folder / MACHINE, msgspec.json.format(msgspec.json.encode(machine()), indent=2) + b"\n")
     except OSError as error:
         raise unwritable(folder, error) from error
 

@@ -98,9 +98,15 @@ class Inspection:
         if config.model.path is not None:
             self._tried(self._architecture)
         own_loss = None if config.objective.kind in OBJECTIVES else self._tried(self._own_loss)
-        for look in (self._trackers, self._devices, self._disk, self._shared_memory, self._port):
+        self._tried(self._trackers)
+        machine = self.machine()
+        return msgspec.structs.replace(machine, prompt=prompt, own_loss=own_loss, sources=tuple(found or ()))
+
+    def machine(self) -> Findings:
+        """What the machine has of it, and what was found before."""
+        for look in (self._devices, self._disk, self._shared_memory, self._port):
             self._tried(look)
-        return Findings(tuple(self._problems), tuple(self._notes), prompt, own_loss, tuple(found or ()))
+        return Findings(tuple(self._problems), tuple(self._notes))
 
     def _tried(self, look: Callable[[], T]) -> T | None:
         try:

@@ -1,0 +1,109 @@
+"""The phases of a run, and which side bounded each stretch of its training: by how much, and which knob to turn.
+
+Of a finished run as a whole its summary says so. A stretch is judged by its timeline: engines are taken as busy while any request is
+placed on one, the trainer while it makes a step. An idle engine with a request in its own queue counts as busy, which is a little too much.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from midflight.archive.trace import merged
+from midflight.observe import timeline
+from midflight.observe.status import Bound, judge, percent
+from midflight.types import Kind
+
+STRETCHES = 3
+"""The beginning, the middle and the end of the training: a run that changes sides shows it."""
+MIN_STEPS = 2
+"""Of a stretch that is judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPhase:
+    """A part of a run, in seconds since it began."""
+
+    name: str
+    began: float
+    ended: float
+    steps: int = 0
+    engine_busy: float | None = None
+    trainer_busy: float | None = None
+    bound: Bound = Bound.UNKNOWN
+    advice: str = ""
+    waits: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds by who waited for whom."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def verdict(self) -> str:
+        """In words; empty where nothing is judged."""
+        if self.bound is Bound.UNKNOWN:
+            return ""
+        return f"{self.bound}: engines busy {percent(self.engine_busy)}, trainer busy {percent(self.trainer_busy)}"
+
+
+def phases_of(folder: Path) -> list[RunPhase]:
+    """Empty where the run has no timeline."""
+    lines = timeline.read_timeline(folder / timeline.TIMELINE)
+    rollouts = [line for line in lines if isinstance(line, timeline.RolloutTimed)]
+    steps = sorted((line for line in lines if isinstance(line, timeline.StepTimed)), key=lambda step: step.ended)
+    if not rollouts:
+        return []
+    begin = min(rollout.began for rollout in rollouts)
+    found = [RunPhase("start and warm start", 0.0, begin)]
+    training = [rollout.began for rollout in rollouts if rollout.of is Kind.TRAINING]
+    first = min(training, default=max(rollout.ended for rollout in rollouts))
+    if first > begin:
+        found.append(RunPhase("evaluation before", begin, first))
+    if steps:
+        found += _stretches(lines, steps, first)
+        last = max(line.at for line in lines if isinstance(line, timeline.ScoreTimed)) if _has_scores(lines) else 0.0
+        if last > steps[-1].ended:
+            found.append(RunPhase("evaluation after", steps[-1].ended, last))
+    return found
+
+
+def _has_scores(lines: Iterable[timeline.Timed]) -> bool:
+    return any(isinstance(line, timeline.ScoreTimed) for line in lines)
+
+
+def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float) -> Iterator[RunPhase]:
+    """The training whole, and its stretches where there are steps enough."""
+    yield _judged("training", lines, steps, began)
+    each = len(steps) // STRETCHES
+    if each < MIN_STEPS:
+        return
+    edges = [0, *(each * number for number in range(1, STRETCHES)), len(steps)]
+    for first, behind in itertools.pairwise(edges):
+        since = began if first == 0 else steps[first - 1].ended
+        name = f"steps {steps[first].version} to {steps[behind - 1].version}"
+        yield _judged(name, lines, steps[first:behind], since)
+
+
+def _judged(name: str, lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float) -> RunPhase:
+    ended = steps[-1].ended
+    turns = (turn for line in lines if isinstance(line, timeline.RolloutTimed) for turn in line.turns if turn.placed)
+    engine = _share(((turn.placed[0][1], turn.ended) for turn in turns), began, ended)
+    trainer = _share(((step.began, step.ended) for step in steps), began, ended)
+    waits = defaultdict[str, float](float)
+    for line in lines:
+        if isinstance(line, timeline.WaitTimed):
+            waits[f"{line.who} for {line.for_whom}"] += max(0.0, min(line.ended, ended) - max(line.began, began))
+    bound, advice = judge(engine_busy=engine, trainer_busy=trainer)
+    longest = sorted((item for item in waits.items() if item[1] > 0), key=lambda item: -item[1])
+    return RunPhase(name, began, ended, len(steps), engine, trainer, bound, advice, dict(longest))
+
+
+def _share(spans: Iterable[tuple[float, float]], began: float, ended: float) -> float | None:
+    """Of the time between, that which some span covers."""
+    if ended <= began:
+        return None
+    return min(1.0, sum(max(0.0, min(until, ended) - max(since, began)) for since, until in merged(spans)) / (ended - began))

@@ -1,0 +1,25 @@
+"""The command `trace`: a run on a time axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def trace(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
+    out: Annotated[Path, typer.Option(help="Where the trace is written.", metavar="FILE")] = Path("trace.json"),
+    debug: Debug = False,
+) -> int:
+    """Writes a run as a trace: every rollout, engine, step, handover and evaluation on one time axis, for ui.perfetto.dev."""
+    from midflight.archive.trace import write_trace
+
+    written = write_trace(folder, out)
+    for note in filter(None, [written.about.get("missing")]):
+        typer.echo(f"note: {note}")
+    typer.echo(f"{out}: {len(written.events):,} events; open it in ui.perfetto.dev or chrome://tracing")
+    return 0

@@ -1,0 +1,150 @@
+"""The commands `doctor` and `completion`, and `--version` with its commit."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import midflight.version
+from midflight.cli import doctor, main
+from midflight.cli.doctor import Finding, Mark
+from midflight.text.byte_tokenizer import write_byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the looks that start processes."""
+    monkeypatch.setattr(doctor, "torch_and_devices", lambda: iter([Finding(Mark.FINE, "torch", "stands here")]))
+    monkeypatch.setattr(doctor, "servers", lambda: iter([]))
+
+
+def model(folder: Path, **changed: object) -> Path:
+    folder.mkdir()
+    write_byte_tokenizer(folder)
+    config = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 64, "vocab_size": 512, "tie_word_embeddings": True, **changed}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def looked(folder: Path) -> dict[str, Finding]:
+    return {finding.what: finding for finding in doctor.model(folder)}
+
+
+def test_a_machine_where_a_default_run_works_is_status_0(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("torch", "transformers", "memory", "disk", "open files", "a run can work here"))
+
+
+def test_what_a_default_run_could_not_work_without_is_status_1_and_says_what_to_do(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (64, 100_000) if kind == resource.RLIMIT_NOFILE else (-1, -1))
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "problem" in printed and "ulimit -n 4096" in printed and "1 problem: a run could not work" in printed
+
+
+def test_a_port_that_is_taken_is_a_problem_of_the_configuration(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["doctor", "--set", f"gateway.port={taken.getsockname()[1]}"]) == 1
+    assert "gateway.port" in capsys.readouterr().out
+
+
+def test_torch_that_cannot_be_imported_is_a_problem_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: libcudart.so.12: cannot open\n")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: broken)
+    (finding,) = doctor.torch_and_devices()
+    assert finding.mark is Mark.WRONG and "libcudart.so.12" in finding.found and "install it again" in finding.remedy
+
+
+def test_a_server_is_found_by_its_variable_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$2" in *vllm*) echo 0.25.1;; *) exit 1;; esac\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("MIDFLIGHT_VLLM_PYTHON", str(python))
+    monkeypatch.setenv("MIDFLIGHT_SGLANG_PYTHON", str(python))
+    vllm, sglang = doctor.servers()
+    assert (vllm.mark, vllm.found) == (Mark.FINE, f"0.25.1 at {python}")
+    assert sglang.mark is Mark.NOTE and "which has no sglang" in sglang.found
+
+
+def test_a_model_folder_is_looked_at_with_its_tokenizer_and_template(tmp_path: Path) -> None:
+    found = looked(model(tmp_path / "model"))
+    assert all(finding.mark is Mark.FINE for finding in found.values()), found
+    assert "qwen3" in found["model"].found and "tokens" in found["chat template"].found
+
+
+def test_a_tokenizer_of_another_model_is_a_problem(tmp_path: Path) -> None:
+    found = looked(model(tmp_path / "model", vocab_size=64))
+    assert found["tokenizer"].mark is Mark.WRONG and "give the model its own tokenizer" in found["tokenizer"].found
+
+
+def test_a_model_without_template_and_one_whose_answers_never_end_are_noted(tmp_path: Path) -> None:
+    without = model(tmp_path / "without")
+    config = json.loads((without / "tokenizer_config.json").read_text())
+    for path in without.glob("chat_template*"):
+        path.unlink()
+    (without / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    assert looked(without)["chat template"].mark is Mark.NOTE
+    endless = model(tmp_path / "endless")
+    (endless / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"})
+    )
+    for path in endless.glob("chat_template*"):
+        path.unlink()
+    found = looked(endless)["end of an answer"]
+    assert found.mark is Mark.NOTE and "eos_token_id" in found.remedy
+
+
+def test_what_is_neither_configuration_nor_model_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for asked in (tmp_path, tmp_path / "missing"):
+        assert main(["doctor", str(asked)]) == 2
+        assert "give the TOML file of a run" in capsys.readouterr().err
+
+
+def test_a_wrong_configuration_is_a_finding(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("[rollout]\ngroup_sise = 3\n")
+    assert main(["doctor", str(tmp_path / "run.toml")]) == 1
+    assert "group_size" in capsys.readouterr().out  # the nearest known key
+
+
+# --- Version and completion -------------------------------------------------------------------------------------------
+
+
+def test_the_version_names_the_commit_of_the_checkout_or_what_a_wheel_brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(midflight.version, "_PACKAGE", tmp_path)
+    assert midflight.version.described() == midflight.version.__version__
+    (tmp_path / "commit").write_text("0123456789ab\n")
+    assert midflight.version.described() == f"{midflight.version.__version__} (commit 0123456789ab)"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    printed = capsys.readouterr().out
+    assert "midflight" in printed and "_MIDFLIGHT_COMPLETE" in printed
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    """The script that is printed, in a real bash."""
+    (tmp_path / "midflight").write_text(f'#!/bin/sh\nexec {sys.executable} -m midflight "$@"\n')
+    (tmp_path / "midflight").chmod(0o755)
+    script = subprocess.run([sys.executable, "-m", "midflight", "completion", "bash"], capture_output=True, text=True, check=True).stdout
+    (tmp_path / "completion").write_text(script)
+    line = (
+        f"PATH={tmp_path}:$PATH; source {tmp_path}/completion; COMP_WORDS=(midflight tra); COMP_CWORD=1; "
+        "_midflight_completion midflight; echo ${COMPREPLY[@]}"
+    )
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["trace", "train"], done.stderr
