@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 import midflight.version
-from midflight.cli import doctor, main
-from midflight.cli.doctor import Finding, Mark
+from midflight.cli import examination, main
+from midflight.cli.examination import Finding, Mark
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +24,8 @@ SIZES = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the looks that start processes."""
-    monkeypatch.setattr(doctor, "torch_and_devices", lambda: iter([Finding(Mark.FINE, "torch", "stands here")]))
-    monkeypatch.setattr(doctor, "servers", lambda: iter([]))
+    monkeypatch.setattr(examination, "torch_and_devices", lambda: iter([Finding(Mark.FINE, "torch", "stands here")]))
+    monkeypatch.setattr(examination, "servers", lambda: iter([]))
 
 
 def model(folder: Path, **changed: object) -> Path:
@@ -37,7 +37,7 @@ def model(folder: Path, **changed: object) -> Path:
 
 
 def looked(folder: Path) -> dict[str, Finding]:
-    return {finding.what: finding for finding in doctor.model(folder)}
+    return {finding.what: finding for finding in examination.model(folder)}
 
 
 def test_a_machine_where_a_default_run_works_is_status_0(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_a_machine_where_a_default_run_works_is_status_0(quick: None, capsys: py
 def test_what_a_default_run_could_not_work_without_is_status_1_and_says_what_to_do(
     quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (64, 100_000) if kind == resource.RLIMIT_NOFILE else (-1, -1))
+    monkeypatch.setattr(examination.resource, "getrlimit", lambda kind: (64, 100_000) if kind == resource.RLIMIT_NOFILE else (-1, -1))
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "problem" in printed and "ulimit -n 4096" in printed and "1 problem: a run could not work" in printed
@@ -63,8 +63,8 @@ def test_a_port_that_is_taken_is_a_problem_of_the_configuration(quick: None, cap
 
 def test_torch_that_cannot_be_imported_is_a_problem_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: libcudart.so.12: cannot open\n")
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: broken)
-    (finding,) = doctor.torch_and_devices()
+    monkeypatch.setattr(examination.subprocess, "run", lambda *_, **__: broken)
+    (finding,) = examination.torch_and_devices()
     assert finding.mark is Mark.WRONG and "libcudart.so.12" in finding.found and "install it again" in finding.remedy
 
 
@@ -74,7 +74,7 @@ def test_a_server_is_found_by_its_variable_with_its_version(tmp_path: Path, monk
     python.chmod(0o755)
     monkeypatch.setenv("MIDFLIGHT_VLLM_PYTHON", str(python))
     monkeypatch.setenv("MIDFLIGHT_SGLANG_PYTHON", str(python))
-    vllm, sglang = doctor.servers()
+    vllm, sglang = examination.servers()
     assert (vllm.mark, vllm.found) == (Mark.FINE, f"0.25.1 at {python}")
     assert sglang.mark is Mark.NOTE and "which has no sglang" in sglang.found
 

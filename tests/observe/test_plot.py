@@ -36,7 +36,7 @@ def test_the_picture_is_a_png_and_nothing_else_is_left(journal: Path, tmp_path: 
     draw_plot(journal, tmp_path / "plot.png", title="demo")
     data = (tmp_path / "plot.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 20_000
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "plot.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "plot.png", "timeline.jsonl"]
 
 
 def test_a_run_that_made_no_step_has_an_empty_picture(tmp_path: Path) -> None:
