@@ -14,7 +14,7 @@ import pytest
 
 import midflight.version
 from midflight.cli import examination, main
-from midflight.cli.examination import Finding, Mark
+from midflight.cli.examination import Finding, Gravity
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ SIZES = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the looks that start processes."""
-    monkeypatch.setattr(examination, "torch_and_devices", lambda: iter([Finding(Mark.FINE, "torch", "stands here")]))
+    monkeypatch.setattr(examination, "torch_and_devices", lambda: iter([Finding(Gravity.FINE, "torch", "stands here")]))
     monkeypatch.setattr(examination, "servers", lambda: iter([]))
 
 
@@ -65,7 +65,7 @@ def test_torch_that_cannot_be_imported_is_a_problem_with_its_last_words(monkeypa
     broken = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: libcudart.so.12: cannot open\n")
     monkeypatch.setattr(examination.subprocess, "run", lambda *_, **__: broken)
     (finding,) = examination.torch_and_devices()
-    assert finding.mark is Mark.WRONG and "libcudart.so.12" in finding.found and "install it again" in finding.remedy
+    assert finding.mark is Gravity.WRONG and "libcudart.so.12" in finding.found and "install it again" in finding.remedy
 
 
 def test_a_server_is_found_by_its_variable_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,19 +75,19 @@ def test_a_server_is_found_by_its_variable_with_its_version(tmp_path: Path, monk
     monkeypatch.setenv("MIDFLIGHT_VLLM_PYTHON", str(python))
     monkeypatch.setenv("MIDFLIGHT_SGLANG_PYTHON", str(python))
     vllm, sglang = examination.servers()
-    assert (vllm.mark, vllm.found) == (Mark.FINE, f"0.25.1 at {python}")
-    assert sglang.mark is Mark.NOTE and "which has no sglang" in sglang.found
+    assert (vllm.mark, vllm.found) == (Gravity.FINE, f"0.25.1 at {python}")
+    assert sglang.mark is Gravity.NOTE and "which has no sglang" in sglang.found
 
 
 def test_a_model_folder_is_looked_at_with_its_tokenizer_and_template(tmp_path: Path) -> None:
     found = looked(model(tmp_path / "model"))
-    assert all(finding.mark is Mark.FINE for finding in found.values()), found
+    assert all(finding.mark is Gravity.FINE for finding in found.values()), found
     assert "qwen3" in found["model"].found and "tokens" in found["chat template"].found
 
 
 def test_a_tokenizer_of_another_model_is_a_problem(tmp_path: Path) -> None:
     found = looked(model(tmp_path / "model", vocab_size=64))
-    assert found["tokenizer"].mark is Mark.WRONG and "give the model its own tokenizer" in found["tokenizer"].found
+    assert found["tokenizer"].mark is Gravity.WRONG and "give the model its own tokenizer" in found["tokenizer"].found
 
 
 def test_a_model_without_template_and_one_whose_answers_never_end_are_noted(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_model_without_template_and_one_whose_answers_never_end_are_noted(tmp_
     for path in without.glob("chat_template*"):
         path.unlink()
     (without / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
-    assert looked(without)["chat template"].mark is Mark.NOTE
+    assert looked(without)["chat template"].mark is Gravity.NOTE
     endless = model(tmp_path / "endless")
     (endless / "tokenizer_config.json").write_text(
         json.dumps({**config, "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"})
@@ -104,7 +104,7 @@ def test_a_model_without_template_and_one_whose_answers_never_end_are_noted(tmp_
     for path in endless.glob("chat_template*"):
         path.unlink()
     found = looked(endless)["end of an answer"]
-    assert found.mark is Mark.NOTE and "eos_token_id" in found.remedy
+    assert found.mark is Gravity.NOTE and "eos_token_id" in found.remedy
 
 
 def test_what_is_neither_configuration_nor_model_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

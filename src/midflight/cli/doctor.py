@@ -18,11 +18,11 @@ def doctor(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> int:
     """Looks at machine, engines, packages, limits, and a configuration or model: what there is, what is wrong, what to do about it."""
-    from midflight.cli.examination import Mark, examine
+    from midflight.cli.examination import Gravity, examine
 
     found = list(examine(asked, overrides or []))
     _show(found)
-    wrong = sum(finding.mark is Mark.WRONG for finding in found)
+    wrong = sum(finding.mark is Gravity.WRONG for finding in found)
     typer.echo(f"{wrong} problem{'s' if wrong > 1 else ''}: a run could not work" if wrong else "a run can work here")
     return int(wrong > 0)
 

@@ -46,7 +46,7 @@ SERVERS = {"vllm": "MIDFLIGHT_VLLM_PYTHON", "sglang": "MIDFLIGHT_SGLANG_PYTHON"}
 PROBED = ("user", "assistant")
 
 
-class Mark(StrEnum):
+class Gravity(StrEnum):
     FINE = "ok"
     NOTE = "note"
     """Something that a run may meet, and can do without."""
@@ -56,7 +56,7 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    mark: Mark
+    mark: Gravity
     what: str
     found: str
     remedy: str = ""
@@ -95,7 +95,7 @@ def _tried(what: str, look: Callable[[], Iterator[Finding]], remedy: str = "") -
         yield from look()
     except MidflightError as error:
         for line in str(error).splitlines():
-            yield Finding(Mark.WRONG, what, line, remedy)
+            yield Finding(Gravity.WRONG, what, line, remedy)
 
 
 # --- Software ---------------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def _tried(what: str, look: Callable[[], Iterator[Finding]], remedy: str = "") -
 def software() -> Iterator[Finding]:
     from midflight.version import described
 
-    yield Finding(Mark.FINE, "midflight", described())
-    yield Finding(Mark.FINE, "python", f"{platform.python_version()} at {sys.executable}; {platform.platform(terse=True)}")
+    yield Finding(Gravity.FINE, "midflight", described())
+    yield Finding(Gravity.FINE, "python", f"{platform.python_version()} at {sys.executable}; {platform.platform(terse=True)}")
     yield from packages()
 
 
@@ -118,13 +118,13 @@ def packages() -> Iterator[Finding]:
         missing[extra] += [] if is_met else [requirement.name]
         if not is_met and not extra:
             found = f"{requirement.name} {'is not installed' if there is None else there}, {requirement.specifier or 'any'} is needed"
-            yield Finding(Mark.WRONG, "packages", found, f"pip install -U '{requirement.name}{requirement.specifier}'")
+            yield Finding(Gravity.WRONG, "packages", found, f"pip install -U '{requirement.name}{requirement.specifier}'")
     shown = ", ".join(f"{name} {version}" for name in PACKAGES if (version := package_version(name)))
-    yield Finding(Mark.FINE, "packages", shown)
+    yield Finding(Gravity.FINE, "packages", shown)
     extras = {name: lacking for name, lacking in missing.items() if name and name not in ("test", "lint")}
     there, lacking = (sorted(name for name, lacks in extras.items() if bool(lacks) is wanted) for wanted in (False, True))
     text = f"{', '.join(there) or 'none'}{'; without ' + ', '.join(lacking) if lacking else ''}"
-    yield Finding(Mark.FINE, "extras", text, f"where you want them: pip install 'midflight[{','.join(lacking)}]'" if lacking else "")
+    yield Finding(Gravity.FINE, "extras", text, f"where you want them: pip install 'midflight[{','.join(lacking)}]'" if lacking else "")
 
 
 def _requirements() -> Iterator[tuple[Requirement, str]]:
@@ -144,25 +144,25 @@ def torch_and_devices() -> Iterator[Finding]:
     try:
         done = subprocess.run([sys.executable, "-c", PROBE_TORCH], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        yield Finding(Mark.WRONG, "torch", f"was not imported within {PROBE_SECONDS:.0f} s", "look at the disk that its package lies on")
+        yield Finding(Gravity.WRONG, "torch", f"was not imported within {PROBE_SECONDS:.0f} s", "look at the disk that its package lies on")
         return
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
-        yield Finding(Mark.WRONG, "torch", f"cannot be used: {last}", "install it again, in the build for this machine")
+        yield Finding(Gravity.WRONG, "torch", f"cannot be used: {last}", "install it again, in the build for this machine")
         return
     said = cast("dict[str, Json]", json.loads(done.stdout.splitlines()[-1]))
     devices = cast("list[tuple[str, int]]", said["devices"])
-    yield Finding(Mark.FINE, "torch", f"{said['torch']}, {'CUDA ' + str(said['cuda']) if said['cuda'] else 'built for the CPU'}")
+    yield Finding(Gravity.FINE, "torch", f"{said['torch']}, {'CUDA ' + str(said['cuda']) if said['cuda'] else 'built for the CPU'}")
     for number, (name, memory) in enumerate(devices):
-        yield Finding(Mark.FINE, f"cuda:{number}", f"{name}, {size(memory)}")
+        yield Finding(Gravity.FINE, f"cuda:{number}", f"{name}, {size(memory)}")
     if not devices and Path("/dev/nvidia0").exists():
         yield Finding(
-            Mark.NOTE,
+            Gravity.NOTE,
             "devices",
             "there is a GPU (/dev/nvidia0) that torch does not see",
             "install a CUDA build of torch, and look at the driver with nvidia-smi; without, everything runs on the CPU",
         )
-    yield Finding(Mark.FINE, "engine embedded", "there, on " + (f"cpu and cuda:0 to cuda:{len(devices) - 1}" if devices else "the CPU"))
+    yield Finding(Gravity.FINE, "engine embedded", "there, on " + (f"cpu and cuda:0 to cuda:{len(devices) - 1}" if devices else "the CPU"))
 
 
 def servers() -> Iterator[Finding]:
@@ -174,14 +174,17 @@ def servers() -> Iterator[Finding]:
             found = found or _server(name, python)
         if found is None and os.environ.get(variable):
             yield Finding(
-                Mark.NOTE, f"engine {name}", f"{variable} names {os.environ[variable]}, which has no {name}", "correct or unset it"
+                Gravity.NOTE, f"engine {name}", f"{variable} names {os.environ[variable]}, which has no {name}", "correct or unset it"
             )
         elif found is None:
             yield Finding(
-                Mark.FINE, f"engine {name}", "not here", f"where you want it: make engines, or engine.python of an environment with {name}"
+                Gravity.FINE,
+                f"engine {name}",
+                "not here",
+                f"where you want it: make engines, or engine.python of an environment with {name}",
             )
         else:
-            yield Finding(Mark.FINE, f"engine {name}", found)
+            yield Finding(Gravity.FINE, f"engine {name}", found)
 
 
 def _server(name: str, python: str) -> str | None:
@@ -202,25 +205,25 @@ def machine() -> Iterator[Finding]:
 
     cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     note = "" if allowed == cores else f", of which this process may use {allowed}"
-    yield Finding(Mark.FINE, "processors", f"{cores}{note}")
-    yield Finding(Mark.FINE, "memory", size(machine_bytes()))
-    yield Finding(Mark.FINE, "disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}")
+    yield Finding(Gravity.FINE, "processors", f"{cores}{note}")
+    yield Finding(Gravity.FINE, "memory", size(machine_bytes()))
+    yield Finding(Gravity.FINE, "disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}")
     if SHARED.is_dir():
-        yield Finding(Mark.FINE, "shared memory", f"{size(shutil.disk_usage(SHARED).free)} free in {SHARED}")
+        yield Finding(Gravity.FINE, "shared memory", f"{size(shutil.disk_usage(SHARED).free)} free in {SHARED}")
     else:
-        yield Finding(Mark.NOTE, "shared memory", f"there is no {SHARED}", 'set weights.transport = "file"')
+        yield Finding(Gravity.NOTE, "shared memory", f"there is no {SHARED}", 'set weights.transport = "file"')
     try:
         with tempfile.TemporaryFile():
             pass
     except OSError as error:
         yield Finding(
-            Mark.WRONG, "temporary files", f"cannot be written: {error.strerror}", "set TMPDIR to a folder that can be written to"
+            Gravity.WRONG, "temporary files", f"cannot be written: {error.strerror}", "set TMPDIR to a folder that can be written to"
         )
     proxied = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(name)]
     past = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     if proxied and not any(word.strip() in ("127.0.0.1", "*") for word in past.split(",")):
         text = f"{proxied[0]} is set, and clients of agents may ask the proxy for the gateway at 127.0.0.1"
-        yield Finding(Mark.NOTE, "proxy", text, "set no_proxy=127.0.0.1,localhost")
+        yield Finding(Gravity.NOTE, "proxy", text, "set no_proxy=127.0.0.1,localhost")
 
 
 def limits() -> Iterator[Finding]:
@@ -232,17 +235,17 @@ def limits() -> Iterator[Finding]:
         raised = (
             f"ulimit -n {wanted}" if wanted > files else "raise the hard limit (limits.conf, LimitNOFILE= of systemd, --ulimit of Docker)"
         )
-        mark = Mark.WRONG if files < MIN_FILES else Mark.NOTE
+        mark = Gravity.WRONG if files < MIN_FILES else Gravity.NOTE
         yield Finding(mark, "open files", f"{shown}; a large run may hold {GOOD_FILES:,}", raised)
     else:
-        yield Finding(Mark.FINE, "open files", shown)
+        yield Finding(Gravity.FINE, "open files", shown)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if 0 <= processes < MIN_PROCESSES:
-        yield Finding(Mark.NOTE, "processes", f"{processes}, threads counted", f"ulimit -u {MIN_PROCESSES}")
+        yield Finding(Gravity.NOTE, "processes", f"{processes}, threads counted", f"ulimit -u {MIN_PROCESSES}")
     for kind, name, letter in ((resource.RLIMIT_AS, "address space", "v"), (resource.RLIMIT_FSIZE, "size of a file", "f")):
         allowed = resource.getrlimit(kind)[0]
         if allowed != resource.RLIM_INFINITY:
-            yield Finding(Mark.NOTE, name, f"limited to {allowed:,} bytes", f"ulimit -{letter} unlimited")
+            yield Finding(Gravity.NOTE, name, f"limited to {allowed:,} bytes", f"ulimit -{letter} unlimited")
 
 
 # --- Model and configuration -------------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ def _sizes(folder: Path) -> Iterator[Finding]:
 
     sizes, architecture = sizes_of(folder), read_config(folder).get("model_type")
     text = f"{architecture}, {sizes.num_parameters:,} parameters, context of {sizes.max_context or 'unknown'}"
-    yield Finding(Mark.FINE, "model", text, f"whether it is computed right: midflight check-model {folder}")
+    yield Finding(Gravity.FINE, "model", text, f"whether it is computed right: midflight check-model {folder}")
 
 
 def _tokenizer(folder: Path) -> Iterator[Finding]:
@@ -268,23 +271,23 @@ def _tokenizer(folder: Path) -> Iterator[Finding]:
     from midflight.text.formats.format import reasoning_format, tool_format
 
     tokenizer = check_tokenizer(folder)
-    yield Finding(Mark.FINE, "tokenizer", f"{tokenizer.vocab_size} ids, the model has {sizes_of(folder).vocab_size} rows of embeddings")
+    yield Finding(Gravity.FINE, "tokenizer", f"{tokenizer.vocab_size} ids, the model has {sizes_of(folder).vocab_size} rows of embeddings")
     if not tokenizer.eos_token_ids:
         remedy = "name eos_token_id in generation_config.json"
-        yield Finding(Mark.NOTE, "end of an answer", "no token ends one, so that each goes on to its limit", remedy)
+        yield Finding(Gravity.NOTE, "end of an answer", "no token ends one, so that each goes on to its limit", remedy)
     if tokenizer.template is None:
-        yield Finding(Mark.NOTE, "chat template", "there is none, so that chats are refused", "add chat_template.jinja to the folder")
+        yield Finding(Gravity.NOTE, "chat template", "there is none, so that chats are refused", "add chat_template.jinja to the folder")
         return
     asked = tokenizer.render([{"role": "user", "content": "1 + 1"}], add_generation_prompt=True)
     whole = tokenizer.render([{"role": role, "content": content} for role, content in zip(PROBED, ("1 + 1", "two"), strict=True)])
     calls, thinking = tool_format("auto", tokenizer), reasoning_format("auto", tokenizer)
     formats = f"calls as {type(calls).__name__ if calls else 'Hermes (no sign of another)'}, {'thinks' if thinking else 'no thinking'}"
-    yield Finding(Mark.FINE, "chat template", f"writes a question in {len(tokenizer.encode(asked))} tokens; {formats}")
+    yield Finding(Gravity.FINE, "chat template", f"writes a question in {len(tokenizer.encode(asked))} tokens; {formats}")
     behind = tokenizer.encode(whole.rpartition("two")[2])
     if tokenizer.eos_token_ids and not set(behind[:1]) & tokenizer.eos_token_ids:
         text = "the template does not close an answer with a token that ends one, so that chats go on to their limit"
         remedy = "add the token behind an answer to eos_token_id in generation_config.json"
-        yield Finding(Mark.NOTE, "end of an answer", text, remedy)
+        yield Finding(Gravity.NOTE, "end of an answer", text, remedy)
 
 
 def run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
@@ -301,20 +304,20 @@ def _run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     if path is None:
         config = checked.config_of_file(None, overrides, None)
         said = Inspection(config).machine()
-        yield from (Finding(Mark.WRONG, "the defaults", problem) for problem in said.problems)
+        yield from (Finding(Gravity.WRONG, "the defaults", problem) for problem in said.problems)
         if not said.problems:
-            yield Finding(Mark.FINE, "a default run", "devices, disk, shared memory and port are there")
+            yield Finding(Gravity.FINE, "a default run", "devices, disk, shared memory and port are there")
         return
     config = checked.config_of_run(path, overrides, None)
     if config.model.path is not None:
         yield from model(config.model.path)
     checked.check_engine(config)
     found = checked.preflight(config)
-    yield from (Finding(Mark.NOTE, "configuration", note) for note in found.notes)
+    yield from (Finding(Gravity.NOTE, "configuration", note) for note in found.notes)
     if (there := kept(Path(config.run.folder))) is not None:
-        yield Finding(Mark.NOTE, "run.folder", f"{config.run.folder} holds {there}", "a run into it needs --resume or --overwrite")
+        yield Finding(Gravity.NOTE, "run.folder", f"{config.run.folder} holds {there}", "a run into it needs --resume or --overwrite")
     yield Finding(
-        Mark.FINE,
+        Gravity.FINE,
         "configuration",
         f"{path} can run: environment, tasks, prompt, devices, disk, shared memory and port",
         f"what it would do: midflight train {path} --dry-run",
