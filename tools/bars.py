@@ -34,7 +34,7 @@ from pathlib import Path
 
 CODE = re.compile(r"\bDECISIONS \d+|(?<![-\w])(?!F8|F16|F32|F64|U8)[PGSEWFTOUMA]\d{1,2}\b")
 """Not the names of tensors' types in safetensors, and no part of a longer name."""
-GENERATED = ("docs/configuration.md", "docs/models.md", "docs/metrics.md")
+GENERATED = ("docs/configuration.md", "docs/models.md", "docs/metrics.md", "docs/fields.md")
 MADE = "<!-- made by "
 """Begins the generated part of a page, which goes to its end."""
 MAX_FILE, MAX_FUNCTION = 400, 40

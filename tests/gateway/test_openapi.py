@@ -17,7 +17,7 @@ from midflight.gateway.http.http import DIALECTS
 from midflight.gateway.http.lookups import DESCRIBED, openapi_document
 from midflight.testing.virtual_time import run_virtual
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gateway.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "fields.md").read_text()
 
 
 def refs(value: Any) -> Iterator[str]:

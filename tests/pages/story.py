@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from tests.real.template import template
 
 from .blocks import ROOT, SERVERS, Block
 
-LAID = ("configs", "examples", "benchmarks", "docs", "src", "tests", "tools")
+COPIED, LAID = ("configs", "docs", "examples"), ("benchmarks", "src", "tests", "tools")
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1")
 SECONDS = 100.0
 """For one command."""
@@ -46,11 +47,14 @@ class Story:
         self._lay_out()
 
     def _lay_out(self) -> None:
+        for name in COPIED:
+            shutil.copytree(ROOT / name, self.folder / name)
         for name in LAID:
             (self.folder / name).symlink_to(ROOT / name)
         programs = self.folder / ".venv" / "bin"
         programs.mkdir(parents=True)
-        (programs / "python").symlink_to(sys.executable)
+        (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (programs / "python").chmod(0o755)
         self._environ["PATH"] = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
     def tell(self, blocks: Sequence[Block]) -> None:
@@ -98,7 +102,7 @@ class Story:
     def _filled(self, text: str) -> str:
         for port, free in self._ports.items():
             text = text.replace(port, free)
-        return text.replace("MODEL_DIR", str(self.folder / "models" / "small")).replace('CONTROL_TOKEN"', f'{TOKEN}"')
+        return text.replace("MODEL_DIR", str(self.folder / "model")).replace("Bearer CONTROL_TOKEN", f"Bearer {TOKEN}")
 
     def _midflight(self, words: list[str]) -> None:
         self._num_commands += 1

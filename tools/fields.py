@@ -1,0 +1,213 @@
+"""docs/fields.md, made from the bodies that the gateway parses: `python tools/fields.py docs/fields.md`.
+
+Which fields there are, of which type, in which range, what is ignored and what is refused is read from the code; a sentence says what
+becomes of each field. A field without a sentence is an error here, so none is forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from midflight.gateway.dialects.fields import HARMLESS, NEUTRAL, REMEDIES, Body
+from midflight.gateway.dialects.messages_input import MessagesBody
+from midflight.gateway.dialects.native import NativeSampling
+from midflight.gateway.http.lookups import DESCRIBED
+from midflight.types.generation import PARAMETERS, Api, Parameter
+
+INTRODUCTION = """# Fields of requests
+
+Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have
+in common. A field that is in none of these tables is refused by its name, and so is a value that the gateway cannot honour.
+"""
+SAMPLING = """
+## Sampling, in every dialect
+
+The native names are in `sampling_params`, and take `json_schema`, `regex` and `ebnf` for [grammars](gateway.md#grammars). What shapes the
+distribution keeps its turn out of the loss, but for truncation on the embedded engine
+([truncated sampling](algorithms.md#truncated-sampling)). What an engine must be able to do is refused where one cannot.
+
+| chats, completions, responses | messages | native | values | default | shapes the distribution | asks of the engine | |
+|---|---|---|---|---|---|---|---|
+"""
+NOTES: Mapping[str, str] = {
+    "temperature": "0 is greedy; from 0.0001 on",
+    "top_k": "0 and -1 keep all tokens",
+    "repetition_penalty": "1 is none",
+    "logit_bias": "token id to -100 to 100; 300 ids at most",
+    "seed": "choice k has seed + k; refused where an engine honours none",
+    "stop": "16 strings at most; never shown, not even in part",
+    "max_tokens": "default: the room in the context, 16 in completions, 128 native; too much is refused and not cut; `max_tokens`, `max_completion_tokens` and `max_output_tokens` are below",
+}
+GRAMMARS = {
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+}
+EVERYWHERE = {"model": "the name of the served model; another is 404", "n": "choices, numbered prompt by prompt; 1024 in all"}
+SENTENCES: Mapping[str, Mapping[str, str]] = {
+    "/v1/chat/completions": {
+        "messages": "honoured: [roles and parts](gateway.md#chat-completions)",
+        "max_tokens, max_completion_tokens": "one thing under two names; two different values are refused. Default: all the room there is.",
+        "logprobs, top_logprobs": "honoured, 0 to 20 alternatives; `top_logprobs` without `logprobs` is refused",
+        "tools": "honoured: type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, 0-9, `_`, `-`) that no other has, parameters that are a schema of an object. `strict` is ignored: calls are shown only when they are well formed, and sampled under their schema where one is required. Type `custom` is refused.",
+        "tool_choice": "`none`, `auto`, `required` or one function; `auto` where there are tools. `allowed_tools` is refused: send only those. With `none` the tools stay in the prompt, and what looks like a call is content.",
+        "parallel_tool_calls": "honoured: `false` shows the first call only",
+        "chat_template_kwargs": "honoured: handed to the model's template. Names that the gateway fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are refused.",
+        "reasoning_effort": "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed to the model's template under this name; a template that does not read it writes what it always writes",
+        "stream": "honoured",
+        "stream_options": "`include_usage` and `continuous_usage_stats` are honoured; `include_obfuscation` is ignored, since frames are not padded",
+        "return_token_ids": "honoured: `prompt_token_ids`, `token_ids` and `weight_versions` in the answer",
+        "return_tokens_as_token_ids": "honoured: names in log-probabilities are `token_id:` and the number",
+    },
+    "/v1/completions": {
+        "prompt": "honoured: a text, a list of texts, token ids, or a list of lists of token ids",
+        "max_tokens": "honoured, 16 where nobody says; 0 is refused",
+        "logprobs": "honoured, 0 to 20: the four parallel lists. With alternatives, each entry holds the sampled token too.",
+        "echo": "refused unless false: the log-probabilities of a prompt are not known to the gateway",
+        "best_of": "refused unless it is `n`",
+        "suffix": "refused: write the text to fill in into the prompt",
+        "stream, stream_options, return_token_ids, return_tokens_as_token_ids": "as in chats",
+    },
+    "/generate": {
+        "text, input_ids": "honoured: exactly one of them, one prompt or a list",
+        "sampling_params": "honoured, the same for all prompts; a list is refused",
+        "rid": "honoured: the name by which the request can be aborted; with several answers, each appends its number. A list is refused.",
+        "return_logprob": "honoured: `output_token_logprobs`",
+        "top_logprobs_num": "honoured, 0 to 20: `output_top_logprobs`; without `return_logprob` it is refused",
+        "return_text_in_logprobs": "honoured",
+        "logprob_start_len": "-1 only: the log-probabilities of a prompt are not known to the gateway",
+        "stream": "honoured; each frame says all so far",
+    },
+    "/v1/responses": {
+        "model, input, instructions": "read",
+        "max_output_tokens, temperature, top_p": "read; default: the session's",
+        "seed, stop, stop_token_ids, top_k, min_p, min_tokens, ignore_eos, frequency_penalty, presence_penalty, repetition_penalty, logit_bias": "extras, [as in chats](gateway.md#sampling-in-every-dialect)",
+        "structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar": "extras, as in chats; one of them, or `text.format`",
+        "return_token_ids": "extra: the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`",
+        "return_tokens_as_token_ids": "extra, as in chats",
+        "tools": "functions; `strict` is ignored, because a call is shown only when it is well formed. Hosted tools are refused.",
+        "tool_choice": '`none`, `auto`, `required`, `{"type": "function", "name": ...}`; others are refused',
+        "parallel_tool_calls": "false shows the first call only",
+        "text.format": "`text`, `json_object`, `json_schema`: what the answer must match; [with tools](gateway.md#chat-completions) it may be calls instead.",
+        "text.verbosity": "`medium` only",
+        "reasoning.effort": "given to the chat template as `reasoning_effort`; a template that does not know that name ignores it",
+        "reasoning.summary": "accepted: the reasoning is told in full, as the item's `content`; `summary` stays empty",
+        "chat_template_kwargs": "extra: further names for the template, such as `enable_thinking`",
+        "include": "`message.output_text.logprobs`, and `reasoning.encrypted_content`, which changes nothing",
+        "top_logprobs": "0 to 20 alternatives; asks for log-probabilities too",
+        "stream, stream_options": "read; frames are not padded",
+        "truncation": "`disabled` only",
+        "previous_response_id, conversation, prompt, background": "refused: nothing is stored, send the whole input; `background: false` is none",
+        "store": "accepted; the response says `store: false`",
+        "metadata, user, safety_identifier, prompt_cache_key": "given back, and otherwise ignored",
+        "service_tier, prompt_cache_options, prompt_cache_retention, max_tool_calls": "ignored",
+        "n, max_tokens, max_completion_tokens, response_format, reasoning_effort": "refused, with what to send instead; `n` may be 1",
+        "anything else": "refused by name",
+    },
+    "/v1/messages": {
+        "model": "must be the name of the served model",
+        "max_tokens": "required, 1 or more; bounds thinking and text together; prompt and `max_tokens` must fit the context",
+        "messages": "roles `user`, `assistant`, `system`; see [blocks](messages.md#messages). The last must not be the assistant's: an answer is not continued",
+        "system": "a text or blocks of text; the first message of the chat",
+        "temperature": "0, or 0.0001 to 1000; newer SDKs send this and the next two by `extra_body`",
+        "top_p": "above 0, up to 1",
+        "top_k": "0 and -1 keep all tokens",
+        "stop_sequences": "up to 16, none empty; the answer ends before the first that is completed",
+        "stream": "[events](messages.md#answers) instead of one message",
+        "tools": "`name`, `description`, `input_schema`; `strict`, `eager_input_streaming` and `cache_control` are ignored. Tools that Anthropic's servers run are refused by their `type`",
+        "tool_choice": "`auto`, `any`, `tool` with a `name`, `none`; `disable_parallel_tool_use` shows the first call only. `any` and `tool` sample the call under a grammar",
+        "thinking": "`enabled` and `disabled` are the template's option `enable_thinking`, `adaptive` leaves it to the template; a template that does not read the option writes what it always writes. `budget_tokens` is not enforced; `display` may be `summarized`, which shows the thinking as it is",
+        "output_config": "`format` with a JSON schema: the answer is sampled under it, or [calls a tool instead](gateway.md#chat-completions). `effort` is the template's option `reasoning_effort`",
+        "output_format": "the older name of `output_config.format`; both at once are refused",
+        "metadata, service_tier, cache_control, speed, diagnostics, inference_geo, user_profile_id, workspace_id": "ignored: they do not change what is sampled",
+        "seed, min_p, min_tokens": "ours, by the SDK's `extra_body`; as in chat completions",
+        "thread": "refused with the code by which the SDK's tool runner knows to send whole conversations, and goes on",
+        "return_token_ids": "ours: the message also holds `prompt_token_ids`, `token_ids` and `weight_versions`; in a stream the first comes with `message_start`, the others with `message_delta`",
+    },
+}
+
+
+def page() -> str:
+    """The page, as Markdown."""
+    parts = [INTRODUCTION, SAMPLING, *(_parameter(p) for p in PARAMETERS.values() if p.names)]
+    for path, described in DESCRIBED.items():
+        if path in SENTENCES:
+            parts += [f"\n## `POST {path}`\n\n", *_table(path, described.body)]
+    return "".join([*parts, *_not_read()])
+
+
+def _parameter(parameter: Parameter) -> str:
+    names = [f"`{name}`" if (name := parameter.names.get(api)) else "" for api in (Api.OPENAI, Api.ANTHROPIC, Api.NATIVE)]
+    shapes = "truncates" if parameter.truncates else "yes" if parameter.reshapes else ""
+    default = "" if parameter.default in (None, ()) or parameter.name in ("max_tokens", "seed") else f"`{json.dumps(parameter.default)}`"
+    values = (
+        ""
+        if parameter.range is None
+        else str(parameter.range).replace("2147483647", "2^31 - 1").replace("18446744073709551615", "2^64 - 1")
+    )
+    return _row(
+        *names, values, default, shapes, "" if parameter.feature is None else parameter.feature.value, NOTES.get(parameter.name, "")
+    )
+
+
+def _table(path: str, body: type[Body]) -> Iterator[str]:
+    yield "| field | value | what becomes of it |\n|---|---|---|\n"
+    schema = body.model_json_schema()
+    sentences = SENTENCES[path]
+    for key, sentence in sentences.items():
+        names = re.findall(r"[a-z_]+", key)
+        types = dict.fromkeys(_type(schema["properties"][name], schema) for name in names if name in schema["properties"])
+        yield _row(", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key, ", ".join(filter(None, types)), sentence)
+    spoken_of = {name for key in sentences for name in re.findall(r"[a-z_]+", key)} | GRAMMARS | set(EVERYWHERE) | _names_of_parameters()
+    if missing := body.model_fields.keys() - spoken_of:
+        raise SystemExit(f"tools/fields.py says nothing of {sorted(missing)} of {path}")
+
+
+def _names_of_parameters() -> set[str]:
+    return {name for parameter in PARAMETERS.values() for name in parameter.names.values()} | set(NativeSampling.model_fields)
+
+
+def _is_list(key: str) -> bool:
+    return re.fullmatch(r"[a-z_.]+(, [a-z_.]+)*", key) is not None
+
+
+def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """A JSON schema in a word or two."""
+    if "$ref" in schema:
+        return _type(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
+    if "anyOf" in schema or "oneOf" in schema:
+        return " or ".join(dict.fromkeys(filter(None, (_type(one, whole) for one in schema.get("anyOf", schema.get("oneOf", ()))))))
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    words = {"string": "text", "integer": "whole number", "boolean": "true or false", "null": ""}
+    kind = schema.get("type", "")
+    return "list" if kind == "array" else words.get(kind, kind)
+
+
+def _not_read() -> Iterator[str]:
+    yield "\n## Ignored\n\nThey cannot change which tokens are sampled.\n\n| field | why |\n|---|---|\n"
+    yield from (_row(f"`{name}`", reason) for name, reason in HARMLESS.items())
+    yield "\nOn Anthropic's routes: " + ", ".join(f"`{name}`" for name in MessagesBody.harmless) + ".\n"
+    yield "\n## Accepted with the value that says nothing\n\nAny other is refused by name. `null` is as good as absent everywhere.\n\n"
+    yield "| field | value | instead |\n|---|---|---|\n"
+    for name in sorted({*NEUTRAL, *REMEDIES}):
+        yield _row(f"`{name}`", " or ".join(f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ())) or "none", REMEDIES.get(name, ""))
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())
