@@ -59,15 +59,15 @@ class Story:
 
     def tell(self, blocks: Sequence[Block]) -> None:
         """Everything that can be done of a page; blocks of Python that are no files are one program."""
-        program = [block for block in blocks if block.language == "python" and block.tried == "run" and not block.beside]
+        program = [block for block in blocks if block.language == "python" and block.tried == "run"]
         for block in blocks:
             if block.file is not None:
                 (self.where / block.file).write_text(block.text)
+            elif block.beside:
+                self._beside.append(self._start(["bash", "-c", block.text]))
             elif block.tried == "run" and block.language != "python":
                 for line in block.commands():
                     self.command(line)
-            elif block.beside:
-                self._beside.append(self._start([sys.executable, self._written(block.text)]))
             elif program and block is program[-1]:
                 self._finish([sys.executable, self._written("\n".join(each.text for each in program))])
         for run in self._runs:
