@@ -41,7 +41,7 @@ test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
 
 # Every page that has something to run, done from its first block to its last. `python -m tests.pages` says what is not run, and why.
 test-docs: $(VENV)/.dev
-	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=400' $(PARALLEL:loadfile=worksteal) tests/pages/run
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' $(PARALLEL:loadfile=worksteal) tests/pages/run
 
 # The pages as a site, in site/. A link that leads nowhere fails it.
 docs: $(VENV)-docs/.done
