@@ -105,7 +105,7 @@ $(VENV)/.dev: $(VENV)/.demo
 	touch $@
 
 # What builds the site reads our sources and imports none of them.
-$(VENV)-docs/.done: docs/requirements.txt
+$(VENV)-docs/.done: tools/requirements-site.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
