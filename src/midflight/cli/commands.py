@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from midflight.cli import archived, completion, doctor, runs_there, shown
+from midflight.cli import archived, completion, doctor, runs_there, shown, view
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
 from midflight.version import described
 
@@ -282,6 +282,7 @@ def init(
 
 app.command("runs")(runs_there.runs)
 app.command("compare")(runs_there.compare)
+app.command("view")(view.view)
 for command in (archived.samples, archived.ledger, archived.export):
     app.command()(command)
 app.command("doctor")(doctor.doctor)

@@ -1,0 +1,40 @@
+"""The command `view`: a viewer of runs in a browser, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TOKEN_VARIABLE = "MIDFLIGHT_CONTROL_TOKEN"
+
+
+def view(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of runs, or folders that hold runs; default: runs.", metavar="[RUN ...]")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on; anything but loopback asks visitors for a token.")] = "127.0.0.1",
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> int:
+    """Shows runs in a browser: while they go on, afterwards, and several at once. Reads their folders only."""
+    from midflight.errors import ConfigError
+    from midflight.wire.server import is_loopback, listen
+
+    try:
+        from midflight.view import app as viewer
+        from midflight.view.visit import Shelf
+    except ImportError as error:
+        raise ConfigError(f"the viewer is not installed ({error}): pip install 'midflight[view]'") from None
+    shelf = Shelf(folders or [Path("runs")])
+    token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(host) else secrets.token_urlsafe(24))
+    listener = listen(host, port)
+    address = f"http://{host}:{listener.getsockname()[1]}/"
+    typer.echo(f"viewer: {address}" + (f"?token={token}" if token and TOKEN_VARIABLE not in os.environ else ""))
+    sys.stdout.flush()
+    viewer.serve(viewer.build(shelf, host=host, token=token), listener)
+    return 0

@@ -1,0 +1,173 @@
+"""The viewer put together: addresses, the frame round every page, and errors as pages of their own."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import RedirectResponse, Response
+from nicegui import ui
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from midflight.archive.runs import ArchivedRun
+from midflight.errors import MidflightError
+from midflight.view import looks
+from midflight.view.guard import OnlyWithToken
+from midflight.view.pages import overview, run, time
+from midflight.view.visit import Shelf, Visit
+from midflight.wire.server import guarded
+
+LOOKS = {"auto": None, "light": False, "dark": True}
+LOOKS_COOKIE = "midflight_looks"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of a run: its part of the address, its word in the menu, and the function that draws it."""
+
+    name: str
+    title: str
+    draw: Callable[[Visit], Awaitable[None] | None]
+    in_menu: bool = True
+
+
+PAGES = (Page("run", "Run", run.draw), Page("time", "Time", time.draw))
+
+
+def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | None = None) -> FastAPI:
+    """The application. With a token nothing is shown to who does not bring it; on loopback it answers to the names of loopback and `names`."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    pages = {page.name: page for page in PAGES}
+
+    @app.get("/looks/{look}")
+    def choose(look: str, to: str = "/") -> Response:
+        there = RedirectResponse("/" + to.lstrip("/\\"), status_code=303)
+        if look in LOOKS:
+            there.set_cookie(LOOKS_COOKIE, look, samesite="lax", max_age=31_536_000)
+        return there
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @ui.page("/")
+    async def first(request: Request) -> None:
+        async def draw() -> None:
+            runs = shelf.runs()
+            if len(runs) == 1:
+                await _page(pages["run"], Visit(runs[0], runs, dict(request.query_params)), request)
+            else:
+                with _frame(None, runs, "Runs", request):
+                    overview.draw(runs)
+
+        await _told(draw, request)
+
+    @ui.page("/run/{slug}/{page}")
+    async def of_run(slug: str, page: str, request: Request) -> None:
+        async def draw() -> None:
+            chosen = shelf.run(slug)
+            if page not in pages:
+                raise MidflightError(f"there is no page {page!r}; there are {', '.join(pages)}.")
+            await _page(pages[page], Visit(chosen, shelf.runs(), dict(request.query_params)), request)
+
+        await _told(draw, request)
+
+    ui.run_with(app, title="Midflight", show_welcome_message=False, reconnect_timeout=10.0, language="en-US")
+    if token is not None:
+        app.add_middleware(OnlyWithToken, token=token)
+    app.add_middleware(_Hosts, host=host, names=names)
+    return app
+
+
+class _Hosts:
+    """`wire.server.guarded` as FastAPI takes it."""
+
+    def __init__(self, app: ASGIApp, *, host: str, names: Collection[str]) -> None:
+        self._app, self._guarded = app, guarded(app, host=host, names=names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._app if scope["type"] == "lifespan" else self._guarded)(scope, receive, send)
+
+
+def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Serves until a signal ends it."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=1
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+async def _told(draw: Callable[[], Awaitable[None]], request: Request) -> None:
+    """An error that is meant for people becomes the page."""
+    try:
+        await draw()
+    except MidflightError as error:
+        _problem("This can't be shown", str(error), request)
+    except Exception as error:
+        _log.exception("drawing %s", request.url.path)
+        _problem(
+            "This page failed", f"{type(error).__name__}: {error}. The viewer's log has its traceback; the run is not touched.", request
+        )
+
+
+async def _page(page: Page, visit: Visit, request: Request) -> None:
+    visit.run.journal()  # a run that is gone is one on every page
+    with _frame(visit, visit.runs, page.title, request):
+        drawn = page.draw(visit)
+        if inspect.isawaitable(drawn):
+            await drawn
+
+
+def _problem(title: str, text: str, request: Request) -> None:
+    ui.context.client.layout.default_slot.children.clear()
+    with _frame(None, (), title, request):
+        ui.label(text).props('role="alert" data-test="problem"').style("overflow-wrap: anywhere; white-space: pre-line")
+        ui.link("All runs", "/")
+
+
+def _frame(visit: Visit | None, runs: tuple[ArchivedRun, ...], title: str, request: Request) -> ui.element:
+    """Head and menu; what is drawn inside the result is the page."""
+    look = request.cookies.get(LOOKS_COOKIE, "auto")
+    ui.dark_mode(LOOKS.get(look))
+    ui.add_css(looks.STYLE)
+    ui.page_title(f"{title} · {visit.run.slug} · Midflight" if visit else f"{title} · Midflight")
+    here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    with ui.element("nav").classes("bar").props('aria-label="Pages"'):
+        ui.link("Midflight", "/")
+        if visit is not None:
+            for page in PAGES:
+                if page.in_menu:
+                    link = ui.link(page.title, visit.link(page.name)).props(f'data-test="menu {page.name}"')
+                    if page.title == title:
+                        link.classes("here").props('aria-current="page"')
+            _choice(visit, title)
+        ui.element("span").style("flex: 1")
+        for name in LOOKS:
+            link = ui.link(name, f"/looks/{name}?to={quote(here)}").props(f'data-test="look {name}"')
+            if name == look:
+                link.classes("here").props('aria-current="true"')
+    main = ui.element("main").classes("page column")
+    with main, ui.element("h1"):
+        ui.label(f"{visit.run.slug}: {title}" if visit else title)
+    return main
+
+
+def _choice(visit: Visit, title: str) -> None:
+    """The same page of the other runs."""
+    page = next(page.name for page in PAGES if page.title == title)
+    others = [other for other in visit.runs if other.slug != visit.run.slug]
+    if others:
+        with ui.element("details"):
+            with ui.element("summary").props('data-test="other runs"'):
+                ui.label(f"{len(others)} other runs").style("display: inline")
+            for other in others:
+                ui.link(other.slug, visit.link(page, of=other)).style("display: block")

@@ -1,0 +1,66 @@
+"""Who may look: whoever knows the token, where there is one. It comes in the address once, and in a cookie from then on."""
+
+from __future__ import annotations
+
+import secrets
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+COOKIE = "midflight_view"
+
+_ASKS = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Midflight</title><style>body{font:16px sans-serif;max-width:36rem;margin:4rem auto;padding:0 1rem;color-scheme:light dark}</style>
+<h1>This viewer asks for its token</h1>
+<p>Who started it was told the token; that of a running run is in <code>endpoint.json</code> in the run's folder.</p>
+<form><label>Token <input name="token" type="password" autofocus></label> <button>Look</button></form></html>"""
+
+
+class OnlyWithToken:
+    """Passes on what brings the token: as `?token=`, which a cookie then replaces, as a cookie, or as a bearer. Anybody else gets a form."""
+
+    def __init__(self, app: ASGIApp, *, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        given = next((value for name, value in asked if name == "token"), None)
+        if given is not None and scope["type"] == "http":
+            response = RedirectResponse(_without(scope["path"], asked), status_code=303)
+            if self._is_right(given):
+                response.set_cookie(COOKIE, given, httponly=True, samesite="lax")
+            else:
+                response = HTMLResponse(_ASKS, status_code=401)
+            return await response(scope, receive, send)
+        if self._is_right(_brought(Headers(scope=scope))):
+            return await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        is_page = "text/html" in Headers(scope=scope).get("accept", "")
+        refusal = HTMLResponse(_ASKS, status_code=401) if is_page else PlainTextResponse("this viewer asks for its token", status_code=401)
+        return await refusal(scope, receive, send)
+
+    def _is_right(self, given: str | None) -> bool:
+        return given is not None and secrets.compare_digest(given.encode(), self._token.encode())
+
+
+def _brought(headers: Headers) -> str | None:
+    kind, _, bearer = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return bearer
+    try:
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return None
+    return None if cookie is None else cookie.value
+
+
+def _without(path: str, asked: list[tuple[str, str]]) -> str:
+    """The same address without the token, and of this host only: two slashes at the beginning would name another."""
+    left = urlencode([(name, value) for name, value in asked if name != "token"])
+    return "/" + path.lstrip("/") + (f"?{left}" if left else "")

@@ -1,0 +1,140 @@
+"""How pages look: colours that people tell apart however they see, charts that fit a light and a dark page, tables, headings.
+
+A chart is a canvas, which neither a keyboard nor a screen reader reads: whatever it says that matters stands beside it as text or links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from nicegui import ui
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6D3B", "#7F7F7F")
+"""Okabe and Ito's palette without its black and its yellow, which a dark and a light page swallow; the last two for more than six."""
+GREY = "#808080"
+"""Readable on white and on black."""
+GRID = "rgba(128,128,128,0.25)"
+DASHES = ("solid", "dashed", "dotted")
+
+STYLE = """
+:root { --line: rgba(128,128,128,.3); --note: #616161; }
+.body--dark { --note: #b0b0b0; }
+.nicegui-content { padding: 0; }
+.page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px 16px 48px; gap: 4px; }
+.page h1 { font-size: 1.35rem; font-weight: 600; margin: 4px 0; overflow-wrap: anywhere; }
+.page h2 { font-size: 1.05rem; font-weight: 600; margin: 20px 0 4px; }
+.page a, .bar a { color: #0b62a0; text-decoration: underline; text-underline-offset: 2px; }
+.body--dark .page a, .body--dark .bar a { color: #7cc4f5; }
+a:focus-visible, button:focus-visible, input:focus-visible { outline: 3px solid #E69F00; outline-offset: 2px; }
+.bar { display: flex; flex-wrap: wrap; gap: 4px 16px; align-items: center; padding: 8px 16px; border-bottom: 1px solid var(--line); width: 100%; }
+.bar .here { font-weight: 700; text-decoration: none; }
+.note { color: var(--note); font-size: .875rem; white-space: pre-line; overflow-wrap: anywhere; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 12px 20px; width: 100%; }
+.charts > div { min-width: 0; }
+.charts h3 { font-size: .95rem; font-weight: 600; margin: 0; }
+.scroll { overflow-x: auto; width: 100%; }
+table.plain { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+table.plain th, table.plain td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; max-width: 44rem; overflow-wrap: anywhere; }
+table.plain td:first-child { white-space: nowrap; }
+.tiles { display: flex; flex-wrap: wrap; gap: 6px 28px; }
+.tiles b { display: block; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.trouble { border-left: 4px solid #D55E00; padding: 4px 0 4px 12px; margin: 4px 0; width: 100%; }
+"""
+
+Cell: TypeAlias = "str | tuple[str, str]"
+"""Text, or text and where it leads."""
+
+
+def section(title: str, note: str = "") -> None:
+    with ui.element("h2"):
+        ui.label(title)
+    if note:
+        ui.label(note).classes("note")
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> None:
+    """Numbers in a row, each under its name."""
+    with ui.element("div").classes("tiles"):
+        for name, text in pairs:
+            with ui.element("div"):
+                ui.label(name).classes("note")
+                with ui.element("b").props(f'data-test="{name}"'):
+                    ui.label(text)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, name: str = "") -> None:
+    """`name` is how tests and screen readers find it."""
+    with ui.element("div").classes("scroll"), ui.element("table").classes("plain").props(f'aria-label="{name}" data-test="{name}"'):
+        with ui.element("thead"), ui.element("tr"):
+            for column in columns:
+                with ui.element("th").props('scope="col"'):
+                    ui.label(column)
+        with ui.element("tbody"):
+            for row in rows:
+                with ui.element("tr"):
+                    for cell in row:
+                        with ui.element("td"):
+                            show(cell)
+
+
+def show(cell: Cell) -> None:
+    if isinstance(cell, str):
+        ui.label(cell).style("white-space: pre-line")
+    else:
+        ui.link(*cell)
+
+
+def charts() -> ui.element:
+    """A grid that charts stand in: as many beside each other as there is room for."""
+    return ui.element("div").classes("charts")
+
+
+def figure(
+    title: str, options: dict[str, Any], *, note: str = "", height: int = 230, on_click: Callable[[Any], None] | None = None
+) -> ui.echart:
+    """A chart with its heading. `note` says in words what it shows, for everybody."""
+    with ui.element("div"):
+        with ui.element("h3"):
+            ui.label(title)
+        drawn = ui.echart(options, on_point_click=on_click).style(f"height: {height}px; width: 100%")
+        drawn.props(f'role="img" aria-label="{title}" data-test="chart {title}"')
+        if note:
+            ui.label(note).classes("note")
+    return drawn
+
+
+def axes(*, x: str, y: str = "", kind: str = "value", **more: Any) -> dict[str, Any]:
+    """What all charts share. `x` and `y` name the axes; `kind` is that of the x axis, `more` joins the options or replaces some."""
+    text = {"color": GREY}
+    line: dict[str, Any] = {"lineStyle": {"color": GREY}}
+    horizontal = {
+        "type": kind,
+        "name": x,
+        "nameLocation": "middle",
+        "nameGap": 24,
+        "axisLabel": text,
+        "axisLine": line,
+        "nameTextStyle": text,
+    }
+    horizontal |= {"splitLine": {"show": False}, "min": "dataMin", "max": "dataMax"} if kind == "value" else {}
+    vertical = {
+        "type": "value",
+        "name": y,
+        "axisLabel": text,
+        "nameTextStyle": {**text, "align": "left"},
+        "splitLine": {"lineStyle": {"color": GRID}},
+    }
+    shown = {
+        "color": list(COLORS),
+        "animation": False,
+        "aria": {"enabled": True},
+        "backgroundColor": "transparent",
+        "tooltip": {"trigger": "axis", "confine": True},
+        "legend": {"type": "scroll", "top": 0, "textStyle": text, "pageTextStyle": text, "pageIconColor": GREY},
+        "grid": {"left": 8, "right": 14, "top": 34, "bottom": 22, "containLabel": True},
+        "xAxis": horizontal,
+        "yAxis": {**vertical, "scale": True},
+        "series": [],
+    }
+    return {**shown, **more}

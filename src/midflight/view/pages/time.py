@@ -1,0 +1,11 @@
+"""When what was busy."""
+
+from __future__ import annotations
+
+from nicegui import ui
+
+from midflight.view.visit import Visit
+
+
+def draw(visit: Visit) -> None:
+    ui.label(visit.run.describe().name)
