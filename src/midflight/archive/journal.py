@@ -20,8 +20,9 @@ MARK_BYTES = 64
 class Tail:
     """The whole lines of a file that nobody has read yet. A line that a crash cut short, or that is being written, waits for its end."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, newest: int | None = None) -> None:
+        """`newest`: bytes of a file that is longer are all that is read of it at first."""
+        self._path, self._newest = path, newest
         self._file, self._read, self._mark = 0, 0, b""
 
     def new(self) -> tuple[bool, list[bytes]]:
@@ -35,8 +36,10 @@ class Tail:
                 marked = self._read - len(self._mark)
                 file.seek(marked)
                 goes_on = self._file == found.st_ino and file.read(len(self._mark)) == self._mark
-                begin = self._read if goes_on else 0
+                begin = self._read if goes_on else max(0, found.st_size - (self._newest or found.st_size))
                 file.seek(begin)
+                if begin and not goes_on:
+                    begin += len(file.readline())  # the rest of one
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             was_there, self._file, self._read, self._mark = self._file, 0, 0, b""

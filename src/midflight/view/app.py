@@ -46,18 +46,9 @@ PAGES = (Page("run", "Run", run.draw), Page("time", "Time", time.draw))
 def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | None = None) -> FastAPI:
     """The application. With a token nothing is shown to who does not bring it; on loopback it answers to the names of loopback and `names`."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.get("/looks/{look}")(_choose_look)
+    app.get("/health")(lambda: {"status": "ok"})
     pages = {page.name: page for page in PAGES}
-
-    @app.get("/looks/{look}")
-    def choose(look: str, to: str = "/") -> Response:
-        there = RedirectResponse("/" + to.lstrip("/\\"), status_code=303)
-        if look in LOOKS:
-            there.set_cookie(LOOKS_COOKIE, look, samesite="lax", max_age=31_536_000)
-        return there
-
-    @app.get("/health")
-    def health() -> dict[str, str]:
-        return {"status": "ok"}
 
     @ui.page("/")
     async def first(request: Request) -> None:
@@ -86,6 +77,14 @@ def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | 
         app.add_middleware(OnlyWithToken, token=token)
     app.add_middleware(_Hosts, host=host, names=names)
     return app
+
+
+def _choose_look(look: str, to: str = "/") -> Response:
+    """Back to where it was chosen, on this host."""
+    there = RedirectResponse("/" + to.lstrip("/\\"), status_code=303)
+    if look in LOOKS:
+        there.set_cookie(LOOKS_COOKIE, look, samesite="lax", max_age=31_536_000)
+    return there
 
 
 class _Hosts:

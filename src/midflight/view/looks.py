@@ -10,18 +10,12 @@ from typing import Any, TypeAlias
 
 from nicegui import ui
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6D3B", "#7F7F7F")
-"""Okabe and Ito's palette without its black and its yellow, which a dark and a light page swallow; the last two for more than six."""
-GREY = "#808080"
-"""Readable on white and on black."""
-GRID = "rgba(128,128,128,0.25)"
-DASHES = ("solid", "dashed", "dotted")
-
 STYLE = """
 :root { --line: rgba(128,128,128,.3); --note: #616161; }
 .body--dark { --note: #b0b0b0; }
 .nicegui-content { padding: 0; }
 .page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px 16px 48px; gap: 4px; }
+.page h1, .page h2, .page h3 { line-height: 1.3; letter-spacing: normal; }
 .page h1 { font-size: 1.35rem; font-weight: 600; margin: 4px 0; overflow-wrap: anywhere; }
 .page h2 { font-size: 1.05rem; font-weight: 600; margin: 20px 0 4px; }
 .page a, .bar a { color: #0b62a0; text-decoration: underline; text-underline-offset: 2px; }
@@ -92,49 +86,12 @@ def charts() -> ui.element:
 
 def figure(
     title: str, options: dict[str, Any], *, note: str = "", height: int = 230, on_click: Callable[[Any], None] | None = None
-) -> ui.echart:
-    """A chart with its heading. `note` says in words what it shows, for everybody."""
+) -> tuple[ui.echart, ui.label]:
+    """A chart with its heading. `note` says in words what it shows, for everybody. Returns both."""
     with ui.element("div"):
         with ui.element("h3"):
             ui.label(title)
         drawn = ui.echart(options, on_point_click=on_click).style(f"height: {height}px; width: 100%")
         drawn.props(f'role="img" aria-label="{title}" data-test="chart {title}"')
-        if note:
-            ui.label(note).classes("note")
-    return drawn
-
-
-def axes(*, x: str, y: str = "", kind: str = "value", **more: Any) -> dict[str, Any]:
-    """What all charts share. `x` and `y` name the axes; `kind` is that of the x axis, `more` joins the options or replaces some."""
-    text = {"color": GREY}
-    line: dict[str, Any] = {"lineStyle": {"color": GREY}}
-    horizontal = {
-        "type": kind,
-        "name": x,
-        "nameLocation": "middle",
-        "nameGap": 24,
-        "axisLabel": text,
-        "axisLine": line,
-        "nameTextStyle": text,
-    }
-    horizontal |= {"splitLine": {"show": False}, "min": "dataMin", "max": "dataMax"} if kind == "value" else {}
-    vertical = {
-        "type": "value",
-        "name": y,
-        "axisLabel": text,
-        "nameTextStyle": {**text, "align": "left"},
-        "splitLine": {"lineStyle": {"color": GRID}},
-    }
-    shown = {
-        "color": list(COLORS),
-        "animation": False,
-        "aria": {"enabled": True},
-        "backgroundColor": "transparent",
-        "tooltip": {"trigger": "axis", "confine": True},
-        "legend": {"type": "scroll", "top": 0, "textStyle": text, "pageTextStyle": text, "pageIconColor": GREY},
-        "grid": {"left": 8, "right": 14, "top": 34, "bottom": 22, "containLabel": True},
-        "xAxis": horizontal,
-        "yAxis": {**vertical, "scale": True},
-        "series": [],
-    }
-    return {**shown, **more}
+        said = ui.label(note).classes("note")
+    return drawn, said

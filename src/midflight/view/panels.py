@@ -35,7 +35,7 @@ class Panel:
 
 
 @dataclass(slots=True)
-class Lines:
+class Drawing:
     """Series of a chart while it is put together."""
 
     series: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -114,7 +114,7 @@ def of_run(past: PastLines) -> list[Panel]:
 
 
 def _reward(past: PastLines) -> Panel | None:
-    lines = Lines()
+    lines = Drawing()
     sources = dict.fromkeys([*_keys(past.steps, "reward_by_source"), *(score.source for score in past.evaluations)])
     for at, source in enumerate(sources):
         color = COLORS[at % len(COLORS)]
@@ -198,7 +198,7 @@ def seeds(runs: Sequence[ArchivedRun]) -> dict[str, list[ArchivedRun]]:
 
 
 def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun]]) -> Panel | None:
-    lines, said = Lines(), list[str]()
+    lines, said = Drawing(), list[str]()
     for at, (label, runs) in enumerate(families.items()):
         each: list[Points] = [_points(run.readings.past.steps, name) for run in runs]
         if len(runs) > 1 and all(each):
@@ -215,7 +215,7 @@ def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun
 
 
 def _several(title: str, of: Mapping[str, Points], *, note: str = "") -> Panel | None:
-    lines = Lines()
+    lines = Drawing()
     for at, (name, points) in enumerate(of.items()):
         lines.line(name, points, color=COLORS[at % len(COLORS)], dash=DASHES[at % 3])
     last = ", ".join(f"{name} {number(points[-1][1])}" for name, points in of.items() if points)
