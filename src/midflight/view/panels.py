@@ -230,6 +230,7 @@ def bars(title: str, names: Sequence[object], values: Mapping[str, Sequence[floa
         for at, (name, found) in enumerate(values.items())
     ]
     options = axes(x=x, kind="category") | {"series": drawn}
+    options["yAxis"] = {**options["yAxis"], "scale": False}  # bars begin at zero
     options["xAxis"] = {**options["xAxis"], "data": [str(name) for name in names], "axisLabel": {"color": GREY}}
     return Panel(title, options, note)
 
