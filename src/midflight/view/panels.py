@@ -35,7 +35,7 @@ class Panel:
 
 
 @dataclass(slots=True)
-class Drawing:
+class Chart:
     """Series of a chart while it is put together."""
 
     series: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -76,7 +76,7 @@ class Drawing:
         if not self.series:
             return None
         names = list(dict.fromkeys(s["name"] for s in self.series if not s["name"].endswith((", least", ", most"))))
-        options = axes(x="step", y=y, **more) | {"series": self.series}
+        options: dict[str, Any] = axes(x="step", y=y, **more) | {"series": self.series}
         options["legend"] = {**options["legend"], "data": names, "show": len(names) > 1}
         return Panel(title, options, note)
 
@@ -114,7 +114,7 @@ def of_run(past: PastLines) -> list[Panel]:
 
 
 def _reward(past: PastLines) -> Panel | None:
-    lines = Drawing()
+    lines = Chart()
     sources = dict.fromkeys([*_keys(past.steps, "reward_by_source"), *(score.source for score in past.evaluations)])
     for at, source in enumerate(sources):
         color = COLORS[at % len(COLORS)]
@@ -198,7 +198,7 @@ def seeds(runs: Sequence[ArchivedRun]) -> dict[str, list[ArchivedRun]]:
 
 
 def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun]]) -> Panel | None:
-    lines, said = Drawing(), list[str]()
+    lines, said = Chart(), list[str]()
     for at, (label, runs) in enumerate(families.items()):
         each: list[Points] = [_points(run.readings.past.steps, name) for run in runs]
         if len(runs) > 1 and all(each):
@@ -215,7 +215,7 @@ def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun
 
 
 def _several(title: str, of: Mapping[str, Points], *, note: str = "") -> Panel | None:
-    lines = Drawing()
+    lines = Chart()
     for at, (name, points) in enumerate(of.items()):
         lines.line(name, points, color=COLORS[at % len(COLORS)], dash=DASHES[at % 3])
     last = ", ".join(f"{name} {number(points[-1][1])}" for name, points in of.items() if points)
@@ -229,7 +229,7 @@ def bars(title: str, names: Sequence[object], values: Mapping[str, Sequence[floa
         {"type": "bar", "name": name, "data": list(found), "itemStyle": {"color": COLORS[at]}}
         for at, (name, found) in enumerate(values.items())
     ]
-    options = axes(x=x, kind="category") | {"series": drawn}
+    options: dict[str, Any] = axes(x=x, kind="category") | {"series": drawn}
     options["yAxis"] = {**options["yAxis"], "scale": False}  # bars begin at zero
     options["xAxis"] = {**options["xAxis"], "data": [str(name) for name in names], "axisLabel": {"color": GREY}}
     return Panel(title, options, note)
