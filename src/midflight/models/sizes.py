@@ -147,6 +147,12 @@ def _num_stored(folder: Path) -> int:
     return total
 
 
+def reads_more_than_text(folder: Path) -> bool:
+    """Whether a folder's model has a text tower beside others, such as one for images."""
+    config = read_config(folder)
+    return _text(config) is not config
+
+
 def max_positions(config: Mapping[str, object]) -> int:
     """The longest context that `config.json` states, of the text tower where there are several; 0 where it states none."""
     return _int(_text(config), "max_position_embeddings", _int(config, "max_position_embeddings", 0))

@@ -119,3 +119,10 @@ def test_a_mixture_is_started_so_that_it_says_which_experts_it_chose(kind: str, 
     for model, expected in ((MODEL, False), (replace(MODEL, records_experts=True), asked)):
         made = server_command(section, model, python=PYTHON, port=30001, inherited={})
         assert ("--enable-return-routed-experts" in made.argv) is expected
+
+
+def test_of_a_model_that_also_reads_images_vllm_serves_the_text_alone() -> None:
+    section = EngineSection.model_validate({"kind": "vllm"})
+    for model in (MODEL, replace(MODEL, has_other_towers=True)):
+        made = server_command(section, model, python=PYTHON, port=30001, inherited={})
+        assert ("--language-model-only" in made.argv) is model.has_other_towers

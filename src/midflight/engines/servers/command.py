@@ -46,6 +46,8 @@ class Served:
     version: Version
     records_experts: bool = False
     """Whether it is a mixture that is to say which experts it chose."""
+    has_other_towers: bool = False
+    """Whether it reads more than text, such as images, of which nothing is served."""
 
 
 def server_command(engine: EngineSection, model: Served, *, python: Path, port: int, inherited: Mapping[str, str]) -> Command:
@@ -74,6 +76,8 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the first opens the control routes
     if engine.deterministic:
         settings["VLLM_BATCH_INVARIANT"] = "1"
+    if model.has_other_towers:
+        words.append("--language-model-only")  # only text is trained, and what reads images would take memory
     if model.records_experts and engine.device != "cpu":  # on a CPU it refuses to start with it
         words.append("--enable-return-routed-experts")
     if engine.device == "cpu":

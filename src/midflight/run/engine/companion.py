@@ -31,7 +31,7 @@ from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
-from midflight.models.sizes import num_choices_of, num_experts_of, sizes_of
+from midflight.models.sizes import num_choices_of, num_experts_of, reads_more_than_text, sizes_of
 from midflight.run.engine import leash
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
@@ -150,6 +150,7 @@ def command_for(config: Config, model: Path, *, version: int, port: int, inherit
         kv_bytes_per_token=sizes_of(model).kv_bytes_per_token(dtype),
         version=version,
         records_experts=_recorded_experts(config, model) > 0,
+        has_other_towers=reads_more_than_text(model),
     )
     return server_command(config.engine, served, python=interpreter(config.engine), port=port, inherited=inherited)
 
