@@ -181,7 +181,8 @@ def test_the_training_is_judged_by_who_was_idle(tmp_path: Path) -> None:
     turn = TurnTimes(0.0, 9.0, (("engine0", 0.0),), ((0, 0.5),), 9)
     steps = [StepTimed(number, number, 2.5 * number - 1.0, 2.5 * number, 10) for number in (1, 2, 3, 4)]
     lines = [RolloutTimed((0, 0, 0, 0), "sums", 0.0, 9.0, 1.0, 9, (turn,)), *steps, WaitTimed("trainer", "generation", 0.0, 1.5)]
-    _, training = phases_of(written(tmp_path, lines))
+    before, training = phases_of(written(tmp_path, lines), seconds=14.0)
+    assert (before.name, before.seconds) == ("start, warm start and end", 4.0)
     assert (training.name, training.seconds, training.steps) == ("training", 10.0, 4)
     assert (training.engine_busy, training.trainer_busy) == (pytest.approx(0.9), pytest.approx(0.4))
     assert training.bound is Bound.GENERATION and "the trainer is idle 60%" in training.advice and "engine.count" in training.advice

@@ -50,29 +50,26 @@ class RunPhase:
         return f"{self.bound}: engines busy {percent(self.engine_busy)}, trainer busy {percent(self.trainer_busy)}"
 
 
-def phases_of(folder: Path) -> list[RunPhase]:
-    """Empty where the run has no timeline."""
+def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
+    """Empty where the run has no timeline. `seconds`: that the run took in all, with what came before its rollout process and after it."""
     lines = timeline.read_timeline(folder / timeline.TIMELINE)
     rollouts = [line for line in lines if isinstance(line, timeline.RolloutTimed)]
     steps = sorted((line for line in lines if isinstance(line, timeline.StepTimed)), key=lambda step: step.ended)
     if not rollouts:
         return []
     begin = min(rollout.began for rollout in rollouts)
-    found = [RunPhase("start and warm start", 0.0, begin)]
+    found: list[RunPhase] = []
     training = [rollout.began for rollout in rollouts if rollout.of is Kind.TRAINING]
     first = min(training, default=max(rollout.ended for rollout in rollouts))
     if first > begin:
         found.append(RunPhase("evaluation before", begin, first))
     if steps:
         found += _stretches(lines, steps, first)
-        last = max(line.at for line in lines if isinstance(line, timeline.ScoreTimed)) if _has_scores(lines) else 0.0
+        last = max((line.at for line in lines if isinstance(line, timeline.ScoreTimed)), default=0.0)
         if last > steps[-1].ended:
             found.append(RunPhase("evaluation after", steps[-1].ended, last))
-    return found
-
-
-def _has_scores(lines: Iterable[timeline.Timed]) -> bool:
-    return any(isinstance(line, timeline.ScoreTimed) for line in lines)
+    counted = found[-1].ended - begin if found else 0.0
+    return [RunPhase("start, warm start and end", 0.0, max(begin, (seconds or 0.0) - counted)), *found]
 
 
 def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float) -> Iterator[RunPhase]:

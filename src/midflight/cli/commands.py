@@ -287,6 +287,7 @@ for command in (archived.samples, archived.ledger, archived.export):
     app.command()(command)
 app.command("doctor")(doctor.doctor)
 app.command("trace")(shown.trace)
+app.command("report")(shown.report)
 app.command("completion", help=completion.HOW)(completion.completion)
 
 

@@ -1,4 +1,4 @@
-"""The command `trace`: a run on a time axis."""
+"""The commands `trace` and `report`: a run on a time axis, and as a page."""
 
 from __future__ import annotations
 
@@ -22,4 +22,17 @@ def trace(
     for note in filter(None, [written.about.get("missing")]):
         typer.echo(f"note: {note}")
     typer.echo(f"{out}: {len(written.events):,} events; open it in ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN [RUN ...]")],
+    out: Annotated[Path, typer.Option(help="Where the page is written: .html or .md.", metavar="FILE")] = Path("report.html"),
+    debug: Debug = False,
+) -> int:
+    """Writes a page on a run, or on several: plots, verdict, samples, ledger, configuration, versions, machine."""
+    from midflight.report.page import write_report
+
+    for path in write_report(folders, out):
+        typer.echo(f"wrote {path}")
     return 0

@@ -1,0 +1,256 @@
+"""A run, or several, as a page to attach to a result: HTML in one file, which asks no network, or Markdown with its plots beside it."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+import msgspec
+
+from midflight.archive.conversation import conversation_of
+from midflight.archive.ledger import MEANINGS, Ledger, ledger_of
+from midflight.archive.phases import RunPhase, phases_of
+from midflight.archive.runs import SUMMARY, ArchivedRun, differences, flat, open_runs
+from midflight.archive.samples import SampleChoice, chosen, in_words
+from midflight.errors import ConfigError, MidflightError
+from midflight.observe import plot
+from midflight.observe.journal import PastLines, write_whole
+from midflight.observe.machine import MACHINE
+from midflight.observe.status import UNKNOWN, duration, number, percent
+from midflight.types import Fate, Json
+
+FORMATS = {".html": "page.html", ".md": "page.md"}
+MAX_SAMPLES = 3
+"""Of each kind: a page is read by people."""
+SHOWN = {"best": "reward was highest", "worst": "reward was lowest", "failed": "there was no reward"}
+_NUMBERS = {
+    "heldout_before": "held out, before",
+    "heldout_after": "held out, after",
+    "steps": "steps",
+    "seconds": "seconds",
+    "rollouts": "rollouts",
+    "failed_rollouts": "failed rollouts",
+    "rollouts_spanning_versions": "rollouts over several versions",
+    "generated_tokens": "tokens generated",
+    "trained_tokens": "tokens trained",
+    "max_token_staleness": "oldest trained token, in versions",
+    "overlap_share": "engines and trainer busy together",
+    "peak_memory_mb": "peak memory, MB",
+}
+"""Of the summary, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShown:
+    why: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What the page says of one run."""
+
+    title: str
+    folder: str
+    condition: str
+    numbers: tuple[tuple[str, str], ...]
+    verdict: str
+    advice: str
+    phases: tuple[RunPhase, ...]
+    heldout: tuple[tuple[str, ...], ...]
+    alarms: tuple[tuple[str, str], ...]
+    samples: tuple[SampleShown, ...]
+    ledger: tuple[tuple[str, str, str], ...]
+    balance: str
+    options: Mapping[str, Json]
+    machine: Mapping[str, str]
+    loss: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What could not be shown, and why."""
+
+
+@dataclass(slots=True)
+class _Missing:
+    """Parts of a run that could not be read: the rest is shown, and each says why."""
+
+    notes: list[str] = field(default_factory=list[str])
+
+    def tried(self, what: str, look: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return look()
+        except MidflightError as error:
+            self.notes.append(f"no {what}: {error}")
+            return otherwise
+
+
+def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Writes the page; returns the files that were written. `ConfigError` before anything is touched: no run, a run without steps, another
+    ending than .html and .md, a file that cannot be written."""
+    if out.suffix not in FORMATS:
+        raise ConfigError(f"writing {out}: a report is {' or '.join(FORMATS)}; give --out a name that ends so.")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"writing {out}: {'it is a folder' if out.is_dir() else 'its folder is not there'}; give --out a file in a folder that is."
+        )
+    runs = open_runs(folders)
+    for run in runs:
+        if not run.journal().past.steps:
+            raise ConfigError(
+                f"{run.folder} has no steps yet, so that there is nothing to report; wait for the first, or give another run."
+            )
+    titles = {run.slug: run.describe().name if len(runs) == 1 else run.slug for run in runs}
+    reports = [report_of(run, titles[run.slug]) for run in runs]
+    missing = _Missing()
+    pasts = {titles[run.slug]: run.journal().past for run in runs}
+    pictures = cast("dict[str, bytes]", missing.tried("plots", lambda: _pictures(pasts), {}))
+    beside = {} if out.suffix == ".html" else {f"{out.stem}-{name}.png": png for name, png in pictures.items()}
+    shown = {name: _inlined(png) if out.suffix == ".html" else f"{out.stem}-{name}.png" for name, png in pictures.items()}
+    options = differences([run.config() for run in runs]) if len(runs) > 1 else {}
+    text = (
+        _environment().get_template(FORMATS[out.suffix]).render(reports=reports, pictures=shown, differences=options, notes=missing.notes)
+    )
+    try:
+        for name, png in beside.items():
+            write_whole(out.with_name(name), png)
+        write_whole(out, text.encode())
+    except OSError as error:
+        raise ConfigError(f"writing {out}: {error.strerror or error}; choose another --out, or make its folder writable.") from error
+    return [out, *(out.with_name(name) for name in beside)]
+
+
+def report_of(run: ArchivedRun, title: str) -> RunReport:
+    """`_Missing` says of each part that could not be read why it is not there."""
+    missing, past, folder = _Missing(), run.journal().past, run.folder
+    summary = _read(folder / SUMMARY)
+    if not summary:
+        missing.notes.append(f"no {SUMMARY}: the run has not ended in order, and numbers are those of its last step")
+    phases = cast("list[RunPhase]", missing.tried("phases", lambda: phases_of(folder, seconds=summary.get("seconds")), []))
+    training = next((phase for phase in phases if phase.name == "training"), None)
+    ledger = cast("Ledger | None", missing.tried("ledger", lambda: ledger_of(folder), None))
+    machine = _read(folder / MACHINE)
+    if not machine:
+        missing.notes.append(f"no {MACHINE}: the run was made by an older Midflight, which did not write down where it ran")
+    verdict, advice = (training.verdict, training.advice) if training else ("", "")
+    if summary.get("engine_busy") is not None:  # by the steps of the engines, which is more exact
+        busy = f"engines busy {percent(summary['engine_busy'])}, trainer busy {percent(summary['trainer_busy'])}"
+        verdict, advice = f"{summary['bound']}: {busy}", str(summary["advice"])
+    return RunReport(
+        title=title,
+        folder=str(folder),
+        condition=run.describe().condition.value,
+        numbers=tuple(_numbers(summary, past)),
+        verdict=verdict,
+        advice=advice,
+        phases=tuple(phases),
+        heldout=tuple(_heldout(past)),
+        alarms=tuple((f"step {alarm.step}: {alarm.name}", alarm.text) for alarm in past.alarms),
+        samples=tuple(_samples(folder, missing)),
+        ledger=() if ledger is None else tuple(_ledger(ledger)),
+        balance="" if ledger is None else "it balances" if ledger.balanced else "; ".join(ledger.mistakes),
+        options=flat(run.config()),
+        machine={name: str(value) for name, value in machine.items()},
+        loss=tuple(map(str, cast("list[str]", summary.get("loss", ())))),
+        notes=tuple(missing.notes),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An object of JSON; empty where it is not there, or being written."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _numbers(summary: Mapping[str, Any], past: PastLines) -> Iterator[tuple[str, str]]:
+    last = past.steps[-1]
+    said = {"steps": last.step, "seconds": past.seconds, **msgspec.to_builtins(last.totals), **summary}
+    for name, label in _NUMBERS.items():
+        value = said.get(name)
+        if value is not None:
+            yield label, duration(value) if name == "seconds" else f"{value:,}" if isinstance(value, int) else number(value)
+    if last.reward is not None:
+        yield "reward, last step", number(last.reward)
+
+
+def _heldout(past: PastLines) -> Iterator[tuple[str, ...]]:
+    for line in past.evaluations:
+        mark = " (do not compare)" if line.incomplete else ""
+        yield line.source, str(line.version), number(line.mean_reward) + mark, str(line.num_tasks), str(line.num_failed)
+
+
+def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
+    for kind, why in SHOWN.items():
+        choice = SampleChoice(number=MAX_SAMPLES, **{kind: True})
+        try:
+            keys = chosen(folder, choice)
+        except MidflightError:
+            continue  # none failed, say
+        for key in keys:
+            seen = missing.tried(f"sample {key}", lambda key=key: conversation_of(folder, key), None)
+            if seen is not None:
+                yield SampleShown(why, in_words(seen))
+
+
+def _ledger(ledger: Ledger) -> Iterator[tuple[str, str, str]]:
+    places = sorted(
+        {place for line in ledger.sources for place in line.tokens}, key=lambda place: (list(Fate).index(place[0]), place[1] or "")
+    )
+    yield "generated", f"{sum(line.received for line in ledger.sources):,}", "by rollouts that have ended"
+    for fate, reason in places:
+        total = sum(line.tokens.get((fate, reason), 0) for line in ledger.sources)
+        yield f"{fate}: {reason}" if reason else str(fate), f"{total:,}", MEANINGS[reason] if reason else ""
+    yield "in flight", f"{ledger.in_flight:,}", "completed turns of rollouts that go on"
+
+
+def _pictures(pasts: Mapping[str, PastLines]) -> dict[str, bytes]:
+    """PNGs by name."""
+    title = " and ".join(pasts)
+    with tempfile.TemporaryDirectory(prefix="midflight-") as place:
+        reward, work = Path(place) / "reward.png", Path(place) / "work.png"
+        if len(pasts) == 1:
+            plot.draw_history(next(iter(pasts.values())), reward, title=title)
+        else:
+            plot.draw_comparison(pasts, reward, title=title)
+        plot.draw_work(pasts, work, title="tokens per second, and length of rollouts")
+        return {"reward": reward.read_bytes(), "work": work.read_bytes()}
+
+
+def _inlined(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _environment() -> jinja2.Environment:
+    """Text of models and users is escaped in HTML, and fenced in Markdown."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("midflight.report", "."),
+        autoescape=jinja2.select_autoescape(["html"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters |= {"duration": duration, "fenced": fenced, "cell": cell, "option": _option}
+    return made
+
+
+def fenced(text: str) -> str:
+    """A block of code, with a fence that the text does not have."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def cell(text: object) -> str:
+    """Of a table in Markdown."""
+    said = UNKNOWN if text is None else str(text)
+    return said.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+
+
+def _option(value: Json) -> str:
+    return "(unset)" if value is None else msgspec.json.encode(value).decode()
