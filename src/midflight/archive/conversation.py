@@ -81,8 +81,8 @@ class ConversationSeen:
         return as_chat(self.longest.messages) if self.longest else []
 
 
-def conversation_of(folder: Path, key: RolloutKey) -> ConversationSeen:
-    """`NoRun` where the run has no such rollout."""
+def conversation_of(folder: Path, key: RolloutKey, *, with_advantages: bool = True) -> ConversationSeen:
+    """`NoRun` where the run has no such rollout. Without advantages torch is not imported."""
     page = page_of(folder, GroupFilter(key=key.group), number=1)
     if not page.groups:
         raise NoRun(f"{folder} has no rollout {key}; `midflight samples {folder}` names those that it has.")
@@ -90,7 +90,7 @@ def conversation_of(folder: Path, key: RolloutKey) -> ConversationSeen:
     rollout = next((brief for brief in group.rollouts if brief.key == key), None)
     with reading(folder) as store:
         rows, fields, turn_rewards = _rows(store, key) if rollout else (_running(store, key), {}, ())
-        credit = credit_of(store, key.group, group.version, config)
+        credit = credit_of(store, key.group, group.version, config) if with_advantages else Credit("")
         newest = store.ask("SELECT COALESCE(MAX(value), 0) FROM numbers WHERE name = 'version'")[0][0]
     begun = newest if group.version is None else group.version - 1
     branches = tuple(_branches(rows, group, rollout, credit, begun, reader_of(folder, config), key))

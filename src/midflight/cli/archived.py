@@ -36,7 +36,7 @@ def samples(
 
     choice = SampleChoice(number=number, versions=_versions(run, steps), source=source, best=best, worst=worst, failed=failed)
     for key in chosen(run, choice) if rollout is None else [rollout_key(rollout)]:
-        typer.echo(in_words(conversation_of(run, key), whole=whole))
+        typer.echo(in_words(conversation_of(run, key, with_advantages=False), whole=whole))
     return 0
 
 

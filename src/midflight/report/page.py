@@ -186,13 +186,13 @@ def _heldout(past: PastLines) -> Iterator[tuple[str, ...]]:
 
 def _samples(folder: Path, missing: _Missing) -> Iterator[SampleShown]:
     for kind, why in SHOWN.items():
-        choice = SampleChoice(number=MAX_SAMPLES, **{kind: True})
+        choice = SampleChoice(number=MAX_SAMPLES, best=kind == "best", worst=kind == "worst", failed=kind == "failed")
         try:
             keys = chosen(folder, choice)
         except MidflightError:
             continue  # none failed, say
         for key in keys:
-            seen = missing.tried(f"sample {key}", lambda key=key: conversation_of(folder, key), None)
+            seen = missing.tried(f"sample {key}", lambda key=key: conversation_of(folder, key, with_advantages=False), None)
             if seen is not None:
                 yield SampleShown(why, in_words(seen))
 
