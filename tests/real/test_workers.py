@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 import urllib.request
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.observe.ops import asked, expressions, series_of
 
 from .processes import CONFIG, Command, alive, children, steps
 from .test_train import at_step, check_no_step_twice, check_store
@@ -131,8 +133,23 @@ def test_i8_workers_that_are_killed_again_and_again_lose_no_rollout(run, tmp_pat
         found = command.until(lambda: command.parts().get("worker"), "worker")
         os.kill(chosen.choice(found), signal.SIGKILL)
         time.sleep(0.5)
+    check_metrics(json.loads((tmp_path / "run" / "endpoint.json").read_text())["url"])
     assert command.wait() == 0, command.said
     assert len(steps(tmp_path / "run")) == 30
+
+
+def check_metrics(url: str) -> None:
+    """Of a run that trains: all that the board and the alerts in `ops` ask for, and the memory of every process."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/metrics") as answer:
+        text = answer.read().decode()
+    assert asked(expressions()) - series_of(text) == set()
+    assert set(re.findall(r'^midflight_process_bytes\{.*process="(\w+)"', text, re.MULTILINE)) == {
+        "launcher",
+        "trainer",
+        "rollout",
+        "engine",
+        "worker",
+    }
 
 
 @pytest.mark.timeout(900)
