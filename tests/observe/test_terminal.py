@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 from tests.observe.facts import Clock
 
 from midflight.observe.status import Bound, IdleTime, LearningStatus, Phase, SourceStatus, Status, Totals, WarmStartStatus
 from midflight.observe.terminal import PLAIN_SECONDS, Terminal, panel, plain_line
+from midflight.types.facts import Shown
 
 TRAINING = Status(
     phase=Phase.TRAINING,
@@ -67,13 +70,14 @@ def test_training_shows_progress_reward_staleness_speed_waiting_and_eta() -> Non
 def test_the_handful_of_readings_that_matter_is_shown_and_the_advice() -> None:
     status = replace(
         TRAINING,
-        learning=LearningStatus(210.4, 204.0, 0.031, 0.412, 0.125),
+        learning=LearningStatus(210.4, 204.0, 0.031, 0.412, 0.125, lengths={"min": 4.0, "max": 1200.0}),
         trainer={"mismatch/mean": 0.00123, "clip/low_share": 0.01, "clip/high_share": 0.02, "rho/k3": 0.0004, "grad_norm": None},
         bound=Bound.GENERATION,
         advice="the trainer is idle 50%: more engine.count",
     )
     lines = (
-        "spread 0.412, 12% of groups all alike   210 tokens a rollout, 204 trained, 3% cut short",
+        "spread 0.412, 12% of groups all alike",
+        "210 tokens a rollout (4 to 1,200), 204 trained, 3% cut short",
         "mismatch 0.00123  KL 0.0004  gradient norm not finite  clipped 3.0%",
         "the trainer is idle 50%: more engine.count",
     )
@@ -136,3 +140,75 @@ def test_on_a_terminal_the_view_is_redrawn_and_gone_at_the_end() -> None:
         shown = output.getvalue()
     assert "spell_backward" in shown
     assert output.getvalue().endswith("\x1b[2K") or "\x1b[?25h" in output.getvalue()
+
+
+EVERYTHING = replace(
+    TRAINING,
+    name="a-run-with-a-name-that-alone-would-fill-the-title-of-a-panel-eighty-columns-wide",
+    learning=LearningStatus(210.4, 204.0, 0.031, 0.412, 0.125, lengths={"min": 4.0, "max": 1200.0}),
+    trainer={"mismatch/mean": 0.00123, "clip/low_share": 0.01, "rho/k3": 0.0004, "grad_norm": 1.5, "entropy/estimate": 2.0},
+    failures={"ToolError": 30, "RolloutTimeout": 2, "AVeryLongNameOfAnErrorThatSomebodyHasGivenToTheirOwnClass": 1},
+    quarantined=("engine1",),
+    dropped={"stale": 4, "no_reward": 2},
+    waits=(
+        IdleTime("trainer", "rollouts", 6.0, 0.08),
+        IdleTime("admission", "engines", 3.0, 0.04),
+        IdleTime("handover", "trainer", 1.0, 0.01),
+    ),
+    bound=Bound.GENERATION,
+    advice="the trainer is idle 50%: more engine.count, engine.max_running or rollout.max_in_flight",
+    sample=Shown(
+        "spell_backward",
+        "5567",
+        1.0,
+        "Be brief.\nSpell cat backward: " + "c-a-t " * 60,
+        "tac\x1b[2J [bold] :smile:\n" + "and " * 80 + "\n3\n4\n5",
+    ),
+)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_panel_keeps_its_frame_and_says_everything_at_any_width(width: int) -> None:
+    output = io.StringIO()
+    Console(file=output, force_terminal=True, width=width, color_system=None).print(panel(EVERYTHING))
+    lines = output.getvalue().splitlines()
+    assert {len(line) for line in lines} == {width}, "every line reaches from edge to edge"
+    assert all(line[0] == line[-1] == "│" for line in lines[1:-1]) and len(lines) <= (34 if width == 80 else 24)
+    text = " ".join(" ".join(line.strip("│ ") for line in lines).split())
+    for words in (
+        "step 120/300",
+        "210 tokens a rollout (4 to 1,200), 204 trained, 3% cut short",
+        "30 ToolError, 2 RolloutTimeout, 1 AVeryLongNameOfAnErrorThatSomebodyHasGivenToTheirOwnClass",
+        "trainer for rollouts 8%, admission for engines 4%, handover for trainer 1%",
+        "in quarantine: engine1",
+        "more engine.count, engine.max_running or rollout.max_in_flight",
+        "spell_backward, task 5567, reward 1.000",
+        "< tac·[2J [bold] :smile:",
+    ):
+        assert words in text, words
+    assert "\x1b[2J" not in output.getvalue(), "what a model writes does not steer the terminal"
+    assert "Be brief." in text and "< 3" in text and "< 5" not in text
+    assert ("…" in text) and text.count("and and") < 80, "long lines are cut at the edge"
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_log_has_whole_lines_at_any_width_and_the_last_rollout_in_one(width: int) -> None:
+    output = io.StringIO()
+    with Terminal(Console(file=output, width=width), clock=Clock()) as terminal:
+        terminal.show(EVERYTHING)
+    lines = output.getvalue().splitlines()
+    assert len(lines) == 3 and "30 ToolError, 2 RolloutTimeout" in lines[0] and "trainer waits for rollouts 8%" in lines[0]
+    assert "210 tokens a rollout (4 to 1,200)" in lines[1]
+    assert lines[2].startswith("  last rollout: spell_backward, task 5567, reward 1.000: ") and "→ tac·[2J [bold] :smile: and" in lines[2]
+
+
+def test_as_json_each_message_is_an_object_on_a_line_of_its_own() -> None:
+    output = io.StringIO()
+    with Terminal(Console(file=output, force_terminal=True, width=80), clock=Clock(), as_json=True) as terminal:
+        terminal.show(EVERYTHING)
+        terminal.say("an alarm\nof two lines [bold]")
+        terminal.say(panel(Status()))
+    told = [json.loads(line) for line in output.getvalue().splitlines()]
+    assert len(told) == 5 and all(line["process"] == "launcher" and line["time"].endswith("+00:00") for line in told)
+    assert (told[0]["step"], told[0]["phase"], told[0]["failures"]["ToolError"], told[0]["reward"]) == (120, "training", 30, 0.71)
+    assert told[3]["message"] == "an alarm\nof two lines [bold]" and "starting" in told[4]["message"]

@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from midflight.cli import archived, completion, doctor, runs_there, shown, view
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
+from midflight.observe.logs import json_line
 from midflight.version import described
 
 FAILED, WRONG_CONFIG, INTERRUPTED = 1, 2, 130
@@ -76,6 +77,10 @@ Token = Annotated[
     ),
 ]
 
+LogFormat = Annotated[
+    str | None, typer.Option(help="How logs and this output are written: plain, or json, one object a line.", metavar="FORMAT")
+]
+
 
 @app.command()
 def train(
@@ -85,12 +90,14 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run's folder.")] = False,
     overwrite: Overwrite = False,
     folder: Folder = None,
+    samples: Annotated[bool, typer.Option("--samples", help="Show the last rollout.")] = False,
+    log_format: LogFormat = None,
     debug: Debug = False,
 ) -> int:
     """Trains a model: engines generate while the trainer takes steps."""
     from midflight.cli import checked
 
-    checked_config = checked.config_of_run(config, overrides or [], folder)
+    checked_config = checked.config_of_run(config, [*(overrides or []), *_observed(log_format, samples=samples)], folder)
     checked.check_engine(checked_config)
     if not dry_run:
         checked.check_folder(checked_config, resume=resume, overwrite=overwrite)
@@ -102,7 +109,7 @@ def train(
         print_report(checked_config, findings, proofs=[] if path is None else checked.proofs(path, checked_config.model.max_context))
         return 0
     for note in findings.notes:
-        typer.echo(f"note: {note}")
+        typer.echo(json_line("launcher", f"note: {note}") if checked_config.observe.log_format == "json" else f"note: {note}")
     from midflight.run.launcher import launch
 
     return launch.train(checked_config, resume=resume, overwrite=overwrite, own_loss=findings.own_loss)
@@ -115,12 +122,13 @@ def rollouts(
     overwrite: Overwrite = False,
     folder: Folder = None,
     control_token: Token = None,
+    log_format: LogFormat = None,
     debug: Debug = False,
 ) -> int:
     """Runs engines and rollouts for a trainer of your own, which draws batches and publishes weights over HTTP."""
     from midflight.cli import checked
 
-    checked_config = checked.config_of_run(config, overrides or [], folder)
+    checked_config = checked.config_of_run(config, [*(overrides or []), *_observed(log_format)], folder)
     checked.check_engine(checked_config)
     checked.check_folder(checked_config, overwrite=overwrite, resumable=False)
     checked.preflight(checked_config)
@@ -143,6 +151,7 @@ def serve(
     name: Name = None,
     control_token: Token = None,
     overrides: Overrides = None,
+    log_format: LogFormat = None,
     debug: Debug = False,
 ) -> int:
     """Serves a model over the OpenAI API: engines, ours or vLLM or SGLang servers, and gateway, no trainer."""
@@ -151,7 +160,7 @@ def serve(
     given = _given(max_running, max_context, device, name, engine, engine_urls or [])
     folder = f"runs/serve-{port or os.getpid()}"
     given = {"run.folder": folder, "engine.count": engines, "gateway.port": port, "gateway.host": host, **given}
-    config = checked.config_of_model(model, given, overrides or [])
+    config = checked.config_of_model(model, given, [*(overrides or []), *_observed(log_format)])
     checked.check_engine(config)
     from midflight.run.launcher import launch
 
@@ -182,6 +191,11 @@ def engine(
     from midflight.run.launcher import launch
 
     return launch.engine(config, host=host, port=port, token=control_token)
+
+
+def _observed(log_format: str | None, *, samples: bool = False) -> list[str]:
+    """What `[observe]` is told by options of their own."""
+    return [*([] if log_format is None else [f"observe.log_format={log_format}"]), *(["observe.samples=true"] if samples else [])]
 
 
 def _given(

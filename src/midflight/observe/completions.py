@@ -36,10 +36,33 @@ class Completions:
                 pass
 
     def _shown(self, trajectory: Trajectory) -> facts.Shown:
-        row = max(trajectory.rows, key=lambda row: len(row.token_ids))
-        begin = int(np.argmax(row.generated))
-        prompt, completion = (self._decode(ids.tolist()) for ids in (row.token_ids[:begin], row.token_ids[begin:]))
-        return facts.Shown(trajectory.source, trajectory.task_id, trajectory.reward, cut(prompt), cut(completion))
+        return shown_of(trajectory, self._decode)
+
+
+def shown_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> facts.Shown:
+    """Its longest row, cut where the model began to write."""
+    row = max(trajectory.rows, key=lambda row: len(row.token_ids))
+    begin = int(np.argmax(row.generated))
+    prompt, completion = (decode(ids.tolist()) for ids in (row.token_ids[:begin], row.token_ids[begin:]))
+    return facts.Shown(trajectory.source, trajectory.task_id, trajectory.reward, cut(prompt), cut(completion))
+
+
+class LastRollout:
+    """The last rollout that can be shown. Only asked for it is made text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._last: Trajectory | None = None
+        self._shown: facts.Shown | None = None
+
+    def apply(self, fact: facts.Fact) -> None:
+        if isinstance(fact, facts.TrajectoryKept) and fact.trajectory.rows:
+            self._last, self._shown = fact.trajectory, None
+
+    def now(self) -> facts.Shown | None:
+        if self._shown is None and self._last is not None:
+            self._shown = shown_of(self._last, self._decode)
+        return self._shown
 
 
 def _in_turn(batch: Batch) -> Iterator[Trajectory]:
@@ -65,4 +88,15 @@ def in_words(completions: facts.CompletionsShown) -> str:
 
 def indented(text: str, mark: str) -> str:
     """Each line behind a mark."""
-    return "\n".join(mark + line for line in text.splitlines() or [""])
+    return "\n".join(mark + line for line in visible(text).splitlines() or [""])
+
+
+def visible(text: str) -> str:
+    """For a terminal, which what a model writes must not steer: signs that cannot be printed are dots. Lines stay."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else " " if sign == "\t" else "·" for sign in text)
+
+
+def in_a_line(sample: facts.Shown) -> str:
+    """For a log: the end of the prompt, and how the answer begins."""
+    prompt, completion = (" ".join(visible(text).split()) for text in (sample.prompt[-60:], sample.completion[:120]))
+    return f"{sample.source}, task {sample.task_id}, reward {number(sample.reward)}: {prompt} → {completion}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from midflight.types import Accounts
+from midflight.types import Accounts, facts
 
 
 class Phase(StrEnum):
@@ -203,6 +203,8 @@ class Status:
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     """Which knob to turn, in a few words."""
+    sample: facts.Shown | None = None
+    """The last rollout that ended with tokens to train on, where it is to be shown."""
 
 
 BALANCED = 0.1

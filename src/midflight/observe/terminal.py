@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
+from typing import cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,8 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from midflight.observe.completions import in_a_line, visible
 from midflight.observe.failures import most_common
+from midflight.observe.logs import json_line
 from midflight.observe.status import UNKNOWN, Bound, Phase, SourceStatus, Status, duration, heldout, number, percent
+from midflight.types import facts
 
 PLAIN_SECONDS = 5.0
 """Between two lines of a log: often enough to see that it lives, seldom enough to read."""
@@ -24,10 +29,12 @@ PLAIN_SECONDS = 5.0
 class Terminal:
     """Shows the newest status. Synchronous: drawing takes a few milliseconds and happens only when `show` is called."""
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic, as_json: bool = False) -> None:
+        """`as_json`: everything is one JSON object a line, and nothing is redrawn."""
         self._console = console or Console()
-        self._clock = clock
-        self._live = Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
+        self._clock, self._json = clock, as_json
+        redraws = self._console.is_terminal and not as_json
+        self._live = Live(console=self._console, auto_refresh=False, transient=True) if redraws else None
         self._last_line: tuple[float, Phase] | None = None
         self._last_step = 0
         self.status = Status()
@@ -46,15 +53,19 @@ class Terminal:
         if self._live is not None:
             self._live.update(panel(status), refresh=True)
         elif self._line_is_due(status.phase):
-            self.say(plain_line(status))
+            self.say(plain_line(status), **(_numbers(status) if self._json else {}))
             if status.step > self._last_step:
                 self._last_step = status.step
                 self.say("  ".join(["", *(text for _, text in learning(status)), *([status.advice] if _is_lopsided(status) else [])]))
+                if status.sample is not None:
+                    self.say(f"  last rollout: {in_a_line(status.sample)}")
 
-    def say(self, message: RenderableType) -> None:
-        """Prints something that stays, above the live view."""
-        plain = isinstance(message, str)  # as it is: brackets are no markup, and a log's lines are not folded
-        self._console.print(message, highlight=False, markup=not plain, soft_wrap=plain)
+    def say(self, message: RenderableType, **more: object) -> None:
+        """Prints something that stays, above the live view. `more`: numbers beside it, for JSON."""
+        if self._json:
+            message = json_line("launcher", (message if isinstance(message, str) else _drawn(message)).strip(), **more)
+        plain = isinstance(message, str)  # as it is: brackets and colons are no markup, and a log's lines are not folded
+        self._console.print(message, highlight=False, markup=not plain, emoji=not plain, soft_wrap=plain)
 
     def _line_is_due(self, phase: Phase) -> bool:
         """Now and then, and at once when a phase begins."""
@@ -65,7 +76,19 @@ class Terminal:
         return True
 
 
-BAR_WIDTH = 40
+def _drawn(message: RenderableType) -> str:
+    drawing = Console(file=io.StringIO(), width=100, color_system=None)
+    drawing.print(message)
+    return cast(io.StringIO, drawing.file).getvalue()
+
+
+def _numbers(status: Status) -> dict[str, object]:
+    found = {"phase": status.phase.value, "step": status.step, "steps": status.steps, "version": status.version, "reward": status.reward}
+    rates = {"generation_rate": status.generation_rate, "training_rate": status.training_rate, "eta_seconds": status.eta_seconds}
+    return {**found, **rates, "failures": status.failures or None}
+
+
+BAR_WIDTH = 30
 LEVELS = "▁▂▃▄▅▆▇█"
 MAX_WAITS = 3
 
@@ -97,7 +120,8 @@ def plain_line(status: Status) -> str:
 
 def learning(status: Status) -> list[tuple[str, str]]:
     """What the last steps had to learn from, and what the trainer says of them."""
-    return [(label, text) for label, text in (("groups", _groups(status)), ("trainer", _trainer(status))) if text]
+    said = (("groups", _groups(status)), ("lengths", _lengths(status)), ("trainer", _trainer(status)))
+    return [(label, text) for label, text in said if text]
 
 
 def progress(status: Status) -> tuple[int, int, str]:
@@ -128,7 +152,18 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if status.waits:
         waits = (f"{w.who} for {w.for_whom} {w.share:.0%}" for w in status.waits[:MAX_WAITS])
         rows.append(("waiting", Text(", ".join(waits))))
-    return rows + _trouble(status)
+    return [*rows, *_trouble(status), *([] if status.sample is None else [("last rollout", _sample(status.sample))])]
+
+
+PROMPT_LINES, COMPLETION_LINES = 2, 4
+
+
+def _sample(shown: facts.Shown) -> RenderableType:
+    """The end of its prompt and the beginning of what was written, each line cut at the panel's edge."""
+    lines = [(f"> {line}", "dim") for line in visible(shown.prompt).splitlines()[-PROMPT_LINES:]]
+    lines += [(f"< {line}", "") for line in visible(shown.completion).splitlines()[:COMPLETION_LINES]]
+    head = Text(f"{shown.source}, task {shown.task_id}, reward {number(shown.reward)}")
+    return Group(head, *(Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in lines))
 
 
 def _bar(status: Status) -> RenderableType:
@@ -154,13 +189,20 @@ def _source(source: SourceStatus) -> RenderableType:
 
 
 def _groups(status: Status) -> str:
-    """`spread 0.41, 12% all alike   210 tokens generated, 204 trained, 3% cut short`."""
     of = status.learning
     if of.generated_length is None:
         return ""
-    spread = f"spread {number(of.reward_spread)}, {percent(of.zero_spread_share)} of groups all alike"
+    return f"spread {number(of.reward_spread)}, {percent(of.zero_spread_share)} of groups all alike"
+
+
+def _lengths(status: Status) -> str:
+    """`210 tokens a rollout (4 to 600), 204 trained, 3% cut short`."""
+    of = status.learning
+    if of.generated_length is None:
+        return ""
+    reach = f" ({of.lengths['min']:,.0f} to {of.lengths['max']:,.0f})" if of.lengths else ""
     trained = UNKNOWN if of.trained_length is None else f"{of.trained_length:,.0f}"
-    return f"{spread}   {of.generated_length:,.0f} tokens a rollout, {trained} trained, {percent(of.truncated_share)} cut short"
+    return f"{of.generated_length:,.0f} tokens a rollout{reach}, {trained} trained, {percent(of.truncated_share)} cut short"
 
 
 _READINGS = {

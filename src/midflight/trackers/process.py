@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,7 @@ from midflight.archive.journal import JOURNAL, Tail
 from midflight.config.load import load_config
 from midflight.config.sections import Config
 from midflight.observe.journal import decode_line
+from midflight.observe.logs import as_asked, log_failure
 from midflight.trackers.telling import Told, flat_summary, tell, tracked
 from midflight.trackers.tracker import Tracker, made
 
@@ -91,7 +91,7 @@ class Teller(threading.Thread):
 
     def _say(self, error: BaseException, what: str) -> None:
         """The first time to people, always to the log."""
-        traceback.print_exception(error)
+        log_failure(error)
         if not self._failed:
             self._failed = True
             reason = str(error).strip().partition("\n")[0]
@@ -112,6 +112,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = load_config(folder / "config.toml", [f"run.folder={folder}"])
     sys.stdout = sys.stderr  # prints of trackers are no messages
+    as_asked()
     ending = threading.Event()
     tellers = [Teller(name, config, folder, ending) for name in config.observe.trackers]
     for teller in tellers:

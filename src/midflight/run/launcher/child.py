@@ -25,6 +25,7 @@ import uvloop
 from midflight import given
 from midflight.entries import load_entry
 from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, disk_full, every_error, first_error
+from midflight.observe import logs
 from midflight.run import parts
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import TOKEN_VARIABLE
@@ -278,8 +279,7 @@ def report(error: BaseException, launcher: parts.Launcher) -> None:
     """The launcher is told first: the log may be on a full disk."""
     launcher.tell(failure_of(error))
     with suppress(OSError):
-        traceback.print_exception(error)
-        sys.stderr.flush()
+        logs.log_failure(error)
 
 
 def failure_of(error: BaseException) -> parts.Failed:
@@ -323,6 +323,7 @@ def main() -> int:
     die_with_parent()
     part = parts.ProcessKind(sys.argv[1])
     launcher = parts.Launcher()
+    logs.as_asked()
     faulthandler.register(STACKS_SIGNAL, file=sys.stderr)
     launcher.heart.start()
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth

@@ -190,6 +190,10 @@ class Run:
         return summary
 
 
+def as_json(config: Config) -> bool:
+    return config.observe.log_format == "json"
+
+
 def sentence(message: Message) -> str | None:
     """What a message says to whoever looks at the terminal, and none where it says nothing or is drawn."""
     match message:
@@ -219,7 +223,7 @@ def train(
     """
     program = program or Program()
     folder, token = Path(config.run.folder), control_token(None)
-    with Terminal(program.console) as terminal, held(folder, terminal.say) as lock:
+    with Terminal(program.console, as_json=as_json(config)) as terminal, held(folder, terminal.say) as lock:
         check_kept(config, resume=resume, overwrite=overwrite)  # again: while it was not held, somebody else may have used it
         prepare(folder, config, resume=resume)
         if program.rows is not None:
@@ -246,7 +250,7 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
     model = _model(config.model.path, "set model.path to a Hugging Face model folder; `midflight new-model DIR` makes one to try with")
     chosen = control_token(token)
     folder = Path(config.run.folder)
-    with Terminal() as terminal, held(folder, terminal.say) as lock:
+    with Terminal(as_json=as_json(config)) as terminal, held(folder, terminal.say) as lock:
         check_kept(config, resume=False, overwrite=overwrite, resumable=False)
         prepare(folder, config, resume=False)
         terminal.say(opening.rolling_out(config))
@@ -282,7 +286,7 @@ def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
 def serve(config: Config, *, token: str | None) -> int:
     """Engines and gateway, until Ctrl-C."""
     model, chosen = _model(config.model.path), control_token(token)
-    with Terminal() as terminal, held(Path(config.run.folder), terminal.say) as lock:
+    with Terminal(as_json=as_json(config)) as terminal, held(Path(config.run.folder), terminal.say) as lock:
         terminal.say(opening.serving(config))
         warn(terminal, config, anonymous=True)
 
@@ -298,7 +302,7 @@ def serve(config: Config, *, token: str | None) -> int:
 def evaluate(config: Config, model: Path, *, program: Program | None = None) -> int:
     """The held-out score of a model folder, by the same environment, seeds and engine as in training. `program` hears it too."""
     program = program or Program()
-    with Terminal(program.console) as terminal, held(Path(config.run.folder), terminal.say) as lock:
+    with Terminal(program.console, as_json=as_json(config)) as terminal, held(Path(config.run.folder), terminal.say) as lock:
         terminal.say(opening.evaluating(config.model_copy(update={"model": config.model.model_copy(update={"path": model})})))
         last = Status()
 
@@ -332,7 +336,7 @@ def engine(config: Config, *, host: str, port: int, token: str | None) -> int:
     assert config.model.path is not None
     chosen = control_token(token)
     guard = None if chosen.is_new and is_loopback(host) else chosen
-    with Terminal() as terminal:
+    with Terminal(as_json=as_json(config)) as terminal:
         terminal.say(opening.serving(config, logs=False))
 
         def ready(url: str) -> None:

@@ -31,6 +31,7 @@ from midflight.config.agent import entries_of
 from midflight.config.derived import num_engines, num_workers
 from midflight.config.sections import Config
 from midflight.errors import first_error
+from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.child import Child, HasDescriptor, PartFailed, error_of, stop_all
@@ -303,6 +304,8 @@ class Ring:
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if part is ProcessKind.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
+        if self._config.observe.log_format == "json":
+            environ[PROCESS_VARIABLE] = name
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
         objects = given.NOTHING if part is ProcessKind.ENGINE else self._objects
         child = Child(part, name, log=log, environ=environ, inherited=inherited, arguments=arguments, objects=objects)

@@ -14,6 +14,7 @@ from typing import IO
 import msgspec
 
 from midflight.config.sections import Config
+from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.run.launcher.folder import LOGS
 from midflight.run.parts import TOKEN_VARIABLE
 from midflight.trackers.process import TrackerSaid
@@ -27,6 +28,7 @@ class Tracking:
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         self._names, self._folder, self._say = config.observe.trackers, Path(config.run.folder), say
+        self._environ = {PROCESS_VARIABLE: "trackers"} if config.observe.log_format == "json" else {}
         self._process: subprocess.Popen[bytes] | None = None
         self._said: queue.SimpleQueue[TrackerSaid] = queue.SimpleQueue()
         self._open: set[str] = set()
@@ -44,7 +46,7 @@ class Tracking:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
+                env={**{name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}, **self._environ},
                 start_new_session=True,  # Ctrl-C is the launcher's
             )
         assert self._process.stdout is not None

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from midflight.environments.tasks import load_sources, posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
-from midflight.observe.completions import Completions, in_words
+from midflight.observe.completions import Completions, LastRollout, in_words
 from midflight.observe.journal import Journal, Observers
 from midflight.observe.memory import resident
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
-from midflight.observe.status import Phase
+from midflight.observe.status import Phase, Status
 from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route, tasks_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
@@ -95,6 +95,9 @@ class RolloutProcess:
         rollout = config.rollout
         if rollout.show_every:
             observers.append(Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions).apply)
+        self._last = LastRollout(self._decoded) if config.observe.samples else None
+        if self._last is not None:
+            observers.append(self._last.apply)
         self._record = Observers([*observers, self._alarms().apply]).apply
         self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
         self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
@@ -293,13 +296,17 @@ class RolloutProcess:
 
     def begin_phase(self, phase: Phase, *, num_tasks: int = 0) -> None:
         self._state.begin_phase(phase, num_tasks=num_tasks)
-        self._launcher.tell(Progress(self._state.status()))
+        self._launcher.tell(Progress(self._status()))
+
+    def _status(self) -> Status:
+        status = self._state.status()
+        return status if self._last is None else replace(status, sample=self._last.now())
 
     async def report(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group."""
         try:
             while True:
                 await asyncio.sleep(REPORT_SECONDS)
-                self._launcher.tell(Progress(self._state.status()))
+                self._launcher.tell(Progress(self._status()))
         finally:
-            self._launcher.tell(Progress(self._state.status()))
+            self._launcher.tell(Progress(self._status()))
