@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
-from midflight.observe.memory import PeakMemory, descendants, process_bytes
+from midflight.observe.memory import PeakMemory, descendants, process_bytes, resident
 
 
 def process(proc: Path, pid: int, parent: int, *, pss: int | None = None, rss: int | None = None, name: str = "python") -> None:
@@ -57,3 +58,22 @@ def test_a_real_child_is_counted() -> None:
         child.communicate(b"\n")
     assert during - before > 40
     assert memory.peak_mb == max(before, during)
+
+
+def test_resident_memory_is_told_by_the_kind_of_a_process(tmp_path: Path) -> None:
+    """Pages as the system counts them; a process that is not of the run, and one that has ended, are left out."""
+    commands = {"8": "python -m midflight.run.launcher.child trainer", "9": "python -m midflight.run.launcher.child engine embedded"}
+    commands |= {"10": "python -m midflight.trackers.process runs/a", "11": "sh -c sleep"}
+    (tmp_path / "7" / "task" / "7").mkdir(parents=True)
+    (tmp_path / "7" / "task" / "7" / "children").write_text("8 9 10 11 ")
+    (tmp_path / "7" / "statm").write_text("900 5 1 1 0 1 0")
+    for pid, command in commands.items():
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "cmdline").write_bytes(command.replace(" ", "\0").encode() + b"\0")
+        (tmp_path / pid / "statm").write_text(f"900 {pid} 1 1 0 1 0")
+    page = resource.getpagesize()
+    expected = {("trainer", "8"): 8 * page, ("engine", "9"): 9 * page, ("trackers", "10"): 10 * page, ("launcher", "7"): 5 * page}
+    assert resident(7, proc=tmp_path) == expected
+    (tmp_path / "9" / "statm").unlink()
+    assert resident(7, proc=tmp_path) == {}, "between two looks one has ended: the next look is right again"
+    assert resident(1234, proc=tmp_path) == {}

@@ -174,8 +174,9 @@ def test_the_panel_keeps_its_frame_and_says_everything_at_any_width(width: int) 
     lines = output.getvalue().splitlines()
     assert {len(line) for line in lines} == {width}, "every line reaches from edge to edge"
     assert all(line[0] == line[-1] == "│" for line in lines[1:-1]) and len(lines) <= (34 if width == 80 else 24)
-    text = " ".join(" ".join(line.strip("│ ") for line in lines).split())
+    text = " ".join([lines[0], " ".join(" ".join(line.strip("│ ") for line in lines).split())])
     for words in (
+        "a-run-with-a-name-that-alone-would-…  training  version 120  1 min 15 s",
         "step 120/300",
         "210 tokens a rollout (4 to 1,200), 204 trained, 3% cut short",
         "30 ToolError, 2 RolloutTimeout, 1 AVeryLongNameOfAnErrorThatSomebodyHasGivenToTheirOwnClass",

@@ -89,6 +89,8 @@ def _numbers(status: Status) -> dict[str, object]:
 
 
 BAR_WIDTH = 30
+MAX_NAME = 36
+"""Letters of a run's name in the title, so that what it does stands behind it within 80 columns."""
 LEVELS = "▁▂▃▄▅▆▇█"
 MAX_WAITS = 3
 
@@ -100,7 +102,9 @@ def panel(status: Status) -> RenderableType:
     rows.add_column()
     for label, content in _rows(status):
         rows.add_row(label, content)
-    title = f"[bold]{status.name or 'midflight'}[/]  {status.phase.value}  version {status.version}  {duration(status.seconds)}"
+    name = Text(status.name or "midflight", style="bold")
+    name.truncate(MAX_NAME, overflow="ellipsis")
+    title = Text.assemble(name, f"  {status.phase.value}  version {status.version}  {duration(status.seconds)}")
     return Panel(rows, title=title, title_align="left", border_style="cyan")
 
 
