@@ -35,9 +35,9 @@ from pathlib import Path
 CODE = re.compile(r"\bDECISIONS \d+|(?<![-\w])(?!F8|F16|F32|F64|U8)[PGSEWFTOUMA]\d{1,2}\b")
 """Not the names of tensors' types in safetensors, and no part of a longer name."""
 UNSEEN = ("<!-- block: ", "<!-- try: ")
-GENERATED = ("docs/configuration.md", "docs/models.md", "docs/metrics.md", "docs/fields.md")
-MADE = "<!-- made by "
-"""Begins the generated part of a page, which goes to its end."""
+GENERATED = ("docs/configuration.md", "docs/models.md", "docs/fields.md")
+MADE = re.compile(r"<!-- made by .*|<!-- learning: begin -->.*?<!-- learning: end -->", re.DOTALL)
+"""The generated part of a page, which goes to its end, or to where the benchmark's table ends."""
 MAX_FILE, MAX_FUNCTION = 400, 40
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -193,7 +193,7 @@ def _docs_rows(root: Path) -> list[Row]:
     pages = [root / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "ARCHITECTURE.md")] + sorted(
         (root / "docs").rglob("*.md")
     )
-    written = {str(page.relative_to(root)): page.read_text().partition(MADE)[0].splitlines() for page in pages}
+    written = {str(page.relative_to(root)): MADE.sub("", page.read_text()).splitlines() for page in pages}
     seen = {name: [line for line in lines if not line.startswith(UNSEEN)] for name, lines in written.items() if name not in GENERATED}
     lengths = {name: len(lines) for name, lines in seen.items()}
     return [
