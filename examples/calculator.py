@@ -5,45 +5,41 @@ python examples/calculator.py DATA.jsonl        writes the conversations of its 
 
 from __future__ import annotations
 
-import ast
 import json
 import operator
 import random
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATION = re.compile(r"\s*(-?\d+)\s*([+*-])\s*(-?\d+)\s*")
 
 
 def calc(e: str) -> str:
-    """Computes."""
-    return str(_value(ast.parse(e.strip(), mode="eval").body))
-
-
-def _value(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_value(inner)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](_value(left), _value(right))
-        case _:
-            raise ValueError(f"only whole numbers and + - * can be computed, not {ast.unparse(node)!r}")
+    """Computes one operation."""
+    found = OPERATION.fullmatch(e)
+    if found is None:
+        raise ValueError(f"{e!r} is no single + - or * of two whole numbers")
+    left, sign, right = found.groups()
+    return str(OPERATORS[sign](int(left), int(right)))
 
 
 def conversation(expression: str) -> dict[str, object]:
-    """How an agent that can call the tool answers `expression =`."""
-    call = {"id": "call_0", "type": "function", "function": {"name": "calc", "arguments": json.dumps({"e": expression})}}
-    answer = calc(expression)
-    messages = [
-        {"role": "user", "content": f"{expression} ="},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_0", "name": "calc", "content": answer},
-        {"role": "assistant", "content": answer},
-    ]
-    return {"messages": messages}
+    """How an agent that can call the tool answers `expression =`: one call for each sign, from the left."""
+    first, *rest = expression.split()
+    messages: list[dict[str, object]] = [{"role": "user", "content": f"{expression} ="}]
+    answer = first
+    for number, (sign, term) in enumerate(zip(rest[::2], rest[1::2], strict=True)):
+        asked = f"{answer} {sign} {term}"
+        answer = calc(asked)
+        call = {"id": f"call_{number}", "type": "function", "function": {"name": "calc", "arguments": json.dumps({"e": asked})}}
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": f"call_{number}", "name": "calc", "content": answer},
+        ]
+    return {"messages": [*messages, {"role": "assistant", "content": answer}]}
 
 
 def expression(chance: random.Random, *, num_terms: int = 2, num_digits: int = 2) -> str:
@@ -52,7 +48,12 @@ def expression(chance: random.Random, *, num_terms: int = 2, num_digits: int = 2
     return "".join(f" {chance.choice('+-')} {number}" for number in numbers)[3:]
 
 
-if __name__ == "__main__":
+def conversations(number: int) -> Iterator[str]:
+    """JSON lines; every other one has three numbers, and needs two calls."""
     chance = random.Random(0)
-    lines = [json.dumps(conversation(expression(chance))) for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 4000)]
-    Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
+    for i in range(number):
+        yield json.dumps(conversation(expression(chance, num_terms=3 if i % 2 else 2)))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text("\n".join(conversations(int(sys.argv[2]) if len(sys.argv) > 2 else 4000)) + "\n")

@@ -42,11 +42,15 @@ def test_the_conversations_of_its_warm_start_show_the_call_that_answers(tmp_path
     path = tmp_path / "calls.jsonl"
     subprocess.run([sys.executable, ROOT / "examples" / "calculator.py", path, "20"], check=True, timeout=60)
     lines = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
-    assert len(lines) == 20
-    for question, call, answer, said in lines:
-        written = json.loads(call["tool_calls"][0]["function"]["arguments"])["e"]
-        assert question["content"] == f"{written} =" and answer["content"] == said["content"] == str(eval(written))
-    assert calculator.calc("2 * -3 + 10") == "4"
-    with pytest.raises(ValueError, match="only whole numbers"):
-        calculator.calc("2 ** 99")
+    assert [len(line) for line in lines] == [4, 6] * 10  # two numbers and three: one call for each sign
+    for question, *calls, said in lines:
+        answer = question["content"].removesuffix(" =")
+        for call, found in zip(calls[::2], calls[1::2], strict=True):
+            written = json.loads(call["tool_calls"][0]["function"]["arguments"])["e"]
+            assert found["content"] == str(eval(written))
+        assert said["content"] == found["content"] == str(eval(answer))
+    assert calculator.calc("2 * -3") == "-6"
+    for refused in ("2 ** 99", "1 + 2 + 3", "2"):
+        with pytest.raises(ValueError, match="no single"):
+            calculator.calc(refused)
     assert calculator.expression(random.Random(1), num_terms=3).count(" ") == 4
