@@ -66,7 +66,8 @@ def test_the_version_is_written_once_and_is_the_newest_of_the_changelog() -> Non
     assert "version" not in project["project"] and project["tool"]["setuptools"]["dynamic"] == {
         "version": {"attr": "midflight.version.__version__"}
     }
-    assert in_new_process("from midflight.cli import main; main(['--version'])") == f"midflight {midflight.__version__}\n"
+    said = in_new_process("from midflight.cli import main; main(['--version'])")
+    assert re.fullmatch(rf"midflight {re.escape(midflight.__version__)}( \(commit [0-9a-f]+\+?\))?\n", said)
 
 
 def test_the_package_is_typed_and_licensed() -> None:
