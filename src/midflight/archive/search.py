@@ -90,6 +90,8 @@ class WordIndex:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            forget_deleted()
         with naming(self.path):
             index = sqlite3.connect(self.path, isolation_level=None, timeout=10.0)
             index.execute("PRAGMA journal_mode = WAL")

@@ -1,0 +1,115 @@
+"""The page of a run's ledger: where every token went, from the model to the trainer, and whether it adds up."""
+
+from __future__ import annotations
+
+from nicegui import run, ui
+
+from midflight.archive.ledger import MEANINGS, Ledger, ledger_of
+from midflight.errors import MidflightError
+from midflight.types import Fate, Reason
+from midflight.view.charting import COLORS, GREY
+from midflight.view.looks import charts, facts, figure, section, table
+from midflight.view.visit import Visit
+
+REFRESH_SECONDS = 5.0
+
+
+async def draw(visit: Visit) -> None:
+    shown = await run.io_bound(ledger_of, visit.run.folder)
+    place = ui.column().classes("w-full gap-1")
+    with place:
+        _show(visit, shown)
+
+    async def refresh() -> None:
+        nonlocal shown
+        try:
+            found = await run.io_bound(ledger_of, visit.run.folder)
+        except MidflightError as error:
+            timer.deactivate()
+            with place:
+                ui.label(str(error)).props("role=alert")
+            return
+        if found != shown:
+            shown = found
+            place.clear()
+            with place:
+                _show(visit, shown)
+
+    timer = ui.timer(REFRESH_SECONDS, refresh, immediate=False)
+
+
+def _show(visit: Visit, ledger: Ledger) -> None:
+    accounts = ledger.accounts
+    facts(
+        [
+            ("tokens received", f"{accounts.received_tokens:,}"),
+            ("trained", _share(accounts.trained_tokens, accounts.received_tokens)),
+            ("waiting", f"{accounts.waiting_tokens:,}"),
+            ("masked", f"{sum(accounts.masked_tokens.values()):,}"),
+            ("dropped", f"{sum(accounts.dropped_tokens.values()):,}"),
+            ("in flight", f"{ledger.in_flight:,}"),
+        ]
+    )
+    balance = "Balanced: each token is in one place." if ledger.balanced else "It does not add up: " + "; ".join(ledger.mistakes) + "."
+    ui.label(balance).classes("note" if ledger.balanced else "trouble").props("data-test=balance")
+    if accounts.received_tokens:
+        with charts():
+            note = "From each source to what became of its tokens; the table has the numbers."
+            figure("Where the tokens went", _flow(ledger), height=320, note=note)
+    section("Tokens", "Of rollouts that have ended. Those in flight are of completed turns of rollouts that go on.")
+    table(("place", *(line.source for line in ledger.sources), "all", "what they are"), _rows(ledger), name="tokens")
+    section("Groups")
+    groups = {
+        "trained": accounts.trained,
+        "waiting": accounts.waiting,
+        "leased": accounts.leased,
+        "running": accounts.running,
+        **accounts.dropped,
+    }
+    rows = [
+        ((name if name not in accounts.dropped else f"dropped: {name}", visit.link("groups", fate=name)), f"{n:,}")
+        for name, n in groups.items()
+    ]
+    table(("fate", "groups"), [*rows, ("submitted", f"{accounts.submitted:,}")], name="groups by fate")
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"
+
+
+def _places(ledger: Ledger) -> list[tuple[Fate, Reason | None]]:
+    order = list(Fate)
+    found = {place for line in ledger.sources for place in line.tokens}
+    return sorted(found, key=lambda place: (order.index(place[0]), place[1] or ""))
+
+
+def _name(place: tuple[Fate, Reason | None]) -> str:
+    fate, reason = place
+    return fate.value if reason is None else f"{fate}: {reason}"
+
+
+def _rows(ledger: Ledger) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for place in _places(ledger):
+        counts = [line.tokens.get(place, 0) for line in ledger.sources]
+        rows.append((_name(place), *(f"{n:,}" for n in (*counts, sum(counts))), MEANINGS[place[1]] if place[1] else ""))
+    received = [line.received for line in ledger.sources]
+    return [*rows, ("received", *(f"{n:,}" for n in (*received, sum(received))), "all of these together")]
+
+
+def _flow(ledger: Ledger) -> dict[str, object]:
+    """A Sankey diagram: sources to the left, places to the right."""
+    names = [
+        *(f"{line.source} " for line in ledger.sources),
+        *(_name(place) for place in _places(ledger)),
+    ]  # a source may be called like a place
+    links = [
+        {"source": f"{line.source} ", "target": _name(place), "value": n}
+        for line in ledger.sources
+        for place, n in line.tokens.items()
+        if n
+    ]
+    data = [{"name": name, "itemStyle": {"color": COLORS[at % len(COLORS)]}} for at, name in enumerate(names)]
+    series = {"type": "sankey", "data": data, "links": links, "label": {"color": GREY}, "lineStyle": {"color": "gradient", "opacity": 0.4},
+              "left": 8, "right": 130, "top": 8, "bottom": 8}  # fmt: skip
+    return {"series": [series], "tooltip": {"trigger": "item", "confine": True}, "animation": False, "aria": {"enabled": True}}
