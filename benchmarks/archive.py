@@ -1,7 +1,7 @@
 """How long it takes to look at a large run: the first page of its groups, others filtered and sorted, one conversation, words found.
 
     python benchmarks/archive.py                     100 000 rollouts of 300 tokens each (0.8 GB), made first in about a minute
-    python benchmarks/archive.py --smoke             2 000 rollouts
+    python benchmarks/archive.py --smoke             800 rollouts, and no bar
     python benchmarks/archive.py --folder DIR        keeps the store there, for the next time
 
 Says for each look the median and the largest of five, in milliseconds, and exits with 1 where a page takes over 300 ms or the first over a
@@ -11,6 +11,7 @@ second. The first look is made by a process that has just opened the run; the fi
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from smoke import options_of
 
 from midflight.archive.groups import GroupFilter, GroupOrder, page_of
 from midflight.archive.search import WordIndex
@@ -103,15 +105,15 @@ def main() -> int:
     options.add_argument("--rollouts", type=int, default=100_000)
     options.add_argument("--tokens", type=int, default=300)
     options.add_argument("--folder", type=Path)
-    options.add_argument("--smoke", action="store_true")
-    given = options.parse_args()
+    given = options_of(options, rollouts=800)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = given.folder or Path(scratch)
+        os.environ["XDG_CACHE_HOME"] = scratch
+        folder = given.folder or Path(scratch) / "run"
         if not (folder / "store.sqlite").exists():
             begun = time.perf_counter()
-            make(folder, rollouts=2_000 if given.smoke else given.rollouts, tokens=given.tokens)
+            make(folder, rollouts=given.rollouts, tokens=given.tokens)
             print(f"made in {time.perf_counter() - begun:.1f} s, {(folder / 'store.sqlite').stat().st_size / 1e6:.0f} MB")
-        return _measured(folder)
+        return _measured(folder) and not given.smoke
 
 
 def _measured(folder: Path) -> int:

@@ -36,13 +36,14 @@ class GroupOrder(StrEnum):
     """Most rollouts without a reward first."""
 
 
-_MEASURES = {
-    GroupOrder.WORST: "AVG(reward) IS NULL, AVG(reward)",
-    GroupOrder.BEST: "AVG(reward) DESC",
-    GroupOrder.SPREAD: "MAX(reward) - MIN(reward) DESC",
-    GroupOrder.LONGEST: "AVG(num_trainable) DESC",
-    GroupOrder.FAILED: "COUNT(*) - COUNT(reward) DESC",
+_MEASURES: Mapping[GroupOrder, Sequence[tuple[str, str]]] = {
+    GroupOrder.WORST: [("AVG(reward) IS NULL", ""), ("AVG(reward)", "")],
+    GroupOrder.BEST: [("AVG(reward)", "DESC")],
+    GroupOrder.SPREAD: [("MAX(reward) - MIN(reward)", "DESC")],
+    GroupOrder.LONGEST: [("AVG(num_trainable)", "DESC")],
+    GroupOrder.FAILED: [("COUNT(*) - COUNT(reward)", "DESC")],
 }
+"""What is measured of a group's rollouts, and which way it is sorted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,11 +226,11 @@ def versions_of(folder: Path, first: int, last: int) -> tuple[Version, Version]:
 
 def _groups(store: StoreReading, where: str, values: Sequence[Value], order: GroupOrder, first: int, number: int) -> list[Columns]:
     newest = "g.epoch DESC, g.position DESC, g.attempt DESC"
-    joined, by = "", newest if order is GroupOrder.NEWEST else "g.epoch, g.position, g.attempt"
+    by = newest if order is GroupOrder.NEWEST else "g.epoch, g.position, g.attempt"
     if order in _MEASURES:
-        ranked = f"SELECT {_KEY}, ROW_NUMBER() OVER (ORDER BY {_MEASURES[order]}) AS place FROM rollouts GROUP BY {_KEY}"
-        joined, by = f"LEFT JOIN ({ranked}) USING ({_KEY})", f"place IS NULL, place, {newest}"
-    keys = f"SELECT {_KEY} FROM groups g {joined} WHERE {where} ORDER BY {by} LIMIT ? OFFSET ?"
+        of = f"FROM rollouts r WHERE ({', '.join('r.' + name for name in _KEY.split(', '))}) = (g.epoch, g.position, g.attempt)"
+        by = f"{', '.join(f'(SELECT {measure} {of}) {way}' for measure, way in _MEASURES[order])}, {newest}"
+    keys = f"SELECT {_KEY} FROM groups g WHERE {where} ORDER BY {by} LIMIT ? OFFSET ?"
     return [
         ((epoch, position, attempt), *rest)
         for epoch, position, attempt, *rest in (

@@ -62,6 +62,13 @@ CREATE TABLE leases (               -- given, and in no checkpoint yet
 );
 """
 
+BRIEF = (
+    "CREATE INDEX IF NOT EXISTS rollouts_brief ON rollouts "
+    "(epoch, position, attempt, sample, reward, truncated, seconds, num_trainable, error)"
+)
+"""All of a rollout but its tokens, for those who look at a run: without it they would read the tokens of the whole run past.
+A store of an older Midflight gets it when its run goes on, and is read without it."""
+
 
 class State(StrEnum):
     """Of a group. `TRAINED` is final: a checkpoint contains it."""
@@ -160,6 +167,7 @@ def connect(path: Path) -> sqlite3.Connection:
                 _create(connection)
             else:
                 _check(connection, path)
+            connection.execute(BRIEF)
             # WAL with NORMAL survives the death of any process at any instant. A power cut may take the newest
             # transactions; `Store.checkpointed` therefore syncs before a checkpoint relies on them.
             connection.execute("PRAGMA journal_mode = WAL")
