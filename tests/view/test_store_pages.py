@@ -24,6 +24,7 @@ from midflight.trajectories.database import SCHEMA_VERSION
 from midflight.types import Reason
 
 pytestmark = pytest.mark.timeout(300)
+expect.set_options(timeout=60_000)  # the first advantages of a viewer load torch
 SERVE = """
 import socket, sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def tab(address: str) -> Iterator[Page]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(15_000)
         yield page
         browser.close()
 
@@ -168,7 +169,7 @@ def test_the_ledger_shows_the_sums_of_the_store_and_that_they_balance(tab: Page,
     ledger = ledger_of(folders / "good")
     assert named(tab, "tokens received") == f"{ledger.accounts.received_tokens:,}"
     assert "Balanced" in named(tab, "balance")
-    last = tab.locator('[data-test="tokens"] tr').last.inner_text().split("\t")
+    last = tab.locator('[data-test="tokens"] tr').last.inner_text().split()
     assert last[:4] == ["received", *(f"{n:,}" for n in (*(line.received for line in ledger.sources), ledger.accounts.received_tokens))]
 
 

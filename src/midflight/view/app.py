@@ -20,7 +20,7 @@ from midflight.archive.runs import ArchivedRun
 from midflight.errors import MidflightError
 from midflight.view import looks
 from midflight.view.guard import OnlyWithToken
-from midflight.view.pages import overview, run, time
+from midflight.view.pages import conversation, groups, ledger, overview, run, time
 from midflight.view.visit import Shelf, Visit
 from midflight.wire.server import guarded
 
@@ -40,7 +40,13 @@ class Page:
     in_menu: bool = True
 
 
-PAGES = (Page("run", "Run", run.draw), Page("time", "Time", time.draw))
+PAGES = (
+    Page("run", "Run", run.draw),
+    Page("time", "Time", time.draw),
+    Page("groups", "Groups", groups.draw),
+    Page("conversation", "Conversation", conversation.draw, in_menu=False),
+    Page("ledger", "Ledger", ledger.draw),
+)
 
 
 def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | None = None) -> FastAPI:
@@ -127,7 +133,7 @@ async def _page(page: Page, visit: Visit, request: Request) -> None:
 
 
 def _problem(title: str, text: str, request: Request) -> None:
-    ui.context.client.layout.default_slot.children.clear()
+    ui.context.client.content.clear()
     with _frame(None, (), title, request):
         ui.label(text).props('role="alert" data-test="problem"').style("overflow-wrap: anywhere; white-space: pre-line")
         ui.link("All runs", "/")
