@@ -354,3 +354,12 @@ def test_metrics_have_the_names_of_trl() -> None:
     assert (found["sample/staleness_max"], found["sample/dropped_stale_total"], found["perf/rollout_wait_s"]) == (2.0, 1.0, 2.0)
     assert (found["tools/call_frequency"], found["tools/failure_frequency"], found["tools/latency_s"]) == (2.0, 0.5, 0.5)
     assert found["batch/samples_per_step"] == 8.0
+
+
+def test_report_to_names_the_trackers_of_a_run() -> None:
+    def trackers(report_to: object) -> list[str]:
+        return AsyncGRPOConfig("x", report_to=report_to).trackers
+
+    assert (trackers("none"), trackers(None), trackers([]), trackers("wandb")) == ([], [], [], ["wandb"])
+    assert trackers(["tensorboard", "trackio"]) == ["tensorboard", "trackio"]
+    assert "tensorboard" in trackers("all"), "which is installed here"

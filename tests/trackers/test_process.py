@@ -61,6 +61,23 @@ def test_a_run_is_followed_and_neither_a_failing_nor_a_hanging_tracker_hurts_ano
     assert (tmp_path / "logs" / "trackers.log").read_text().count("ConnectionError: no route") == 4, "all of them are in the log"
 
 
+def test_the_death_of_the_trackers_is_said_once_and_of_a_run_without_any_nothing(tmp_path: Path) -> None:
+    configure(tmp_path, f"{OWN}:Notes")
+    run = tracking(tmp_path, said := [])
+    (tmp_path / "config.toml").write_text("no configuration")
+    run.start()
+    until(lambda: (run.hear(), bool(said))[1])
+    run.hear()
+    run.end(seconds=1.0)
+    assert len(said) == 1 and f"ended with status 1: {OWN}:Notes will lack what follows" in said[0]
+    configure(tmp_path)
+    idle = tracking(tmp_path, said)
+    idle.start()
+    idle.hear()
+    idle.end(seconds=1.0)
+    assert len(said) == 1 and not (tmp_path / "logs" / "none").exists()
+
+
 def test_a_run_that_goes_on_is_found_again_and_a_dead_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     configure(tmp_path, f"{OWN}:Notes")
     write(tmp_path, step(1), step(2), step(3))

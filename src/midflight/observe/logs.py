@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import msgspec
@@ -20,10 +21,14 @@ PROCESS_VARIABLE = "MIDFLIGHT_JSON_LOG"
 """In the environment of a process whose log is to be JSON: its name."""
 
 
-def json_line(process: str, message: str, *, level: str = "info", logger: str = "", **more: object) -> str:
+def json_line(
+    process: str, message: str, *, level: str = "info", logger: str = "", trace: str = "", numbers: Mapping[str, object] | None = None
+) -> str:
     """Without its end. What has no value is left out."""
     record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level, "process": process, "logger": logger}
-    kept = {key: value for key, value in {**record, "message": message, **more}.items() if value not in ("", None)}
+    kept = {
+        key: value for key, value in {**record, "message": message, "trace": trace, **(numbers or {})}.items() if value not in ("", None)
+    }
     return msgspec.json.encode(kept).decode()
 
 

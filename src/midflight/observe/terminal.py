@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import cast
 
@@ -53,17 +53,17 @@ class Terminal:
         if self._live is not None:
             self._live.update(panel(status), refresh=True)
         elif self._line_is_due(status.phase):
-            self.say(plain_line(status), **(_numbers(status) if self._json else {}))
+            self.say(plain_line(status), _numbers(status))
             if status.step > self._last_step:
                 self._last_step = status.step
                 self.say("  ".join(["", *(text for _, text in learning(status)), *([status.advice] if _is_lopsided(status) else [])]))
                 if status.sample is not None:
                     self.say(f"  last rollout: {in_a_line(status.sample)}")
 
-    def say(self, message: RenderableType, **more: object) -> None:
-        """Prints something that stays, above the live view. `more`: numbers beside it, for JSON."""
+    def say(self, message: RenderableType, numbers: Mapping[str, object] | None = None) -> None:
+        """Prints something that stays, above the live view. `numbers` stand beside it in JSON."""
         if self._json:
-            message = json_line("launcher", (message if isinstance(message, str) else _drawn(message)).strip(), **more)
+            message = json_line("launcher", (message if isinstance(message, str) else _drawn(message)).strip(), numbers=numbers)
         plain = isinstance(message, str)  # as it is: brackets and colons are no markup, and a log's lines are not folded
         self._console.print(message, highlight=False, markup=not plain, emoji=not plain, soft_wrap=plain)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midflight.config.checks import TRACKERS
 from midflight.errors import ConfigError, nearest
 from midflight.models.sizes import read_config, sizes_of
 
@@ -26,7 +28,7 @@ GENERAL: Mapping[str, Any] = {
     "output_dir": None, "per_device_train_batch_size": 8, "num_train_epochs": 3.0, "max_steps": -1, "warmup_steps": 0,
     "optim": "adamw_torch_fused", "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8,
     "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "bf16": None, "fp16": False, "gradient_checkpointing": True,
-    "torch_compile": False, "disable_tqdm": None, "report_to": "none", "run_name": None, "save_strategy": "steps", "save_steps": 500,
+    "torch_compile": False, "disable_tqdm": None, "report_to": "none", "project": None, "run_name": None, "save_strategy": "steps", "save_steps": 500,
     "save_total_limit": None, "seed": 42, "data_seed": None, "use_cpu": False, "resume_from_checkpoint": None,
 }  # fmt: skip
 """Those of `TrainingArguments` that mean something here, with their defaults; but for `adam_beta2`, which is 0.999 there."""
@@ -50,7 +52,6 @@ HARMLESS = frozenset(
         "include_num_input_tokens_seen",
         "log_level",
         "log_level_replica",
-        "project",
         "trackio_space_id",
         "trackio_bucket_id",
         "trackio_static_space_id",
@@ -206,6 +207,14 @@ class AsyncGRPOConfig:
     def groups_per_step(self) -> int:
         return self.samples_per_step // self.num_generations
 
+    @property
+    def trackers(self) -> list[str]:
+        """What `report_to` asks for, under our names for what is measured; with "all" those that are installed."""
+        wanted = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        if "all" in wanted:
+            return [name for name, package in TRACKERS.items() if (found := find_spec(package)) is not None and found.origin is not None]
+        return [str(name) for name in wanted if name != "none"]
+
     def steps(self, num_rows: int | None) -> int:
         """`max_steps`, else so many that every row has been trained on in each epoch."""
         if self.max_steps > 0:
@@ -231,6 +240,7 @@ class AsyncGRPOConfig:
             "trainer": {"device": device, **self._trainer(model, steps, num_rows)},
             "objective": {"kind": "ppo", "clip_low": self.epsilon, "clip_high": clip_high},
             "weights": {"every": self.weight_sync_steps, **staging},
+            "observe": {"trackers": self.trackers, **({"project": self.project} if "project" in self.given and self.project else {})},
         }
 
     def _environment(self, model: str) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class Run:
 
     def conclude(self, *, finished: bool) -> Summary:
         """Writes summary and plot of what there is, also after an interruption or a failure, which wait less for the plot."""
-        primary = source_names(self._config.environment.sources)[0]
+        began, primary = time.monotonic(), source_names(self._config.environment.sources)[0]
         said = Said(tuple(self._loss), opening.remarks(self._config))
         summary = summarise(
             self.status, primary=primary, seconds=self.seconds, before=self._before, peak_memory_mb=self._memory.peak_mb, said=said
@@ -186,7 +186,7 @@ class Run:
             missing = drawn_by_itself(self._folder, title=self._config.run.name, seconds=PLOT_SECONDS if finished else WRITING_SECONDS)
             if missing is not None:
                 self._terminal.say(missing)
-        self._tracking.end(seconds=ENDING_SECONDS if finished else WRITING_SECONDS)
+        self._tracking.end(seconds=ENDING_SECONDS if finished else max(0.5, WRITING_SECONDS - (time.monotonic() - began)))
         return summary
 
 

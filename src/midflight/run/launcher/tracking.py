@@ -57,7 +57,12 @@ class Tracking:
             self._said.put(msgspec.json.decode(line, type=TrackerSaid))
 
     def hear(self) -> None:
-        """Says what trackers have said since the last look. None of it ends the run."""
+        """Says what trackers have said since the last look, or that their process died. None of it ends the run."""
+        status = None if self._process is None else self._process.poll()
+        if status and self._open:
+            self._say(f"the process of the trackers ended with status {status}: {', '.join(sorted(self._open))} will lack what follows; "
+                      f"metrics.jsonl has every number, and {self._folder / LOGS / 'trackers.log'} says why.")  # fmt: skip
+            self._open.clear()
         while not self._said.empty():
             said = self._said.get()
             if said.error is None:
