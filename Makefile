@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-docs docs test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
+.PHONY: demo calculator test test-view test-docs docs test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -80,6 +80,15 @@ dist: $(VENV)/.dev
 # The wheel in a new environment.
 test-package: dist
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' tests/package
+
+# The viewer in a headless Chromium, which comes by apt where it is not there; MIDFLIGHT_CHROMIUM names another one.
+test-view: $(VENV)/.view
+	@test -n "$$MIDFLIGHT_CHROMIUM" || command -v chromium >/dev/null || apt-get install -y -qq chromium
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=170' $(PARALLEL:loadfile=worksteal) tests/view
+
+$(VENV)/.view: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'playwright>=1.50'
+	touch $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -305,6 +305,10 @@ class ObserveSection(Section):
     """Under which trackers list the run, beside others of the same project."""
     samples: bool = False
     """The terminal shows the last rollout, as `--samples` does."""
+    view: Literal["auto", "off"] = "auto"
+    """`auto`: a run whose viewer is installed (`midflight[view]`) has an address for it, and `/dashboard` of its gateway leads there; the viewer is a process of its own, started for its first visitor."""
+    view_port: int = Field(default=0, ge=0, le=65535)
+    """Where the viewer of a run listens, on loopback; 0 takes a free port."""
     log_format: Literal["plain", "json"] = "plain"
     """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a line, as by `--log-format json`."""
 

@@ -40,6 +40,7 @@ PRODUCTS = (
     "store.sqlite-wal",
     "store.sqlite-shm",
     "published",
+    "view.json",
     ROWS,
 )
 TRACKED = ("trackers", "tensorboard", "wandb", "mlruns", "trackio")

@@ -32,6 +32,7 @@ from midflight.run.launcher.ending import Stop, main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, can_go_on, check_kept, clear, held, prepare
 from midflight.run.launcher.ring import WRITING_SECONDS, PartFailed, Ring
 from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
+from midflight.run.launcher.viewing import BesideRun
 from midflight.run.parts import (
     Alarm,
     ControlToken,
@@ -98,6 +99,7 @@ class Run:
         self._began = time.monotonic()
         self._before = 0.0
         self._memory = PeakMemory(os.getpid())
+        self._viewer = BesideRun(config, token=token.value, say=terminal.say)
         self._tracking = Tracking(config, terminal.say)
         self.status = Status(name=config.run.name, steps=config.run.steps)
 
@@ -109,11 +111,11 @@ class Run:
     async def train(self, *, resume: bool) -> None:
         """Goes on from an earlier start with `resume`. Restarts the ring from its last checkpoint when a part dies, within the budget. Ended by the last step, or an error."""
         self._before = past_seconds(self._folder) if resume else 0.0
-        await serve_while(self._attempts(resume=resume), self._watch_memory())
+        await serve_while(self._attempts(resume=resume), self._watch_memory(), self._viewer.run())
 
     async def roll_out(self, model: ModelReady, hear: Callable[[Message], None]) -> None:
         """Rollouts for a trainer that is not ours. Ended by its `finish`, or by the death of a part: the weights are the trainer's."""
-        await serve_while(self._ring(hear, model).run(Purpose.ROLLOUTS), self._watch_memory())
+        await serve_while(self._ring(hear, model).run(Purpose.ROLLOUTS), self._watch_memory(), self._viewer.run())
 
     def _ring(self, hear: Callable[[Message], None], model: ModelReady | None = None, *, budgets: Budgets | None = None) -> Ring:
         def told(message: Message) -> None:

@@ -34,6 +34,7 @@ from midflight.observe.memory import resident
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase, Status
+from midflight.run.api.dashboard import dashboard_route
 from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route, tasks_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
@@ -264,7 +265,7 @@ class RolloutProcess:
             served=served,
             token=token,
         )
-        return [info, *sessions.routes()]
+        return [info, dashboard_route(Path(self._config.run.folder)), *sessions.routes()]
 
     def _sampling(self, serving: Serving) -> SamplingParams:
         """Defaults of a session opened over HTTP: the environment's in a run; when serving, an answer may use all the room."""

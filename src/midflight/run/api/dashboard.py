@@ -1,0 +1,41 @@
+"""`GET /dashboard`: leads to the viewer beside the run, or says how to get one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlencode
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+VIEWER = "view.json"
+"""In a run's folder: where its viewer is, while there is one."""
+
+_NONE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Midflight</title>
+<style>body{font:16px sans-serif;max-width:40rem;margin:4rem auto;padding:0 1rem;color-scheme:light dark}</style>
+<h1>There is no viewer beside this run</h1><p>Install it where the run is started, and start the run again; <code>[observe] view</code> must be
+<code>"auto"</code>:</p><pre>pip install 'midflight[view]'</pre><p>Or look at the run's folder, now or later, from anywhere it can be read:</p>
+<pre>midflight view RUN</pre></html>"""
+
+
+class Viewing(msgspec.Struct, frozen=True):
+    """Where a viewer is."""
+
+    url: str
+
+
+def dashboard_route(folder: Path) -> BaseRoute:
+    """Whoever brings a token brings it along: the viewer looks at it, and asks for it where there is none."""
+
+    async def dashboard(request: Request) -> Response:
+        try:
+            there = msgspec.json.decode((folder / VIEWER).read_bytes(), type=Viewing).url
+        except (OSError, msgspec.DecodeError):
+            return HTMLResponse(_NONE, status_code=404)
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        token = request.query_params.get("token") or (bearer if kind.lower() == "bearer" else "")
+        return RedirectResponse(f"{there}/" + (f"?{urlencode({'token': token})}" if token else ""), status_code=307)
+
+    return Route("/dashboard", dashboard, methods=["GET"])
