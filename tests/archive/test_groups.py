@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from midflight.archive.search import WordIndex, forget_deleted
 from midflight.archive.stored import rollout_key
 from midflight.errors import NoRun, RunGone, StoreCorrupt, StoreNewer
 from midflight.trajectories.database import SCHEMA_VERSION, State
-from midflight.types import Reason
+from midflight.types import GroupKey, Reason, RolloutKey, Trajectory
+from midflight.types.facts import TrajectoryKept
 
 from .stores import Recorded
 
@@ -137,6 +139,28 @@ def test_the_index_grows_with_the_run_and_leaves_the_runs_folder_alone(folder: P
         store.group(9, (1.0,), said="a quince")
     assert not words.grow(60.0).done < 9
     assert indices(folder, GroupFilter(words="quince"), words=words) == [9]
+
+
+def test_two_viewers_that_index_at_once_add_each_rollout_once(folder: Path) -> None:
+    with ThreadPoolExecutor(2) as both:
+        grown = list(both.map(lambda _: WordIndex(folder).grow(60.0), range(2)))
+    assert all(each.complete for each in grown)
+    words = WordIndex(folder)
+    assert indices(folder, GroupFilter(words="answer"), words=words) == [3, 2]
+    with closing(sqlite3.connect(words.path)) as index:
+        assert index.execute("SELECT COUNT(*) FROM said WHERE said MATCH 'answer'").fetchone() == (4,)
+
+
+def test_a_rollout_that_was_kept_anew_is_not_found_by_what_it_said_before(folder: Path) -> None:
+    words = WordIndex(folder)
+    words.grow(60.0)
+    with Recorded(folder) as store:
+        key = RolloutKey(GroupKey(0, 1), 0)
+        row = store.row(("<|user|>x<|end|><|assistant|>", False), ("a medlar<|end|>", True))
+        store.apply(TrajectoryKept(Trajectory(key, "task-1", "letters", 1.0, (row,)), {}, {}))
+    words.grow(60.0)
+    page = page_of(folder, GroupFilter(words="apple"), words=words)
+    assert [(group.key.index, [rollout.found for rollout in group.rollouts]) for group in page.groups] == [(1, [False, True])]
 
 
 def test_the_index_of_a_run_that_was_deleted_is_forgotten(folder: Path) -> None:

@@ -19,6 +19,7 @@ from midflight.types import Fate, GroupKey, Reason, RolloutKey, Task, Version
 PASSED = 1.0
 """The reward from which on a rollout counts as passed, unless another is given."""
 _KEY = "epoch, position, attempt"
+_TOLD = "FROM beside.said JOIN beside.told ON number = said.rowid WHERE said MATCH ?"
 
 
 class GroupOrder(StrEnum):
@@ -178,7 +179,7 @@ def page_of(
         ((total,),) = store.ask(f"SELECT COUNT(*) FROM groups g WHERE {where}", *values)
         groups = _groups(store, where, values, order, first, number)
         scores = _epochs(store, [blob for _, blob, *_ in groups], passed) if groups else {}
-        found = _found(store, wanted) if wanted.words else frozenset[RolloutKey]()
+        found = _found(store, wanted.words, groups) if wanted.words and groups else frozenset[RolloutKey]()
         seen = tuple(_seen(store, columns, scores, found) for columns in groups)
         return GroupPage(seen, total, _sources(store), _failures(store), _fates(store))
 
@@ -202,7 +203,7 @@ def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
     if wanted.failure:
         parts.append((_having("r.reward IS NULL AND failure_of(r.error) = ?"), [wanted.failure]))
     if wanted.words:
-        parts.append((_having("r.rowid IN (SELECT rowid FROM beside.said WHERE said MATCH ?)"), [WordIndex.query(wanted.words)]))
+        parts.append((f"({_KEY}) IN (SELECT {_KEY} {_TOLD})", [WordIndex.query(wanted.words)]))
     if wanted.key is not None:
         parts.append((f"({_KEY}) = (?, ?, ?)", _values(wanted.key)))
     return " AND ".join(sql for sql, _ in parts) or "1", [value for _, values in parts for value in values]
@@ -277,10 +278,12 @@ def briefs(store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = fr
     return tuple(made)
 
 
-def _found(store: StoreReading, wanted: GroupFilter) -> frozenset[RolloutKey]:
+def _found(store: StoreReading, words: str, groups: Sequence[Columns]) -> frozenset[RolloutKey]:
+    """Of these groups, the rollouts that hold the words."""
+    marks = ", ".join(["(?, ?, ?)"] * len(groups))
     rows = store.ask(
-        f"SELECT {_KEY}, sample FROM rollouts WHERE rowid IN (SELECT rowid FROM beside.said WHERE said MATCH ?)",
-        WordIndex.query(wanted.words),
+        f"SELECT {_KEY}, sample {_TOLD} AND ({_KEY}) IN (VALUES {marks})",
+        *(WordIndex.query(words), *(part for key, *_ in groups for part in key)),
     )
     return frozenset(RolloutKey(GroupKey(*key), sample) for *key, sample in rows)
 

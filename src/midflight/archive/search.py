@@ -21,8 +21,8 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.database import decode_rows, decode_scored, naming
 
 AT_ONCE = 200
-"""Rollouts that one transaction adds: about 50 ms at 500 tokens each, so that a page is not kept waiting."""
-SHAPE = 1
+"""Rollouts that one transaction adds: about 30 ms at 300 tokens each, so that a page is not kept waiting."""
+SHAPE = 2
 """Of the index; another one is made anew."""
 
 
@@ -74,9 +74,9 @@ class WordIndex:
         """The next rollouts, in one transaction: two viewers don't add the same."""
         with _transaction(index, self.path):
             after = _number(index)
-            for number, task, error, rows, scored in store.ask(
-                "SELECT r.rowid, task, error, rows, scored FROM rollouts r JOIN groups USING (epoch, position, attempt) "
-                "WHERE r.rowid > ? ORDER BY r.rowid LIMIT ?",
+            for number, *key, task, error, rows, scored in store.ask(
+                "SELECT r.rowid, epoch, position, attempt, sample, task, error, rows, scored "
+                "FROM rollouts r JOIN groups USING (epoch, position, attempt) WHERE r.rowid > ? ORDER BY r.rowid LIMIT ?",
                 *(after, AT_ONCE),
             ):
                 after = number
@@ -85,6 +85,7 @@ class WordIndex:
                 said = [tokenizer.decode(np.asarray(row.token_ids).tolist()) for row in store.decoded(decode_rows, rows)]
                 text = "\n".join([asked.id, asked.source, error or "", *([json.dumps(fields)] if fields else []), *said])
                 index.execute("INSERT INTO said (rowid, text) VALUES (?, ?)", (number, text))
+                index.execute("INSERT OR REPLACE INTO told VALUES (?, ?, ?, ?, ?)", (number, *key))
             index.execute("UPDATE reached SET number = ?", (after,))
         return after
 
@@ -99,6 +100,11 @@ class WordIndex:
             with _transaction(index, self.path):
                 if not index.execute("SELECT 1 FROM sqlite_master WHERE name = 'reached'").fetchone():
                     index.execute("CREATE VIRTUAL TABLE said USING fts5(text, content = '')")
+                    # A rollout that was kept anew has a new number, and is not found by what it said before.
+                    index.execute(
+                        "CREATE TABLE told (number INTEGER PRIMARY KEY, epoch INTEGER, position INTEGER, attempt INTEGER, sample INTEGER, "
+                        "UNIQUE (epoch, position, attempt, sample))"
+                    )
                     index.execute("CREATE TABLE reached (number INTEGER NOT NULL, store TEXT NOT NULL)")
                     index.execute("INSERT INTO reached VALUES (0, ?)", (str((self._folder / STORE).resolve()),))
         return index

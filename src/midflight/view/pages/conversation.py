@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from urllib.parse import urlencode
 
 import numpy as np
-from nicegui import run, ui
+from nicegui import ui
 
 from midflight.archive.conversation import BranchSeen, ConversationSeen, TokenUse, as_curl, as_json, as_shell, conversation_of
 from midflight.archive.messages import MessageSaid
@@ -63,7 +65,7 @@ async def draw(visit: Visit) -> None:
     async def load() -> None:
         """After the page is there: the first advantages of a viewer take seconds, in which torch is loaded."""
         try:
-            seen = await run.io_bound(conversation_of, visit.run.folder, key)
+            seen = await asyncio.to_thread(conversation_of, visit.run.folder, key)
         except MidflightError as error:
             waits.text = str(error)
             waits.props("role=alert data-test=problem")
@@ -262,7 +264,7 @@ def _tints(visit: Visit, chosen: str, branches: Sequence[BranchSeen]) -> str:
 
 
 def _tint_link(visit: Visit, name: str, tint: Tint, *, chosen: bool) -> str:
-    to = escape(visit.link("conversation", **{**visit.query, "color": name}))
+    to = f"?{escape(urlencode({**visit.query, 'color': name}))}"
     here = ' aria-current="true"' if chosen else ""
     return f'<a href="{to}" data-test="color {name}"{here}>{tint.title}</a>'
 
@@ -276,7 +278,7 @@ def _difference(seen: ConversationSeen) -> None:
     uses = Counter(str(use) for branch in seen.branches for use in branch.uses)
     lines = [f"{count} tokens: {use}" for use, count in uses.most_common()]
     if seen.rollout is not None:
-        lost = {why: count for (fate, why), count in seen.rollout.tokens.items() if why is not None and why not in uses}
+        lost = {why: count for (_, why), count in seen.rollout.tokens.items() if why is not None and why not in uses}
         lines += [f"{count} tokens that the model wrote are in no row: {why}" for why, count in lost.items()]
     with ui.element("ul").props("data-test=difference"):
         for line in lines:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from html import escape
 from urllib.parse import urlencode
 
-from nicegui import run, ui
+from nicegui import ui
 
 from midflight.archive.groups import GroupFilter, GroupOrder, GroupPage, GroupSeen, RolloutBrief, page_of, versions_of
 from midflight.archive.search import WordIndex
@@ -56,8 +57,8 @@ async def draw(visit: Visit) -> None:
 
     async def look() -> tuple[GroupPage, str, float]:
         """The page, what is said above it, and the seconds after which it may be another one."""
-        indexed = await run.io_bound(words.grow, GROW_SECONDS) if words else None
-        page = await run.io_bound(page_of, visit.run.folder, wanted, order=order, first=first, number=ON_A_PAGE, words=words)
+        indexed = await asyncio.to_thread(words.grow, GROW_SECONDS) if words else None
+        page = await asyncio.to_thread(page_of, visit.run.folder, wanted, order=order, first=first, number=ON_A_PAGE, words=words)
         if indexed is None or indexed.complete:
             return page, _counted(page, first), REFRESH_SECONDS
         return page, f"{_counted(page, first)}; looked through {indexed.done:,} of {indexed.total:,} rollouts so far", GROW_SECONDS

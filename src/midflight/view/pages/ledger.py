@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from nicegui import run, ui
+import asyncio
+
+from nicegui import ui
 
 from midflight.archive.ledger import MEANINGS, Ledger, ledger_of
 from midflight.errors import MidflightError
@@ -15,7 +17,7 @@ REFRESH_SECONDS = 5.0
 
 
 async def draw(visit: Visit) -> None:
-    shown = await run.io_bound(ledger_of, visit.run.folder)
+    shown = await asyncio.to_thread(ledger_of, visit.run.folder)
     place = ui.column().classes("w-full gap-1")
     with place:
         _show(visit, shown)
@@ -23,7 +25,7 @@ async def draw(visit: Visit) -> None:
     async def refresh() -> None:
         nonlocal shown
         try:
-            found = await run.io_bound(ledger_of, visit.run.folder)
+            found = await asyncio.to_thread(ledger_of, visit.run.folder)
         except MidflightError as error:
             timer.deactivate()
             with place:
