@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-view test-docs docs test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint format clean
+.PHONY: demo calculator test test-view test-docs docs test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -97,6 +97,17 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python tools/bars.py --journey
 
+# What operators are given. systemd-analyze is the system's own, and left out where it is not.
+lint-ops: $(VENV)/.dev $(VENV)-ops/.done
+	$(VENV)-ops/bin/hadolint ops/Dockerfile
+	$(VENV)-ops/bin/shellcheck ops/*.sh
+	$(VENV)-ops/bin/kubernetes-validate --strict --quiet ops/kubernetes/*.yaml
+	if command -v systemd-analyze > /dev/null; then \
+	    cp ops/midflight@.service $(VENV)-ops/midflight@demo.service && \
+	    systemd-analyze verify --man=no $(VENV)-ops/midflight@demo.service; \
+	else echo 'systemd-analyze is not here: ops/midflight@.service was not looked at'; fi
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' tests/ops
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -115,6 +126,8 @@ $(VENV)/.dev: $(VENV)/.demo
 
 # What builds the site reads our sources and imports none of them.
 $(VENV)-docs/.done: tools/requirements-site.txt
+$(VENV)-ops/.done: ops/requirements.txt
+$(VENV)-docs/.done $(VENV)-ops/.done:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
@@ -151,4 +164,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-vllm $(VENV)-sglang runs build dist site
