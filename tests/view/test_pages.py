@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 from tests.archive.test_runs import made_run, score_line, step_line
 from tests.view.conftest import NARROW, PATIENCE, WIDE, viewing
 
@@ -37,6 +37,10 @@ def rollout_line(began: float, ended: float, *, failure: str | None = None, sour
 
 def value(page: Page, name: str) -> str:
     return page.locator(f'[data-test="{name}"]').first.inner_text()
+
+
+def cells(row: Locator) -> list[str]:
+    return [text.strip() for text in row.locator("td").all_inner_texts()]
 
 
 def test_a_page_shows_the_runs_numbers_as_text_with_three_decimals(tmp_path: Path, look: Look) -> None:
@@ -73,7 +77,7 @@ def test_what_fails_is_found_with_its_environment_its_step_and_what_to_do(tmp_pa
         page = look(address)
         rows = page.locator('table[data-test="failures"] tbody tr')
         expect(rows).to_have_count(1)
-        assert rows.first.inner_text().split("\t") == ["sums", "ZeroDivisionError", "3 of 3 tries", "step 2 (3)"]
+        assert cells(rows.first) == ["sums", "ZeroDivisionError", "3 of 3 tries", "step 2 (3)"]
         assert (
             page.locator('table[data-test="failures"] a').first.get_attribute("href")
             == "/run/a/groups?failure=ZeroDivisionError&source=sums"
@@ -88,7 +92,7 @@ def test_the_time_page_says_who_was_busy_when_and_leads_to_the_groups_of_a_step(
     with viewing(folder) as address:
         page = look(f"{address}/run/a/time")
         expect(page.locator('[data-test="chart time"] .ytick text')).to_have_text(["engine0", "trainer", "trainer waits"])
-        assert page.locator('table[data-test="waits"] tbody').inner_text().split("\t") == ["trainer", "generation", "2 s", "50%", "1.500 s"]
+        assert cells(page.locator('table[data-test="waits"] tbody tr')) == ["trainer", "generation", "2 s", "50%", "1.500 s"]
         assert page.locator('table[data-test="steps"] a').get_attribute("href") == "/run/a/groups?step=1"
 
 
