@@ -51,7 +51,7 @@ def test_a_page_shows_the_runs_numbers_as_text_with_three_decimals(tmp_path: Pat
         assert (value(page, "state"), value(page, "step"), value(page, "reward")) == ("stopped", "2 of 4", "0.667")
         assert value(page, "held out sums") == "0.250 → 0.750"
         assert value(page, "engine, trainer, both busy") == "38%, 100%, 38%"  # (1 - 0.25) of 2 seconds
-        assert "generating 0.500 s (50%); waiting for a first token 0.250 s (25%); environment 0.250 s (25%)" in page.inner_text("main")
+        assert "generating 0.500 s (50%); waiting for a first token 0.250 s (25%); environment 0.250 s (25%)" in page.inner_text(".page")
         expect(page.locator('[data-test="chart Reward by source"] canvas')).to_be_visible()
 
 
@@ -91,7 +91,7 @@ def test_the_time_page_says_who_was_busy_when_and_leads_to_the_groups_of_a_step(
     timeline(folder, rollout_line(0.0, 2.0), wait, {"kind": "step", "lease": 1, "version": 1, "began": 1.5, "ended": 4.5, "num_tokens": 9})
     with viewing(folder) as address:
         page = look(f"{address}/run/a/time")
-        expect(page.locator('[data-test="chart time"] .ytick text')).to_have_text(["engine0", "trainer", "trainer waits"])
+        expect(page.locator('[data-test="chart time"] .ytick text')).to_have_text(["trainer waits", "trainer", "engine0"])
         assert cells(page.locator('table[data-test="waits"] tbody tr')) == ["trainer", "generation", "2 s", "50%", "1.500 s"]
         assert page.locator('table[data-test="steps"] a').get_attribute("href") == "/run/a/groups?step=1"
 
@@ -104,7 +104,7 @@ def test_several_runs_are_listed_and_seeds_become_one_line_in_a_band(tmp_path: P
         page = look(address)
         expect(page.locator('table[data-test="runs"] tbody tr')).to_have_count(3)
         page.locator('[data-test="overlay"]').click()
-        expect(page.locator("main")).to_contain_text("other 0.125, seed0 and 1 more seeds 0.500")
+        expect(page.locator(".page")).to_contain_text("other 0.125, seed0 and 1 more seeds 0.500")
         assert page.locator('table[data-test="differences"] td').first.inner_text() == "run.steps"
 
 
@@ -118,7 +118,7 @@ def test_pages_fit_the_window_and_every_link_is_reached_by_the_keyboard(
     with viewing(folder) as address:
         for part in ("run", "time"):
             page = look(f"{address}/run/{folder.name}/{part}", size=size, dark=dark)
-            page.locator("main").wait_for()
+            page.locator(".page").wait_for()
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ("rgb(18, 18, 18)" if dark else "rgb(255, 255, 255)")
             links = page.locator("nav a").count()

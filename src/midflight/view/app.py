@@ -160,7 +160,7 @@ def _frame(visit: Visit | None, runs: tuple[ArchivedRun, ...], title: str, reque
             link = ui.link(name, f"/looks/{name}?to={quote(here)}").props(f'data-test="look {name}"')
             if name == look:
                 link.classes("here").props('aria-current="true"')
-    main = ui.element("main").classes("page column")
+    main = ui.element("div").classes("page column")
     with main, ui.element("h1"):
         ui.label(f"{visit.run.slug}: {title}" if visit else title)
     return main
