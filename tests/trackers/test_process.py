@@ -90,6 +90,25 @@ def test_a_run_that_goes_on_is_found_again_and_a_dead_launcher_leaves_nothing_be
     assert [call[1] for call in told if call[0] == "scalars"] == [1, 2, 3, 4]
 
 
+def test_nobody_who_listens_costs_no_tracker_anything(tmp_path: Path) -> None:
+    """A launcher that was killed: both ends of its pipes are closed."""
+    configure(tmp_path, f"{OWN}:Fails", f"{OWN}:Notes")
+    write(tmp_path, step(1), step(2))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "midflight.trackers.process", str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stdin.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 0 and "BrokenPipe" not in said and said.count("ConnectionError: no route") == 2
+    assert [call[0] for call in notes(tmp_path)][-1] == "close"
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -75,6 +75,8 @@ def as_asked() -> None:
     if process := os.environ.get(PROCESS_VARIABLE):
         logging.getLogger().addHandler(JsonRecords(process))
         sys.stdout, sys.stderr = PrintedLines(process, level="info"), PrintedLines(process, level="error")
+        sys.excepthook = lambda kind, error, trace: log_failure(error)
+        threading.excepthook = lambda found: None if found.exc_value is None else log_failure(found.exc_value)
 
 
 def log_failure(error: BaseException) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -102,9 +103,9 @@ _out = threading.Lock()
 
 
 def say(said: TrackerSaid) -> None:
-    with _out:
-        sys.__stdout__.write(msgspec.json.encode(said).decode() + "\n")  # type: ignore[union-attr]
-        sys.__stdout__.flush()  # type: ignore[union-attr]
+    """A launcher that is gone does not listen, and what is left is told all the same."""
+    with _out, suppress(OSError):
+        os.write(1, msgspec.json.encode(said) + b"\n")
 
 
 def main() -> None:
