@@ -200,8 +200,8 @@ def _compare_with(visit: Visit) -> None:
         looks.section("Over each other", "This run with another one:")
         with ui.element("div").classes("tiles"):
             for other in others:
-                ui.link(other.slug, visit.link("run", **{"with": other.slug}))
-            ui.link("all of them", visit.link("run", **{"with": ",".join(run.slug for run in others)})).props('data-test="overlay"')
+                ui.link(other.slug, f"{visit.link('run')}?with={other.slug}")
+            ui.link("all of them", f"{visit.link('run')}?with={','.join(run.slug for run in others)}").props('data-test="overlay"')
 
 
 def _overlaid(visit: Visit, runs: Sequence[ArchivedRun]) -> None:
