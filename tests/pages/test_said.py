@@ -21,6 +21,7 @@ from typer.main import get_command
 import midflight
 from midflight.cli.commands import app
 from midflight.config import load_config
+from midflight.config.load import options
 from midflight.environments.registry import environment_name, load_environment
 from midflight.gateway.http.http import DIALECTS
 from midflight.gateway.http.lookups import DESCRIBED
@@ -84,6 +85,18 @@ def test_every_class_named_in_the_text_exists(page: Path) -> None:
         if (match := re.fullmatch(r"([A-Z][a-z]+[A-Za-z]*)(?:\.(\w+))?", code)) and "_" not in match[1]:
             assert re.search(rf"^(class {match[1]}\b|{match[1]} = |{match[1]}: )", source(), re.MULTILINE), f"{page.name} names {code}"
             assert match[2] is None or re.search(rf"\b{match[2]}\b", source()), f"{page.name} names {code}"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.stem not in ("CHANGELOG", "from-trl", "from-verl")], ids=lambda path: path.name
+)
+def test_every_option_named_in_the_text_exists(page: Path) -> None:
+    """But for those that were, and those of others."""
+    sections, known = {key.partition(".")[0] for key in options()}, {re.sub(r"\.\*.*", "", key) for key in options()}
+    for code in set(CODE.findall(prose(page))):
+        match = re.fullmatch(r"(?:--set )?((\w+)\.[a-z_]+)(?: ?= ?[\w\".:-]+)?", code)
+        if match and match[2] in sections and not code.endswith((".py", ".toml", ".log", ".json")):
+            assert match[1] in known, f"{page.name} names {code}"
 
 
 @cache
