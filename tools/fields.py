@@ -1,4 +1,4 @@
-"""docs/fields.md, made from the bodies that the gateway parses: `python tools/fields.py docs/fields.md`.
+"""docs/fields.md, made from the bodies that the gateway parses and from the errors that it answers with: `python tools/fields.py docs/fields.md`.
 
 Which fields there are, of which type, in which range, what is ignored and what is refused is read from the code; a sentence says what
 becomes of each field. A field without a sentence is an error here, so none is forgotten.
@@ -13,7 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from midflight.gateway.dialects.fields import HARMLESS, NEUTRAL, REMEDIES, Body
+from pydantic import BaseModel
+
+from midflight.errors import Blame, MidflightError
+from midflight.gateway.dialects.fields import HARMLESS, NEUTRAL, REMEDIES
 from midflight.gateway.dialects.messages_input import MessagesBody
 from midflight.gateway.dialects.native import NativeSampling
 from midflight.gateway.http.lookups import DESCRIBED
@@ -144,7 +147,7 @@ def page() -> str:
     for path, described in DESCRIBED.items():
         if path in SENTENCES:
             parts += [f"\n## `POST {path}`\n\n", *_table(path, described.body)]
-    return "".join([*parts, *_not_read()])
+    return "".join([*parts, *_not_read(), *_errors()])
 
 
 def _parameter(parameter: Parameter) -> str:
@@ -161,7 +164,7 @@ def _parameter(parameter: Parameter) -> str:
     )
 
 
-def _table(path: str, body: type[Body]) -> Iterator[str]:
+def _table(path: str, body: type[BaseModel]) -> Iterator[str]:
     yield "| field | value | what becomes of it |\n|---|---|---|\n"
     schema = body.model_json_schema()
     sentences = SENTENCES[path]
@@ -191,7 +194,7 @@ def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     words = {"string": "text", "integer": "whole number", "boolean": "true or false", "null": ""}
-    kind = schema.get("type", "")
+    kind = str(schema.get("type", ""))
     return "list" if kind == "array" else words.get(kind, kind)
 
 
@@ -203,6 +206,26 @@ def _not_read() -> Iterator[str]:
     yield "| field | value | instead |\n|---|---|---|\n"
     for name in sorted({*NEUTRAL, *REMEDIES}):
         yield _row(f"`{name}`", " or ".join(f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ())) or "none", REMEDIES.get(name, ""))
+
+
+def _errors() -> Iterator[str]:
+    """By status and code, each with the class that has it; two of one code are one row."""
+    yield "\n## Errors\n\nBy the classes of [errors.py](../src/midflight/errors.py). Where trying again can help there is `Retry-After`.\n\n"
+    yield "| status | `code` | errors | worth trying again |\n|---|---|---|---|\n"
+    found: dict[tuple[int, str, bool], list[str]] = {}
+    for error in _answered(MidflightError):
+        found.setdefault((error.status, error.code, error.retryable), []).append(f"`{error.__name__}`")
+    for (status, code, retryable), names in sorted(found.items()):
+        yield _row(str(status), f"`{code}`", ", ".join(names), "yes" if retryable else "")
+
+
+def _answered(error: type[MidflightError]) -> Iterator[type[MidflightError]]:
+    """Those that clients are told; other errors are 500."""
+    if error.status != MidflightError.status and error.blame is not Blame.CONFIG:
+        yield error
+    for inner in error.__subclasses__():
+        if inner.__module__ == MidflightError.__module__:
+            yield from _answered(inner)
 
 
 def _row(*cells: str) -> str:

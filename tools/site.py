@@ -33,6 +33,8 @@ CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".pyi": "python", ".toml": "toml", ".jsonl": "json", ".json": "json", ".txt": "text", ".yml": "yaml"}
 LARGEST = 200_000
 """Bytes of a file that is shown whole."""
+WIDE = ".md-grid { max-width: 80rem; }\n.md-typeset table:not([class]) code { white-space: normal; }\n"
+"""Room for code of 140 columns and for tables."""
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -43,6 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     added = {place: (ROOT / name).read_text() for name, place in PAGES.items() if (ROOT / name).exists()}
     for path in sorted(_linked()):
         added[_place_of(path)] = _shown(path)
+    added["site.css"] = WIDE
     for place, text in added.items():
         files.append(File.generated(config, place, content=text))
     return files
