@@ -217,6 +217,11 @@ def test_the_readme_leads_to_every_page() -> None:
     assert {path.name for path in PAGES if path.name != "README.md"} <= {Path(target).name for _, target in LINK.findall(table)}
 
 
+def test_every_page_has_a_place_on_the_site() -> None:
+    places = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= places
+
+
 def test_every_route_of_an_agent_is_in_the_table_of_routes() -> None:
     text = (ROOT / "docs" / "gateway.md").read_text()
     assert all(f"`POST {path}`" in text for path in DESCRIBED) and DESCRIBED.keys() >= {dialect.path for dialect in DIALECTS}
