@@ -50,7 +50,7 @@ def test_a_run_is_followed_and_neither_a_failing_nor_a_hanging_tracker_hurts_ano
     (tmp_path / "plot.png").write_bytes(b"drawn")
     (tmp_path / "summary.json").write_text('{"steps": 3, "name": "tried", "loss": ["a"], "overlap_share": null}')
     append(tmp_path, step(4))
-    run.end(seconds=2.0)
+    run.end(seconds=4.0)
     assert [call[0] for call in notes(tmp_path)][-2:] == ["picture", "close"] and notes(tmp_path)[-1] == [
         "close",
         {"steps": 3, "name": "tried"},
