@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-view test-docs docs test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-view test-docs docs test-clients test-notebook test-view test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -30,7 +30,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test
-	$(MAKE) docs test-docs test-package test-clients test-notebook test-trackers test-engines test-models benchmarks-smoke
+	$(MAKE) docs test-docs test-package test-clients test-notebook test-view test-trackers test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
