@@ -52,6 +52,7 @@ def recorded(folder: Path) -> None:
     line = {"kind": "step", "step": 1, "version": 1, "seconds": 1.0, "step_seconds": 1.0, "tokens": 1, "rollouts": 2,
             "generation_rate": 0.0, "training_rate": 0.0, "totals": {}}  # fmt: skip
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (folder / "config.toml").write_text('[gateway]\nreasoning_format = "think"\n')
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,7 @@ def test_each_token_has_a_tooltip_of_all_that_the_store_knows(tab: Page, address
 def test_tools_thinking_branches_and_markup_are_shown_as_what_they_are(tab: Page, address: str) -> None:
     tab.goto(f"{address}/run/good/conversation?epoch=0&position=0&attempt=0&sample=0")
     expect(tab.locator('[data-test="call"]').first).to_have_text('calls weather\n{\n  "city": "Ulm"\n}')
+    assert named(tab, "thinking") == "which?"
     assert "sunny" in named(tab, "tool")
     assert "No <b>rain</b>." in tab.locator('[data-test="assistant"]').nth(1).inner_text()
     assert tab.get_by_text("Branch 2 of 2").count() == 1
@@ -171,6 +173,27 @@ def test_the_ledger_shows_the_sums_of_the_store_and_that_they_balance(tab: Page,
     assert "Balanced" in named(tab, "balance")
     last = tab.locator('[data-test="tokens"] tr').last.inner_text().split()
     assert last[:4] == ["received", *(f"{n:,}" for n in (*(line.received for line in ledger.sources), ledger.accounts.received_tokens))]
+
+
+def test_a_page_takes_up_what_the_run_goes_on_to_do(tab: Page, address: str, folders: Path) -> None:
+    tab.goto(f"{address}/run/going/groups?sort=newest")
+    expect(tab.locator('[data-test="counted"]')).to_have_text("groups 1 to 25 of 30")
+    with Recorded(folders / "going") as store:
+        store._order = 30
+        store.group(30, (0.125, 0.375))
+    expect(tab.locator('[data-test="counted"]')).to_have_text("groups 1 to 25 of 31")
+    assert "0.250" in named(tab, "group 0-30-0")
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"), [("JSON", '{"rollout": "0-0-0-0"'), ("curl", "curl -s http"), ("shell", "midflight serve --model ")]
+)
+def test_a_conversation_is_copied_as_what_is_asked_for(tab: Page, address: str, name: str, begins: str) -> None:
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.goto(f"{address}/run/good/conversation?epoch=0&position=0&attempt=0&sample=0")
+    tab.locator(f'[data-test="copy {name}"]').click()
+    expect(tab.get_by_text("copied").first).to_be_visible()
+    assert tab.evaluate("navigator.clipboard.readText()").startswith(begins)
 
 
 def test_what_cannot_be_shown_is_said_on_the_page(tab: Page, address: str, folders: Path) -> None:
