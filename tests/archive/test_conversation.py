@@ -125,7 +125,7 @@ def test_it_can_be_taken_along_as_json_as_a_request_and_as_a_script(tmp_path: Pa
     assert taken["messages"][-1] == {"role": "assistant", "content": "it's fine"}
     assert len(taken["branches"][0]["logprob"]) == len(taken["branches"][0]["token_ids"])
     body = as_curl(seen).partition(" -d ")[2].strip("'")
-    assert json.loads(body)["messages"] == [{"role": "user", "content": "question 0"}]
+    assert json.loads(body) == {"model": "midflight", "messages": [{"role": "user", "content": "question 0"}]}  # as long as there is room
     assert f"midflight serve --model {tmp_path}/start" in as_shell(seen, tmp_path)
 
 

@@ -293,7 +293,7 @@ def as_curl(seen: ConversationSeen, *, until: int | None = None, url: str = "htt
         return ""
     wrote = [at for at, said in enumerate(branch.messages) if said.written]
     cut = (wrote[-1] if wrote else len(branch.messages)) if until is None else until
-    body = msgspec.json.encode({"model": "midflight", "messages": seen.chat()[:cut], "max_tokens": 256}).decode()
+    body = msgspec.json.encode({"model": "midflight", "messages": seen.chat()[:cut]}).decode()
     return f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 
@@ -304,4 +304,4 @@ def as_shell(seen: ConversationSeen, folder: Path) -> str:
     asks = [as_curl(seen, until=at) for at in wrote]
     serve = f"midflight serve --model {shlex.quote(str(model))} --name midflight --port 8000 &"
     wait = "until curl -sf http://127.0.0.1:8000/health > /dev/null; do sleep 1; done"
-    return "\n".join([serve, wait, *asks, "kill %1"])
+    return "\n".join([serve, wait, *asks, "kill $!"])
