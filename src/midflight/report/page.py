@@ -32,7 +32,7 @@ _NUMBERS = {
     "heldout_before": "held out, before",
     "heldout_after": "held out, after",
     "steps": "steps",
-    "seconds": "seconds",
+    "seconds": "time",
     "rollouts": "rollouts",
     "failed_rollouts": "failed rollouts",
     "rollouts_spanning_versions": "rollouts over several versions",
