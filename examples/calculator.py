@@ -35,10 +35,8 @@ def conversation(expression: str) -> dict[str, object]:
         asked = f"{answer} {sign} {term}"
         answer = calc(asked)
         call = {"id": f"call_{number}", "type": "function", "function": {"name": "calc", "arguments": json.dumps({"e": asked})}}
-        messages += [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": f"call_{number}", "name": "calc", "content": answer},
-        ]
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"call_{number}", "name": "calc", "content": answer})
     return {"messages": [*messages, {"role": "assistant", "content": answer}]}
 
 

@@ -28,8 +28,8 @@ async def work(endpoint: dict[str, Any]) -> None:
                 claims = await answer.json()
             for claim in claims:
                 client = AsyncOpenAI(base_url=claim["base_url"], api_key=claim["api_key"])
-                question = {"role": "user", "content": claim["task"]["data"]["question"]}
-                reply = await client.chat.completions.create(model="policy", messages=[question])
+                question = claim["task"]["data"]["question"]
+                reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": question}])
                 reward = float(reply.choices[0].message.content == claim["task"]["data"]["answer"])
                 owner = {"Authorization": f"Bearer {claim['owner_token']}"}
                 await http.post(f"/midflight/v1/sessions/{claim['session_id']}/reward", json={"reward": reward}, headers=owner)
