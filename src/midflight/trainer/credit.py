@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from midflight.config.checks import component_weights, takes_whole_rollouts
 from midflight.config.formulas import ADVANTAGES, Advantage
 from midflight.errors import RunFailed
 from midflight.trainer.formulas import advantages
-from midflight.trainer.model.microbatch import Index, shift
 from midflight.types import PackedBatch
+
+if TYPE_CHECKING:
+    from midflight.trainer.model.microbatch import Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ def scoring_of(config: Config) -> Scoring:
 
 def token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Index) -> NDArray[np.float64]:
     """[N - R], shifted: the rollout's advantage on each of its tokens, and what the teacher thinks of that token."""
+    from midflight.trainer.model.microbatch import shift  # and with it transformers, which whoever looks at a run does without
+
     rollout = shift(rollout_of_token, batch.row_offsets)
     of_rewards = _of_tokens(batch, answer_advantages(batch, scoring), rollout) if scoring.counts_rewards else np.zeros(len(rollout))
     if not scoring.teacher_weight:
@@ -99,6 +104,8 @@ def token_advantages(batch: PackedBatch, scoring: Scoring, rollout_of_token: Ind
 
 def _of_tokens(batch: PackedBatch, found: NDArray[np.float64], rollout: Index) -> NDArray[np.float64]:
     """Those of the answer that each token is of."""
+    from midflight.trainer.model.microbatch import shift
+
     if batch.turns is None:
         return found[rollout, 0]
     return found[rollout, np.minimum(shift(batch.turns, batch.row_offsets), found.shape[1] - 1)]
