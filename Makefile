@@ -45,7 +45,7 @@ test-docs: $(VENV)/.dev
 
 # The pages as a site, in site/. A link that leads nowhere fails it.
 docs: $(VENV)-docs/.done
-	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
 # A notebook in a kernel of its own.
 test-notebook: $(VENV)/.dev

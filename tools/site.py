@@ -28,7 +28,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 """Pages of the root, by their places on the site."""
-LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
+LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".pyi": "python", ".toml": "toml", ".jsonl": "json", ".json": "json", ".txt": "text", ".yml": "yaml"}
 LARGEST = 200_000
