@@ -146,7 +146,7 @@ def _size_rows(modules: list[Module]) -> list[Row]:
         Row("files", len(modules)),
         Row("lines", sum(len(module.lines) for module in modules)),
         Row("code lines", num_code),
-        Row("import lines", 100 * num_imports / num_code, 9.6, unit=" %"),
+        Row("import lines", 100 * num_imports / num_code, 9, unit=" %"),
         Row(f"files over {MAX_FILE} lines", len(files), 0, tuple(files)),
         Row(f"functions over {MAX_FUNCTION} lines", len(functions), 0, tuple(functions)),
     ]

@@ -1,7 +1,5 @@
 """Finding what a configuration names as `module:name`: a user's environment, a user's loss."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -4,8 +4,6 @@ An error is priced by what it costs (a request, a rollout, a step, the run) and 
 Messages name the deed and the value, and end with the remedy. `wire.edge.fault_of` turns an error into HTTP.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 from collections.abc import Iterable, Iterator

@@ -6,8 +6,6 @@ one is first asked for. That pipe is between two processes of one user that the 
 into it: pickled bytes come from nowhere else, no socket and no file.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import typing

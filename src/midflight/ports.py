@@ -3,8 +3,6 @@
 And how an engine is paused, for an operator or for a commit: in which mode, and with proof that it really made no token.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager

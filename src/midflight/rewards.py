@@ -3,8 +3,6 @@
 Each compares the last answer as text. Further arguments come from `options`, or from columns of the task of the same name.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

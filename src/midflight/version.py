@@ -1,7 +1,5 @@
 """The version, written here only: the package, the command line and the OpenAPI document say this one. And the commit it was built from."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One rollout as it was said and as it is trained: its messages, the branches of its token tree, and all that is known of each token."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

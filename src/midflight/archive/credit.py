@@ -1,7 +1,5 @@
 """The advantages that a step trained with, worked out again: rewards are stored, and the trainer's own functions make advantages of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

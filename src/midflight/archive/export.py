@@ -1,7 +1,5 @@
 """Chosen rollouts of a run as a data set: JSON lines that `datasets` loads, with conversations as chat messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The groups of a run, a page at a time: what was asked, how each rollout was rewarded, and what became of it. All of it is SQL on the store."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

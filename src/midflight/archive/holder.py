@@ -1,7 +1,5 @@
 """Which process holds a run's folder, by the file `lock` in it. `run.launcher.folder` writes it."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

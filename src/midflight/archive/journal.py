@@ -1,7 +1,5 @@
 """A run's journal as points: all of it at first, then what was appended since the last look, also while a run writes it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where every token of a run went, and every group: sums of what the store holds, which are what the run's own books say."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Of a finished run as a whole its summary says so. A stretch is judged by its tim
 placed on one, the trainer while it makes a step. An idle engine with a request in its own queue counts as busy, which is a little too much.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Runs in their folders: found under a folder, checked, and described, without a word to the processes that make them."""
 
-from __future__ import annotations
-
 import re
 import time
 import tomllib

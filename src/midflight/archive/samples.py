@@ -1,7 +1,5 @@
 """Conversations and the ledger of a run as text, for terminals."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

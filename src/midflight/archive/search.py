@@ -1,7 +1,5 @@
 """Full-text search over the rollouts of a run: an index in a file of the viewer's own, which grows with the run. The run's folder is not touched."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A run's store, opened to be read: also while its run goes on, and after a crash. What is not a store comes out as a clear error."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """When things happened in a run, from its timeline: what the newest lines say, and what was appended since the last look."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

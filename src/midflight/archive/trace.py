@@ -6,8 +6,6 @@ each other, never across. What is estimated says so in its arguments: when an en
 between two answers, which nobody but the agent knows.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

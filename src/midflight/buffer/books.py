@@ -5,8 +5,6 @@ I3: received = waiting + trained + masked(by reason) + dropped(by reason), for t
 running rollouts are in flight and known to the gateway; leased ones wait until their step is done.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@
 | `take`  | B groups that may be left without the others  | facts that books applied | `close`, cancellation |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

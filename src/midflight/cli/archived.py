@@ -1,7 +1,5 @@
 """`midflight samples`, `ledger` and `export`: what a run's store holds, on the terminal and as a data set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

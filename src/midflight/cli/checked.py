@@ -1,7 +1,5 @@
 """The configuration that a command stands for, checked as far as can be before anything is started: then a mistake is told at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

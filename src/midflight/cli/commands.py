@@ -1,7 +1,5 @@
 """The command line, from `sys.argv` to an exit status. What a command does is in `run.launcher.launch`, imported when it runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The command `completion`: what a shell reads to complete commands, options and paths."""
 
-from __future__ import annotations
-
 import os
 from enum import StrEnum
 from typing import Annotated

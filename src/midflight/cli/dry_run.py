@@ -1,7 +1,5 @@
 """`--dry-run`: what the configuration means, before anything is started."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

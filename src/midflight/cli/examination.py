@@ -3,8 +3,6 @@
 Every look is a function that gives findings. What a run's own checks know (`run.launcher.preflight`) is asked there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """`midflight init`: a project to start one's own from, with data, rewards, an environment and a test. It trains as it is."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

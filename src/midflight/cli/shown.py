@@ -1,7 +1,5 @@
 """The commands `trace` and `report`: a run on a time axis, and as a page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

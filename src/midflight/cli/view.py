@@ -1,7 +1,5 @@
 """The command `view`: a viewer of runs in a browser, as a process of its own."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

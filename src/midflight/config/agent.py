@@ -1,7 +1,5 @@
 """Who runs the rollouts that `[environment]` asks for, and what may not stand together in it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a run's agent may be made of, where it is not a function of the user's: reward functions, tools, and servers of tools."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, JsonValue

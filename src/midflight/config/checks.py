@@ -2,8 +2,6 @@
 configuration asks for as text, which is printed at the start, so that nothing is counted twice unseen.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec

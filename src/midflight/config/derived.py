@@ -2,8 +2,6 @@
 run will take, its processes with their cores and its memory, estimated before anything is started.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A configuration as a TOML file with every option written out, which `load_config` reads back as the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import cast

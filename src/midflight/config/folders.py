@@ -1,8 +1,6 @@
 """What only the folders of models can say: whether a teacher can score what the student samples, and whether a run that goes on has the
 model that it began with."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 

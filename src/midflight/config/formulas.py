@@ -4,8 +4,6 @@ A new objective is one function in `trainer.formulas.losses` and one row in `OBJ
 parameters (`trainer.objective`), so a row need not say what it looks at. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

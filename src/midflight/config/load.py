@@ -5,8 +5,6 @@ Overrides are `--set section.key=value`: single values laid over the file. Membe
 reference page.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """The sections that say what a token's loss is (objective, correction, critic), and the loss that they ask for. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal

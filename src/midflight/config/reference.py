@@ -1,7 +1,5 @@
 """docs/configuration.md, made from the sections: `python -m midflight.config.reference docs/configuration.md`."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What every section is, and the kinds of numbers its options have. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field

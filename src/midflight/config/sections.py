@@ -2,8 +2,6 @@
 
 Nothing here imports torch. Code receives the numbers it needs, not these objects."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Where tasks come from: the options of a source, and what follows from them without reading anything."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ And its end of the multiplexed wire: what its requests get in one moment is one 
 | `_StepClient._compile` (one each request with a grammar) | nothing | the grammar | the thread that compiles it; an abort, which cancels it |
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque

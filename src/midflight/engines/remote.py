@@ -1,7 +1,5 @@
 """An engine in another process, reached over HTTP and one WebSocket."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

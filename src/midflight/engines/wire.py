@@ -4,8 +4,6 @@ Frames are msgpack. What is per token travels as one raw little-endian array of 
 msgpack there, raw little-endian float32 back.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Final

@@ -1,7 +1,5 @@
 """Held-out tasks, tried once each, all by one version."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ held out. Size and options do not matter, so a content once held out stays so wh
 too few contents for that, the limit between low and high moves until both sides have what was asked for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

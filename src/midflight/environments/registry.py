@@ -5,8 +5,6 @@ An environment is one function `(task, client) -> reward`, or a class without co
 one. An async one gets an async client; a plain one a synchronous client, and a thread for each rollout. The decorator `environment` checks that where it is written, and may give it a name for reports.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -1,7 +1,5 @@
 """Reward functions: found, checked before a run starts, and called with what the names of their parameters ask for."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The rollout of one agent (a session, its client, an environment under a deadline, a checked reward), and the rollouts of one task together."""
 
-from __future__ import annotations
-
 import asyncio
 import traceback
 from collections.abc import Callable, Mapping

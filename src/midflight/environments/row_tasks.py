@@ -4,8 +4,6 @@ As with datasets of reasoning-gym a hash of content and seed decides: the conten
 does not matter. A row whose content is held out, by this source or another one, is in no training.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import string

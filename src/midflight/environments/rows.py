@@ -2,8 +2,6 @@
 a function as it gives them. However many there are, a row is read when it is asked for.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice

@@ -4,8 +4,6 @@ What comes over HTTP while a run goes on is tried before all else. It is kept in
 with what was waiting; the number of the line is the place of a task.
 """
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import deque

@@ -5,8 +5,6 @@ what `save_pretrained` would write. `transformers` notes with a model what it di
 part of a tensor stays a view of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast

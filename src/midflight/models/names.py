@@ -1,7 +1,5 @@
 """The tensors of a model by name, replacing all of them at once, and the names of their dtypes: torch's, safetensors', and the configuration's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch

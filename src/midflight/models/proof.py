@@ -7,8 +7,6 @@ A large model is not tried itself: `stand_in` is a copy of its configuration wit
 windows, which goes through the same code.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

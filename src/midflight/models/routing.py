@@ -8,8 +8,6 @@ Every router of `transformers` ends in one `topk` over all experts, whatever is 
 (normalisation, scaling). So that call alone is watched, inside the modules that make it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What people should look at while a run goes on, as `Alarmed` facts for terminal, journal and Prometheus. docs/metrics.md lists the alarms."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter, deque

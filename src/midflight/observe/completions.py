@@ -1,7 +1,5 @@
 """What the model writes, shown to people every few steps: numbers alone don't tell when a reward is won by nonsense."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, zip_longest
 

@@ -1,7 +1,5 @@
 """Why rollouts failed: the class of an error, how often each was seen, and what of a traceback is the user's own code."""
 
-from __future__ import annotations
-
 import re
 import sysconfig
 from collections import Counter

@@ -1,7 +1,5 @@
 """What there is to learn from: how long rollouts are and what of them is trained, how many were cut short, how far rewards of a group differ."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence

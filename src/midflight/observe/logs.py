@@ -4,8 +4,6 @@ Keys: `time` (UTC), `level`, `process`, `logger`, `message`, and `trace` where t
 themselves, and stacks that are asked for, stay as they are.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """On what a run is made: versions, system, processors, memory and devices, written into its folder when it starts. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib import metadata

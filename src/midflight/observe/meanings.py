@@ -1,7 +1,5 @@
 """What every number of a run means: the one place that says it. `python -m midflight.observe.reference docs/metrics.md` makes the page of it."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Linux only; where /proc is missing the peak is that of the kernel's own accounting, which counts shared pages in each process.
 """
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The numbers of a journal under the names that dashboards group by: `train/`, `rollout/`, `tools/` and `eval/`. docs/metrics.md has the list."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from midflight.observe.journal import EvaluationLine, Line, StepLine

@@ -1,7 +1,5 @@
 """What has happened so far: facts added up to what terminal, journal and summary show."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping

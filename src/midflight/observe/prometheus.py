@@ -1,7 +1,5 @@
 """Counters for `GET /metrics`, as an observer: facts in, the text format out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

@@ -1,7 +1,5 @@
 """The generated part of docs/metrics.md: `python -m midflight.observe.reference docs/metrics.md`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

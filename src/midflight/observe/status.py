@@ -1,7 +1,5 @@
 """A snapshot of a run, for whoever shows it: small, typed, and the same after a trip through msgspec as before. And how its numbers read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

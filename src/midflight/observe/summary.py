@@ -1,7 +1,5 @@
 """`summary.json`: how the run went, in the numbers by which it is judged; and the same as the last table of the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ Times are seconds since the run began, over all its starts, as in the journal. N
 are there too, and again when they were made again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a Python program asks for, as a configuration: functions become entries, rows become a file."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence

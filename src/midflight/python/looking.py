@@ -1,7 +1,5 @@
 """What a run leaves in its folder, as a program looks at it while it runs and afterwards: lines of the journal, rollouts of the store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass

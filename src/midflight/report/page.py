@@ -1,7 +1,5 @@
 """A run, or several, as a page to attach to a result: HTML in one file, which asks no network, or Markdown with its plots beside it."""
 
-from __future__ import annotations
-
 import base64
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ A process that is stopped, or that holds the interpreter, does not beat at all. 
 the processes of one machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -4,8 +4,6 @@ What is told travels as JSON lines on standard input and output. `endpoint.json`
 which token, for programs of the same user.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -2,8 +2,6 @@
 says what a test wrote down: tool calls, code, anything an agent should read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 It ships with the library: tests of agents, gateways and handovers run on it, on virtual time or on the real clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 from collections import Counter, defaultdict, deque

@@ -3,8 +3,6 @@
 Ids 0..255 are the bytes; `SPECIAL_TOKENS` follow. It is written as a normal Hugging Face folder, so every loader reads it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

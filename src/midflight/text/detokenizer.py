@@ -1,7 +1,5 @@
 """Text as tokens arrive: never half a character, in the end the text of the whole, and stop strings across token borders."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """TensorBoard, Weights & Biases, MLflow and Trackio, each by the library of its extra, which is imported when a run is opened."""
 
-from __future__ import annotations
-
 import itertools
 import netrc
 import os

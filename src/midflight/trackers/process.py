@@ -5,8 +5,6 @@ has a thread of its own: one that hangs delays no other, and the run none. Stand
 ends, or the launcher dies, all that is left is told, and the process ends.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

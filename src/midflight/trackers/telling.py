@@ -1,7 +1,5 @@
 """What of a run's journal goes to a tracker, and which of it has gone there already: a run that goes on tells nothing twice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """The port of trackers, ours and a user's own, and the making of one from its name. Neither changes anything; `open` is the first that does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module

@@ -2,8 +2,6 @@
 whatever number of ranks wrote it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

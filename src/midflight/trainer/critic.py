@@ -5,8 +5,6 @@ rollout's tokens are taken in the order in which they lie in the batch, its rows
 one after the other, whatever prompts and tools wrote between.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ they pickle on sockets, and each rank knows its own parts without asking. So is 
 the interpreter's lock for seconds per GB, so that a write in the background would stop the training it should not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A loss of the user's own, named as `module:function`: found, and tried on a few made-up tokens before anything is started."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace

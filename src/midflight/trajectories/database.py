@@ -1,7 +1,5 @@
 """One SQLite file as the store uses it: its tables and blobs, its settings, statements, joined transactions, and the names its errors get."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager

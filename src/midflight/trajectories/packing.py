@@ -1,7 +1,5 @@
 """A batch of groups as flat arrays, and these as bytes: safetensors with a versioned header, no pickle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The store on an event loop: facts are put without waiting, and written by a thread, many in one transaction."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import deque

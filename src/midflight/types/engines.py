@@ -1,7 +1,5 @@
 """Engines and the weights they serve."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from midflight.types.names import Feature, LogprobKind, PauseMode, Version

@@ -5,8 +5,6 @@ know and pass over the others, so all of them tell the same story. Times are CLO
 processes of one machine; tokens and groups are counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 

@@ -8,8 +8,6 @@ neighbours, seven bits to a byte, lowest first, the high bit set where another b
 an eighth of it or more was kept. So it has at most 1 + V / 8 bytes. An empty record says that nothing was cut off.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Names of kinds of values that every station uses, and the closed sets."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import TypeAlias
 

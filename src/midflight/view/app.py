@@ -1,7 +1,5 @@
 """The viewer put together: addresses, the frame round every page, and errors as pages of their own."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import socket

@@ -1,7 +1,5 @@
 """The viewer's process beside a run: `python -m midflight.view.beside DESCRIPTOR HOST FOLDER`. It ends with whoever started it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What all charts share: colours that people tell apart however they see, and options that fit a light and a dark page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6D3B", "#7F7F7F")

@@ -1,7 +1,5 @@
 """Who may look: whoever knows the token, where there is one. It comes in the address once, and in a cookie from then on."""
 
-from __future__ import annotations
-
 import secrets
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode

@@ -3,8 +3,6 @@
 A chart is a canvas, which neither a keyboard nor a screen reader reads: whatever it says that matters stands beside it as text or links.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

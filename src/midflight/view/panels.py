@@ -1,7 +1,5 @@
 """What the page of a run draws, as options of charts made of journals: one run in detail, or several over each other."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

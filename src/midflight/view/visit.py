@@ -1,7 +1,5 @@
 """What a page of the viewer is given: the run it is about, the others, and what its address asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The commit on one engine: hold, pause, swap, attest, resume; and no weights are served that the engine did not attest.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager

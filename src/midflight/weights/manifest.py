@@ -17,8 +17,6 @@ than zstandard's, and faster than the first. zstandard is four times as fast, bu
 deflated map is about as small as a list of gaps, and made in half the time or less where more than a few words in a hundred change.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 import zlib

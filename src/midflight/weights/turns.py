@@ -1,7 +1,5 @@
 """Who waits for whom: versions and rejoins before the turnstile, and engines that change weights together at the barrier."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from typing import Literal, TypeAlias

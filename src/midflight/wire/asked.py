@@ -1,7 +1,5 @@
 """A whole request to an ASGI application of this process, without a client library: for code of ours that asks thousands of times."""
 
-from __future__ import annotations
-
 import asyncio
 
 from starlette.types import ASGIApp, Message

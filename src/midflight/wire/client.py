@@ -1,7 +1,5 @@
 """A client of one server: however an answer fails to come, the caller gets one error of its own."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 routes for whatever is not called for every answer: Starlette's requests, behind a token, with errors as answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

@@ -1,7 +1,5 @@
 """An ASGI application under uvicorn, on a given socket, in an event loop and process that do more than serve it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

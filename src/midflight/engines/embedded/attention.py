@@ -1,7 +1,5 @@
 """Attention over one slot of keys and values per running sequence, plugged into `transformers` through its interface."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The one thread that steps the scheduler, and the only one that touches it while it runs."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence

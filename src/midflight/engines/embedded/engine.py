@@ -1,7 +1,5 @@
 """The embedded engine: the engine port over a `transformers` model in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

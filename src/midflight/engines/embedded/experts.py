@@ -1,7 +1,5 @@
 """What the experts of each running sequence's tokens were, for routing replay in the trainer (`models.routing`)."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

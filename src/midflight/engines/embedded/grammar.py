@@ -3,8 +3,6 @@
 A constraint is a function of the output tokens alone, so a resumed answer goes on under the constraint it was interrupted with (I5).
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence

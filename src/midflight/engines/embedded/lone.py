@@ -1,7 +1,5 @@
 """Forward passes for models whose sequences cannot share one: each sequence alone, over a cache that the model makes for itself."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any, cast

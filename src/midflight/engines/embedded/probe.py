@@ -5,8 +5,6 @@ is refused by name. Tried are prefill at once and in parts, a prefix copied to a
 between them, a slot that is used again, and scores in one stretch and in several.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

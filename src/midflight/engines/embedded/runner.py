@@ -1,7 +1,5 @@
 """Forward passes over any decoder-only model of `transformers`: one flattened pass per engine step."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which sequences run in a step. A step is three verbs: schedule, run, postprocess. Synchronous: only the decode thread calls it."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows of tokens scored by a model: the log-probability of each token after those before it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 

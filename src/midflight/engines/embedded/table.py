@@ -1,7 +1,5 @@
 """The running sequences as arrays over slots, so that a step costs no Python per request, and which slot holds which prompt."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 

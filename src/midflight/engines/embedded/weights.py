@@ -1,7 +1,5 @@
 """The second set of weights: brought in while decoding goes on, made live between two steps (I7)."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Pure. What each option is for stands beside it; docs/engines.md says the same to users.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@
 | `_read` (one each request) | events of the server | the gate; the next event | `resume`; the server; an abort, which cancels it |
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator

@@ -3,8 +3,6 @@
 Tried with 0.5.23; spans of versions, which we need, came with 0.5.20. See docs/engines.md for how it is started and why.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

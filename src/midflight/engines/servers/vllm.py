@@ -4,8 +4,6 @@ Tried with 0.32.0. Started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, 
 `--worker-extension-cls midflight_vllm.Loader`; see docs/engines.md for what each is for.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

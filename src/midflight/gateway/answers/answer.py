@@ -1,7 +1,5 @@
 """One answer: all that is known of one choice, from its first chunk to the recorded turn. Synchronous."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 A call is `prepare`d synchronously (every fault of the client shows there) and then `run`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

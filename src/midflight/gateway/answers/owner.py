@@ -5,8 +5,6 @@
 | `SessionExpiry.run` | sessions and records that fall due | the earliest of them | time; a session opened when there was none |
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

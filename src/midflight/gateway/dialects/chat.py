@@ -1,7 +1,5 @@
 """OpenAI's chat completions, `POST /v1/chat/completions`: the body, the messages in it, and how answers are written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """OpenAI's text completions: `POST /v1/completions`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Annotated, cast

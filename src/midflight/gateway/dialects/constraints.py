@@ -1,7 +1,5 @@
 """What clients ask of the form of an answer: tools and their choice, texts that match something; and the body that OpenAI's dialects share."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

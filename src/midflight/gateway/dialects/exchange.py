@@ -1,7 +1,5 @@
 """What every dialect offers the HTTP shell, and the pieces of answers that several dialects write."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

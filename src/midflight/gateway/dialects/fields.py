@@ -3,8 +3,6 @@
 And messages of a conversation as templates read them: one form, whichever dialect they came in.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

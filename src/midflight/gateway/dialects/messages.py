@@ -1,7 +1,5 @@
 """Anthropic's Messages API, `POST /v1/messages`: how answers are written, whole and as events. `docs/messages.md` lists its fields."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence

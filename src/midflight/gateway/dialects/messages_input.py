@@ -4,8 +4,6 @@ There is one form for what an agent sends back: an assistant message becomes the
 so that its tokens are found again (I4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """The native dialect: `POST /generate` with the JSON that SGLang's clients write and read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 

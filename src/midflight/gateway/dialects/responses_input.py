@@ -4,8 +4,6 @@ The items of one answer (reasoning, message, calls) become the same message that
 tokens are found again (I4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal, TypeAlias

@@ -1,7 +1,5 @@
 """StallWatch-based health: an engine that has work and makes no token for too long is put in quarantine."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 

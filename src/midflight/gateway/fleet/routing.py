@@ -1,8 +1,6 @@
 """Which request goes to which engine: named holds, the line before the engines, the choice among them, a reservation; and a pause that
 several owners share."""
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 from collections import OrderedDict, defaultdict

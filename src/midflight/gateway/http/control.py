@@ -1,7 +1,5 @@
 """The operator's pause, resume and abort over all engines, and their routes with the JSON that SGLang's clients send."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """The gateway on HTTP: routes, and answers whole or as server-sent events. All meaning is in `Gateway`, `Control` and the dialects."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a client looks up beside its answers: the models, the length of a prompt, and the routes as an OpenAPI document."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime

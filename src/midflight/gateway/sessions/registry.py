@@ -4,8 +4,6 @@ A session's token is `<id>.<secret>`: the address or API key of its agent. Its o
 one the session can be scored, read and ended, which its agent must not do. Only the id is ever printed.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """trl's `environment_factory` as a class of the kind that the built-in loop takes: `reset`, public methods as tools, and a reward of its own."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The numbers of a step under the names that trl 1.16's asynchronous trainer gives them. What it has and we do not measure is left out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from midflight.observe.journal import StepLine

@@ -1,7 +1,5 @@
 """`AsyncGRPOTrainer` of trl 1.16 over a run of ours: engines, agents and rewards are started here, so no server of vLLM is needed."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`GET /dashboard`: leads to the viewer beside the run, or says how to get one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import urlencode
 

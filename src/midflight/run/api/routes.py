@@ -5,8 +5,6 @@ Documented for other languages in docs/foreign-trainers.md. `API_VERSION` counts
 no longer work; fields may be added to answers without that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ Opening and claiming need the control token. Scoring and ending a session need t
 own token opens neither, so an agent can't score itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What rollout process and workers say to each other over one WebSocket, as JSON. The agents' requests go by HTTP, like any others'."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final

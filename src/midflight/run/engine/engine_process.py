@@ -1,7 +1,5 @@
 """An embedded engine's process: a model, the decode loop, and the wire, on a socket that the launcher holds."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from pathlib import Path

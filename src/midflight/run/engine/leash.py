@@ -5,8 +5,6 @@ asked to end, and after STOP_SECONDS its whole process group is killed. When the
 is killed. Ends as the command did. A file of its own that imports nothing of ours: it stays, and stays small.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

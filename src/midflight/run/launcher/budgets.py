@@ -1,7 +1,5 @@
 """How often a part may be started again: at most so often, but what was spent comes back with time. Synchronous."""
 
-from __future__ import annotations
-
 REPLENISH_SECONDS = 600.0
 """After this a restart that was spent is there again: crashes that far apart do not end a run of a week, and a crash loop still ends."""
 FIRST_WAIT, LONGEST_WAIT = 2.0, 30.0

@@ -4,8 +4,6 @@
 started the run and one spec from standard input, runs the part until that ends or the launcher asks it to, and reports a failure with its traceback. It never outlives the launcher.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import faulthandler

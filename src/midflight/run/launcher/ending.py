@@ -1,7 +1,5 @@
 """Running what a command does, in any thread and beside any event loop: to its end, or until a signal or another thread asks for it."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

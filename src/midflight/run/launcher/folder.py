@@ -5,8 +5,6 @@ system's, on the file `lock`, which the parts that write into the folder inherit
 the file says is for people, and for whoever comes after a crash.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

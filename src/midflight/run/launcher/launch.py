@@ -3,8 +3,6 @@
 The launcher never imports torch; whatever computes does so in a child process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`midflight engine`: the gateway over one engine in one process, and the routes that give this engine weights. Imports torch."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """What a command says when it starts: in a few plain lines, what will happen and where to look."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

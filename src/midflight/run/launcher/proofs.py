@@ -4,8 +4,6 @@ run, and docs/models.md.
     python -m midflight.run.launcher.proofs DIR MAX_CONTEXT      as JSON
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from contextlib import redirect_stdout

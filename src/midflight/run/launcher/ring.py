@@ -11,8 +11,6 @@
 Torch-free: this process only watches.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -3,8 +3,6 @@
 A lock and not a process id says whether something is in use: it ends with its process, and holds between containers too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

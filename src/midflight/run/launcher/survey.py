@@ -1,7 +1,5 @@
 """A look at the tasks of a run before it starts: is every row a task, and how long are the prompts?"""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The trackers of a run, as the launcher has them: a process of their own, of which nothing is waited for before the run has ended."""
 
-from __future__ import annotations
-
 import os
 import queue
 import subprocess

@@ -3,8 +3,6 @@
 The viewer reads the run's folder and knows nothing of its processes: it can't stop the run, and the run does not need it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

@@ -11,8 +11,6 @@ does not come back from quarantine, and a run in which nothing moves. Synchronou
 | standing | no counter of the run has moved for as long, and no limit of anything that is done has time left |
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

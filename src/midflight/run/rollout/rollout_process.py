@@ -1,7 +1,5 @@
 """The rollout process: gateway, environments, buffer and store on one event loop, and HTTP for agents and the trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

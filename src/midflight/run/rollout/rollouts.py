@@ -9,8 +9,6 @@ run: before it, after it, and of every so many versions between, each of exactly
 | `Evaluations.making_way` | nothing | an evaluation that no version may overtake | its end; where training goes on, another engine, or `pin_seconds` |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@
 | `Rejoin.run` | engines in quarantine | its interval | time |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress

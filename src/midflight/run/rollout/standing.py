@@ -1,7 +1,5 @@
 """What the rollout process is doing, for the launcher: who waits here for whom, which rollouts run, which engines are away."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -8,8 +8,6 @@
 | `StoreWriter.run` | facts | the next fact | whoever records one |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

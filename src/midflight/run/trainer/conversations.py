@@ -2,8 +2,6 @@
 came before it. That is what the gateway sends an engine in its place, so what is learnt is what is sampled later.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Falling back to an older checkpoint: `latest`, newer checkpoints and the store go back together. Imports torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from midflight.errors import ConfigError

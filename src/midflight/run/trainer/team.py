@@ -5,8 +5,6 @@
 | `follow` | deeds | the next that the first rank says; its own | the first rank; its death closes the connection, which is an error here |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor

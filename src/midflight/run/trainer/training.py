@@ -5,8 +5,6 @@
 | `TrainingLoop.run` | batches | a batch; its own step; the handover before the last; the write of the checkpoint before | the group queue; the engines' commits; the threads of step and write |
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -2,8 +2,6 @@
 answer looks like, or a call of a tool, so that there is something to reward.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random

@@ -1,7 +1,5 @@
 """An assistant's message in its parts, whole or piece by piece, and what a format of tool calls is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias

@@ -1,7 +1,5 @@
 """Reading a text that is still growing: a reading is a generator that stops where the text stops, and goes on with more."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator
 from typing import TypeAlias, TypeVar

@@ -2,8 +2,6 @@
 name, or by what its chat template and its special tokens show.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """JSON objects in a growing text, and the tool calls they stand for."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The formats whose calls are JSON objects: those of Hermes (and Qwen), Llama 3 and Mistral."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Writing grammars in llguidance's Lark dialect (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Calls as Qwen3-Coder writes them: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A reward that is not finite says that its rollout was not scored: its advantage is 0, and it counts in no mean and no deviation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

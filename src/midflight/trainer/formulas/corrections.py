@@ -5,8 +5,6 @@ carries no gradient. A function that looks at whole rollouts takes `sequence`, s
 one that looks at the whole batch says so.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor

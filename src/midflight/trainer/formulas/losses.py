@@ -7,8 +7,6 @@ A function is called with the values that its parameters name (`trainer.objectiv
 function says where the clip takes the gradient away, below and above.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

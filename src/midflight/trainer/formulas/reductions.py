@@ -8,8 +8,6 @@ The denominators of a loss are those of the whole (mini-)batch and are passed in
 the gradient does not depend on how rows were packed or split.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor

@@ -6,8 +6,6 @@ Attention is told where rows begin; these layers are not: the paths that `transf
 shared beginnings repeated, and padded on the right, which changes nothing before it. Everything between these layers stays packed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast

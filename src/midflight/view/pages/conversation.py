@@ -1,7 +1,5 @@
 """The page of one rollout: what the agent saw beside what is trained, each token in the colour of what is asked about it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

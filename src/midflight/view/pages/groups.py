@@ -1,7 +1,5 @@
 """The page of a run's groups: found by filters, words and sorting, all of which stand in its address; each rollout leads to its conversation."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from html import escape

@@ -1,7 +1,5 @@
 """The page of a run's ledger: where every token went, from the model to the trainer, and whether it adds up."""
 
-from __future__ import annotations
-
 import asyncio
 
 from nicegui import ui

@@ -1,7 +1,5 @@
 """All runs: what became of each, with links to their pages."""
 
-from __future__ import annotations
-
 from nicegui import ui
 
 from midflight.archive.runs import ArchivedRun

@@ -1,7 +1,5 @@
 """Run: how it goes, what is wrong with it and what to do, and every number of its journal as a chart; several runs over each other."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 

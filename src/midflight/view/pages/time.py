@@ -1,7 +1,5 @@
 """Time: what engines, trainer, handovers and evaluations did, on one axis, and who waited for whom."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise

@@ -3,8 +3,6 @@
 The service does that in a thread of its own: receivers come, ask for a version, meet in a group, and get the bytes in one broadcast.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ a group, receive, verify.
 The group stands beside torch's default group, which engines' workers have for themselves.
 """
 
-from __future__ import annotations
-
 import secrets
 import socket
 import threading

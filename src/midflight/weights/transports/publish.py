@@ -4,8 +4,6 @@ one before; and the publisher through memory shared by the processes of one mach
 Not `multiprocessing.shared_memory`: its resource tracker removes the segment when any process that opened it ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -4,8 +4,6 @@ vLLM's interpreter has no Midflight: this file imports only what is there. It is
 `POST /collective_rpc`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
