@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-view test-docs docs test-clients test-notebook test-view test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-real test-docs docs test-clients test-notebook test-view test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -23,13 +23,17 @@ calculator: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PARALLEL) tests
 
+# Whole runs and servers in processes of their own: killed, stopped, starved of disk, resumed.
+test-real: $(VENV)/.dev
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' $(PARALLEL) tests/real
+
 # Every benchmark in its smoke form, which says only that it runs.
 benchmarks-smoke: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers' $(PARALLEL:loadfile=worksteal) tests/benchmarks
 
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
-	HYPOTHESIS_PROFILE=explore $(MAKE) test
+	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
 	$(MAKE) docs test-docs test-package test-clients test-notebook test-view test-trackers test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
