@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from tests.archive.stores import SAYS, Recorded
 
 from midflight.archive.conversation import conversation_of
@@ -77,13 +77,11 @@ def address(folders: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def tab(address: str) -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.set_default_timeout(15_000)
-        yield page
-        browser.close()
+def tab(chromium: Browser) -> Iterator[Page]:
+    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(15_000)
+    yield page
+    page.close()
 
 
 def named(tab: Page, name: str) -> str:
