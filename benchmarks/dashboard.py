@@ -17,6 +17,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from smoke import SETTINGS, options_of
 
@@ -48,7 +49,7 @@ def steps_per_second(folder: Path, *, steps: int, seen: bool, smoke: bool) -> fl
     return (steps - FIRST) / (at[steps] - at[FIRST])
 
 
-def journal(folder: Path) -> list[dict[str, object]]:
+def journal(folder: Path) -> list[dict[str, Any]]:
     """Whole lines only: it may be written at this moment."""
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.is_file() else []
