@@ -13,16 +13,17 @@ from safetensors import SafetensorError
 
 from midflight.errors import ConfigError, RunFailed, StoreFailed
 from midflight.run.heart import Beat
-from midflight.run.launcher import child as child_module
-from midflight.run.launcher.child import Child, failure_of
+from midflight.run.launcher.child import failure_of
 from midflight.run.parts import Failed, Message, PartLost, ProcessKind, Verdict
+from midflight.run.places import process
+from midflight.run.places.process import LocalChild
 
 
 def test_a_signal_does_not_take_the_exit_status_from_whoever_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Popen` looks before it signals whether the process has ended; a status that it finds so is lost to the loop, which reports 255."""
 
     async def main() -> int:
-        child = Child(ProcessKind.TRAINER, "trainer", log=tmp_path / "log", environ={})
+        child = LocalChild(ProcessKind.TRAINER, "trainer", log=tmp_path / "log", environ={})
         await child.start()
         with monkeypatch.context() as patch:
             patch.setattr(subprocess.Popen, "poll", lambda _: pytest.fail("it looked"))
@@ -36,7 +37,7 @@ def test_a_signal_does_not_take_the_exit_status_from_whoever_waits_for_it(tmp_pa
 
 def test_a_part_whose_log_is_on_a_full_disk_still_says_why_it_ended() -> None:
     async def main() -> list[Message]:
-        child = Child(ProcessKind.ROLLOUT, "rollout", log=Path("/dev/full"), environ={}, arguments=["no_such_module:solve"])
+        child = LocalChild(ProcessKind.ROLLOUT, "rollout", log=Path("/dev/full"), environ={}, arguments=["no_such_module:solve"])
         await child.start()
         said = [message async for message in child.messages() if not isinstance(message, Beat)]
         await child.ended()
@@ -47,9 +48,9 @@ def test_a_part_whose_log_is_on_a_full_disk_still_says_why_it_ended() -> None:
 
 
 def test_a_log_that_grew_too_long_is_cut_to_its_end_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "MAX_LOG_BYTES", 100)
-    monkeypatch.setattr(child_module, "KEPT_LOG_BYTES", 10)
-    child = Child(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ={})
+    monkeypatch.setattr(process, "MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(process, "KEPT_LOG_BYTES", 10)
+    child = LocalChild(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ={})
     child.cut_log()  # there is none yet
     with child.log.open("ab", buffering=0) as log:
         log.write(b"a" * 95 + b"12345")

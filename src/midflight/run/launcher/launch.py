@@ -25,7 +25,6 @@ from midflight.observe.summary import Said, Summary, past_seconds, summarise, su
 from midflight.observe.terminal import Terminal
 from midflight.run.launcher import opening
 from midflight.run.launcher.budgets import Budgets
-from midflight.run.launcher.child import HasDescriptor
 from midflight.run.launcher.ending import Stop, main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, can_go_on, check_kept, clear, held, prepare
 from midflight.run.launcher.ring import WRITING_SECONDS, PartFailed, Ring
@@ -46,6 +45,7 @@ from midflight.run.parts import (
     control_token,
     serve_while,
 )
+from midflight.run.places.port import HasDescriptor
 from midflight.types import Version
 from midflight.wire.server import exposure, is_loopback
 

@@ -15,7 +15,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,7 +31,6 @@ from midflight.errors import first_error
 from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
-from midflight.run.launcher.child import Child, HasDescriptor, PartFailed, error_of, stop_all
 from midflight.run.launcher.scratch import remove_left, scratch_folder, segment_name
 from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
 from midflight.run.parts import (
@@ -59,7 +57,8 @@ from midflight.run.parts import (
     serve_while,
     write_endpoint,
 )
-from midflight.wire.server import listen
+from midflight.run.places.local import LocalPlaces
+from midflight.run.places.port import Child, HasDescriptor, PartFailed, Place, error_of, stop_all
 
 WRITING_SECONDS = 2.0
 """Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
@@ -77,13 +76,13 @@ class EnginePart:
 
     name: str
     kind: str
-    listener: socket.socket
+    place: Place
     url: str | None = None
     model: str | None = None
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        return f"http://{self.place.host}:{self.place.port}"
 
 
 class Ring:
@@ -122,12 +121,16 @@ class Ring:
 
         `resume`: the trainer goes on from its last checkpoint.
         """
-        gateway = self._config.gateway
-        self._socket = listen(gateway.host, gateway.port)
-        self._engines = self._engine_parts(purpose)
         self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
         if self._given_model is not None:
             self._model.set_result(self._given_model)
+        async with LocalPlaces() as self._places:
+            await self._run(purpose, resume=resume)
+
+    async def _run(self, purpose: Purpose, *, resume: bool) -> None:
+        gateway = self._config.gateway
+        self._gateway = await self._places.take(ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port)
+        self._engines = await self._engine_parts(purpose)
         remove_left()
         with scratch_folder(self._segment) as self._scratch:
             beside = [*(self._engine(part) for part in self._engines), self._watch()]
@@ -147,8 +150,8 @@ class Ring:
 
     async def _end(self) -> None:
         """Waits for the parts' ends, and for what they still said; a cancellation kills them at once."""
-        for made in (self._socket, *(part.listener for part in self._engines)):
-            made.close()
+        for place in (self._gateway, *(part.place for part in self._engines)):
+            place.refuse()
         await stop_all([*self.children.values()], seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
         await self._last_words()
 
@@ -173,29 +176,29 @@ class Ring:
         self._on_message(Stalled(f"{hung.why}.\n{report}{stacks}"))
         child.condemn(hung.why)
 
-    def _engine_parts(self, purpose: Purpose) -> list[EnginePart]:
+    async def _engine_parts(self, purpose: Purpose) -> list[EnginePart]:
         section, teacher = self._config.engine, self._config.distillation.teacher
         urls = section.urls or (None,) * num_engines(section)
-        parts = [EnginePart(f"engine{index}", section.kind, listen("127.0.0.1", 0), url=url) for index, url in enumerate(urls)]
+        taken = [await self._places.take(ProcessKind.ENGINE) for _ in urls]
+        parts = [EnginePart(f"engine{index}", section.kind, taken[index], url=url) for index, url in enumerate(urls)]
         if teacher is not None and purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
-            parts.append(EnginePart(TEACHER, "embedded", listen("127.0.0.1", 0), model=str(teacher)))
+            parts.append(EnginePart(TEACHER, "embedded", await self._places.take(ProcessKind.ENGINE), model=str(teacher)))
         return parts
 
     @property
     def url(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{host}:{port}"
+        return f"http://{self._gateway.host}:{self._gateway.port}"
 
     async def _trainer(self, *, resume: bool) -> None:
         """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
         spec = TrainerSpec(self._config.model_dump_json(), self.url, self._control_token, self._segment, resume)
-        meeting = str(self._scratch / "ranks")
-        specs = [msgspec.structs.replace(spec, rank=rank, meeting=meeting) for rank in range(self._config.trainer.ranks)]
-        first, *others = [self._rank(spec) for spec in specs]
+        meeting, places = str(self._scratch / "ranks"), await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
+        specs = [msgspec.structs.replace(spec, rank=rank, meeting=meeting) for rank in range(len(places))]
+        first, *others = [self._rank(spec, place) for spec, place in zip(specs, places, strict=True)]
         await serve_while(first, *others)
 
-    async def _rank(self, spec: TrainerSpec) -> None:
-        trainer = await self._start(ProcessKind.TRAINER, f"trainer{spec.rank or ''}", inherited=self._writing)
+    async def _rank(self, spec: TrainerSpec, place: Place) -> None:
+        trainer = await self._start(ProcessKind.TRAINER, f"trainer{spec.rank or ''}", place, writes=True)
         await trainer.tell(spec)
         try:
             await self._follow(trainer)
@@ -206,7 +209,7 @@ class Ring:
     async def _rollout(self, purpose: Purpose) -> None:
         has_agents = purpose is not Purpose.SERVE and not self._num_workers(purpose)
         entries = entries_of(self._config.environment) if has_agents else ()
-        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", inherited=[self._socket, *self._writing], arguments=entries)
+        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", self._gateway, listens=True, writes=True, arguments=entries)
         addresses = {part.name: part.address for part in self._engines}
         teacher = addresses.pop(TEACHER, None)
 
@@ -214,8 +217,8 @@ class Ring:
             return RolloutSpec(
                 config=self._config.model_dump_json(),
                 model=model.folder,
-                socket_fd=self._socket.fileno(),
-                port=self._socket.getsockname()[1],
+                socket_fd=self._gateway.fd,
+                port=self._gateway.port,
                 token=self._engine_token,
                 control_token=self._control_token,
                 engines=addresses,
@@ -237,7 +240,7 @@ class Ring:
         """Runs one process of agents, and starts it again whenever it dies, as agents may have it. `PartFailed` if it does not come up."""
         failed_starts, num_ended, error = 0, 0, ""
         while failed_starts < MAX_FAILED_STARTS:
-            worker = await self._start(ProcessKind.WORKER, name, arguments=entries_of(self._config.environment))
+            worker = await self._start(ProcessKind.WORKER, name, self._gateway, arguments=entries_of(self._config.environment))
             try:
                 await worker.tell(WorkerSpec(name, self.url, self._worker_token, self._config.environment.model_dump_json()))
                 await self._follow(worker)
@@ -256,14 +259,14 @@ class Ring:
 
     async def _engine(self, part: EnginePart) -> None:
         """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
-        name, made = part.name, part.listener
+        name = part.name
 
         def spec(model: ModelReady) -> Spec:
             return EngineSpec(
                 name=name,
                 model=part.model or model.folder,
                 config=self._config.model_dump_json(),
-                socket_fd=made.fileno(),
+                socket_fd=part.place.fd,
                 token=self._engine_token,
                 staging=str(self._scratch / name),
                 version=model.version,
@@ -271,7 +274,7 @@ class Ring:
             )
 
         while True:
-            engine = await self._start(ProcessKind.ENGINE, name, inherited=[made], arguments=[part.kind])
+            engine = await self._start(ProcessKind.ENGINE, name, part.place, listens=True, arguments=[part.kind])
             try:
                 await self._brief_and_follow(engine, spec)
                 failure = PartFailed(f"{name} ended, though nobody asked it to", part=name)
@@ -296,8 +299,9 @@ class Ring:
         await asyncio.sleep(wait)
 
     async def _start(
-        self, part: ProcessKind, name: str, *, inherited: Sequence[HasDescriptor] = (), arguments: Sequence[str] = ()
+        self, part: ProcessKind, name: str, place: Place, *, listens: bool = False, writes: bool = False, arguments: Sequence[str] = ()
     ) -> Child:
+        """`writes`: into the run's folder, so that it holds that too."""
         threads = {ProcessKind.ENGINE: self._config.engine.threads, ProcessKind.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if part is ProcessKind.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -306,10 +310,13 @@ class Ring:
             environ[PROCESS_VARIABLE] = name
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
         objects = given.NOTHING if part is ProcessKind.ENGINE else self._objects
-        child = Child(part, name, log=log, environ=environ, inherited=inherited, arguments=arguments, objects=objects)
+        inherited = self._writing if writes else ()
+        child = place.child(
+            part, name, log=log, environ=environ, arguments=arguments, objects=objects, listens=listens, inherited=inherited
+        )
         self.children[name] = child
         await child.start()
-        if part is not ProcessKind.WORKER:  # the rollout process judges those, by what their agents may do
+        if part is not ProcessKind.WORKER and child.pid is not None:  # the rollout process judges those, by what their agents may do
             self._watchdog.begin(name, child.pid)
         return child
 

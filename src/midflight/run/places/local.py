@@ -1,0 +1,69 @@
+"""Places on this machine: a listening socket for each part, and the processes below this one."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from midflight import given
+from midflight.run import parts
+from midflight.run.places.port import HasDescriptor
+from midflight.run.places.process import LocalChild
+from midflight.wire.server import listen
+
+HOST = "127.0.0.1"
+
+
+class LocalPlace:
+    lost = False
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self.fd = listener, listener.fileno()
+        self.host, self.port = listener.getsockname()[:2]
+
+    def child(
+        self,
+        part: parts.ProcessKind,
+        name: str,
+        *,
+        log: Path,
+        environ: Mapping[str, str],
+        arguments: Sequence[str] = (),
+        objects: bytes = given.NOTHING,
+        listens: bool = False,
+        inherited: Sequence[HasDescriptor] = (),
+    ) -> LocalChild:
+        sockets = (self._listener,) if listens else ()
+        return LocalChild(part, name, log=log, environ=environ, inherited=(*sockets, *inherited), arguments=arguments, objects=objects)
+
+    async def free_port(self) -> int:
+        with socket.create_server((self.host, 0)) as found:
+            return found.getsockname()[1]
+
+    def refuse(self) -> None:
+        self._listener.close()
+
+    def close(self) -> None:
+        """Processes are ended by whoever started them."""
+        self._listener.close()
+
+
+class LocalPlaces:
+    spread = False
+
+    def __init__(self) -> None:
+        self._taken: list[LocalPlace] = []
+
+    async def __aenter__(self) -> "LocalPlaces":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for place in self._taken:
+            place.close()
+
+    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0) -> LocalPlace:
+        self._taken.append(LocalPlace(listen(host or HOST, port)))
+        return self._taken[-1]
+
+    async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[LocalPlace]:
+        return [await self.take(part) for _ in range(count)]

@@ -1,0 +1,147 @@
+"""A part in a process below this one."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from midflight import given
+from midflight.run import parts
+from midflight.run.places.port import STACKS_SIGNAL, HasDescriptor, PartFailed
+
+COMMAND = (sys.executable, "-m", "midflight.run.launcher.child")
+"""Behind it the kind of part, and what that is to import."""
+STACKS_SECONDS = 1.0
+"""For a process to write its stacks into its log, on a busy machine too."""
+MAX_STACKS = 20_000
+"""Bytes of stacks that are shown; a hundred threads make more, and are in the log."""
+MAX_LOG_BYTES, KEPT_LOG_BYTES = 64 * 2**20, 2**20
+"""A log that grows beyond the first, by what agents print for instance, is cut down to the last of it."""
+LAST_LINES = 20
+"""Of the log, in an error."""
+KEPT_FROM_CHILDREN = frozenset((parts.TOKEN_VARIABLE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+"""Variables that open the run, or the cluster that it runs on: what an agent inherits, it could use."""
+
+
+class LocalChild:
+    """A `Child` on this machine. It talks in JSON lines on standard input and output. It lives in its own session, so that a Ctrl-C in the
+    terminal reaches the launcher alone.
+    """
+
+    def __init__(
+        self,
+        part: parts.ProcessKind,
+        name: str,
+        *,
+        log: Path,
+        environ: Mapping[str, str],
+        inherited: Sequence[HasDescriptor] = (),
+        arguments: Sequence[str] = (),
+        objects: bytes = given.NOTHING,
+        cwd: Path | None = None,
+    ) -> None:
+        """`inherited`: sockets and files that it gets under their numbers. `objects`: what the program gives to its run, packed. `cwd`: its
+        working folder, if not that of this process."""
+        self._objects, self._cwd = objects, cwd
+        self.part, self.name, self.log, self._arguments = part, name, log, tuple(arguments)
+        self._environ, self._inherited = environ, tuple(inherited)
+        self._process: asyncio.subprocess.Process | None = None
+        self._hung: str | None = None
+
+    async def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(*COMMAND, self.part, *self._arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**{name: value for name, value in os.environ.items() if name not in KEPT_FROM_CHILDREN}, **self._environ},
+                cwd=self._cwd,
+                pass_fds=[file.fileno() for file in self._inherited],
+                start_new_session=True,
+                limit=2**24,
+            )
+        await self.write(self._objects)
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process
+
+    @property
+    def was_started(self) -> bool:
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def tell(self, spec: parts.Spec) -> None:
+        await self.write(parts.encode(spec) + b"\n")
+
+    async def write(self, data: bytes) -> None:
+        """To its standard input. Waits as `tell`."""
+        stdin = self.process.stdin
+        assert stdin is not None
+        with suppress(ConnectionError):
+            stdin.write(data)
+            await stdin.drain()
+
+    async def messages(self) -> AsyncIterator[parts.Message]:
+        stdout = self.process.stdout
+        assert stdout is not None
+        while line := await stdout.readline():
+            yield parts.decode_message(line)
+
+    async def ended(self) -> int:
+        return await self.process.wait()
+
+    async def stacks(self) -> str:
+        before = self.log.stat().st_size
+        self.signal(STACKS_SIGNAL)
+        await asyncio.sleep(STACKS_SECONDS)
+        with self.log.open("rb") as log:
+            log.seek(before)
+            return log.read(MAX_STACKS).decode(errors="replace")
+
+    def cut_log(self) -> None:
+        """The process goes on writing at its end: it is open for appending."""
+        with suppress(OSError), self.log.open("r+b") as log:
+            if (size := log.seek(0, os.SEEK_END)) > MAX_LOG_BYTES:
+                log.seek(size - KEPT_LOG_BYTES)
+                last = log.read()
+                log.truncate(0)
+                log.seek(0)
+                log.write(b"(what was here before grew too long and was cut)\n" + last)
+
+    def condemn(self, why: str) -> None:
+        self._hung = why
+        self.signal(signal.SIGKILL)
+
+    def died(self, status: int) -> PartFailed:
+        if self._hung is not None:
+            return PartFailed(f"{self._hung}. It was ended.", part=self.name)
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return PartFailed(f"{self.name} ended with {how}; the end of {self.log}:\n{last_lines(self.log)}", part=self.name)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running:
+            with suppress(ProcessLookupError):
+                # Not by asyncio's own, which may take the exit status from the task that waits for it. A worker's agents may have children.
+                (os.killpg if self.part is parts.ProcessKind.WORKER else os.kill)(self.pid, number)
+
+    def end_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:]) if log.exists() else ""
