@@ -166,7 +166,7 @@ def knobs(config: Config) -> tuple[Knob, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessCount:
     """One kind of process. `threads` are those that compute in each of them."""
 
     process: str
@@ -176,35 +176,35 @@ class Place:
     task: str
 
 
-def placement(config: Config) -> tuple[Place, ...]:
+def placement(config: Config) -> tuple[ProcessCount, ...]:
     return (
-        Place("launcher", 1, 0, "cpu", "starts and supervises the others, terminal"),
-        Place("rollout", 1, 1, "cpu", "gateway, buffer, store" + ("" if num_workers(config.environment) else ", agents")),
+        ProcessCount("launcher", 1, 0, "cpu", "starts and supervises the others, terminal"),
+        ProcessCount("rollout", 1, 1, "cpu", "gateway, buffer, store" + ("" if num_workers(config.environment) else ", agents")),
         *_worker_place(config.environment),
         _engine_place(config.engine),
         *_teacher_place(config),
-        Place("trainer", config.trainer.ranks, config.trainer.threads, config.trainer.device, "takes steps, publishes weights"),
+        ProcessCount("trainer", config.trainer.ranks, config.trainer.threads, config.trainer.device, "takes steps, publishes weights"),
     )
 
 
-def _engine_place(engine: EngineSection) -> Place:
+def _engine_place(engine: EngineSection) -> ProcessCount:
     generates = f"generates, {engine.max_running} requests together"
     if engine.kind == "embedded":
-        return Place("engine", engine.count, engine.threads, engine.device, generates)
+        return ProcessCount("engine", engine.count, engine.threads, engine.device, generates)
     if engine.urls:
-        return Place("engine", num_engines(engine), 0, "theirs", f"speaks to a running {engine.kind} server, which {generates}")
-    return Place("engine", engine.count, engine.threads, engine.device, f"a {engine.kind} server, which {generates}")
+        return ProcessCount("engine", num_engines(engine), 0, "theirs", f"speaks to a running {engine.kind} server, which {generates}")
+    return ProcessCount("engine", engine.count, engine.threads, engine.device, f"a {engine.kind} server, which {generates}")
 
 
-def _worker_place(environment: EnvironmentSection) -> tuple[Place, ...]:
+def _worker_place(environment: EnvironmentSection) -> tuple[ProcessCount, ...]:
     number = num_workers(environment)
-    return (Place("worker", number, 1, "cpu", f"agents of {agent_of(environment)}"),) if number else ()
+    return (ProcessCount("worker", number, 1, "cpu", f"agents of {agent_of(environment)}"),) if number else ()
 
 
-def _teacher_place(config: Config) -> tuple[Place, ...]:
+def _teacher_place(config: Config) -> tuple[ProcessCount, ...]:
     if config.distillation.teacher is None:
         return ()
-    return (Place("teacher", 1, config.engine.threads, config.engine.device, "scores what the engines generate"),)
+    return (ProcessCount("teacher", 1, config.engine.threads, config.engine.device, "scores what the engines generate"),)
 
 
 def computing_threads(config: Config) -> int:
