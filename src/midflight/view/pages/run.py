@@ -1,5 +1,6 @@
 """Run: how it goes, what is wrong with it and what to do, and every number of its journal as a chart; several runs over each other."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,10 @@ from midflight.view import looks
 from midflight.view.panels import RECENT_STEPS, Panel, bars, of_run, of_runs
 from midflight.view.visit import Visit
 
-REFRESH_SECONDS = 3.0
+REFRESH_SECONDS, LATEST_SECONDS = 3.0, 15.0
+"""At the soonest; and at the latest, however much a look costs."""
+SHARE = 0.02
+"""Of a core: what the viewer's process may take while a run's page is open. Where looking costs more, it looks less often."""
 """Between two looks for what was appended: an unchanged journal costs one read of its size."""
 RECENT_ROLLOUTS = 512
 """That histograms and the times of rollouts are of."""
@@ -78,6 +82,9 @@ def _live(refresh: Callable[[], bool], panels: Callable[[], list[Panel]], show_m
                 shown[title] = panel, (chart, said)
 
     def look() -> None:
+        nonlocal spent
+        before, spent = spent, time.process_time()
+        timer.interval = min(max(REFRESH_SECONDS, (spent - before) / SHARE), LATEST_SECONDS)
         try:
             if refresh():
                 show()
@@ -87,6 +94,7 @@ def _live(refresh: Callable[[], bool], panels: Callable[[], list[Panel]], show_m
             ui.label(str(gone)).props('role="alert" data-test="problem"').classes("trouble")
 
     show()
+    spent = time.process_time()
     timer = ui.timer(REFRESH_SECONDS, look, immediate=False)
 
 
