@@ -13,7 +13,18 @@ from midflight.observe.progress import RunState
 from midflight.observe.recent import Mean, Rate
 from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus, heldout, judge
 from midflight.types import Accounts, GroupKey, Kind, Reason, RolloutKey
-from midflight.types.facts import Checkpointed, Evaluated, GroupClosed, Quarantined, Rejoined, RequestFailed, Resumed, Waited, WentBack
+from midflight.types.facts import (
+    Checkpointed,
+    EngineStepped,
+    Evaluated,
+    GroupClosed,
+    Quarantined,
+    Rejoined,
+    RequestFailed,
+    Resumed,
+    Waited,
+    WentBack,
+)
 
 
 @pytest.fixture
@@ -80,6 +91,51 @@ def test_overlap_is_the_time_both_computed_over_the_time_of_training(state: RunS
     clock.now = 1099.0
     status = state.status()
     assert (status.engine_busy, status.trainer_busy, status.overlap_share) == pytest.approx((0.7, 0.4, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("running", "decoding", "step_seconds", "expected", "bound", "advice"),
+    [
+        ((8, 8, 8, 8, 8), 2.0, 3.0, (1.0, 1.0, 0.3), Bound.GENERATION, "engine.count"),  # the trainer waits for 7 of 10 seconds
+        (
+            (2, 2, 2, 2, 2),
+            2.0,
+            3.0,
+            (1.0, 0.25, 0.3),
+            Bound.GENERATION,
+            "75% of the engines' slots are free: a larger rollout.max_in_flight",
+        ),
+        (
+            (8, 1, 1, 1, 1),
+            2.0,
+            9.5,
+            (1.0, 0.3, 0.95),
+            Bound.TRAINER,
+            "the engines are idle 70%",
+        ),  # one straggler keeps the engine computing
+        ((8, 8, 8, 8, 6), 2.0, 9.0, (1.0, 0.95, 0.9), Bound.BALANCED, "equally busy"),
+        ((8, 8, 8, 8, 8), 1.0, 5.5, (0.5, 0.5, 0.55), Bound.BALANCED, "both sides wait"),  # for agents, or for each other
+    ],
+)
+def test_the_verdict_knows_an_engine_that_computes_for_one_request_from_a_full_one(
+    clock: Clock,
+    running: tuple[int, ...],
+    decoding: float,
+    step_seconds: float,
+    expected: tuple[float, float, float],
+    bound: Bound,
+    advice: str,
+) -> None:
+    """Every two seconds of ten, an engine of eight slots decodes for `decoding` seconds. The second number is slots in use times seconds, over 80."""
+    state = RunState(slots=8, clock=clock)
+    state.begin_phase(Phase.TRAINING)
+    for number, together in enumerate(running):
+        state.apply(EngineStepped("engine0", 1000.0 + 2 * number, 1000.0 + 2 * number + decoding, 1, together))
+    step(state, 1, started=1000.0, ended=1000.0 + step_seconds)
+    clock.now = 1010.0
+    status = state.status()
+    assert (status.engine_busy, status.slots_used, status.trainer_busy) == pytest.approx(expected)
+    assert status.bound is bound and advice in status.advice
 
 
 def test_waits_are_shares_of_the_training_phase_longest_first(state: RunState, clock: Clock) -> None:

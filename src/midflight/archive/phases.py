@@ -1,7 +1,7 @@
 """The phases of a run, and which side bounded each stretch of its training: by how much, and which knob to turn.
 
-Of a finished run as a whole its summary says so. A stretch is judged by its timeline: engines are taken as busy while any request is
-placed on one, the trainer while it makes a step. An idle engine with a request in its own queue counts as busy, which is a little too much.
+Of a finished run as a whole its summary says so. A stretch is judged by its timeline: the trainer is busy while it makes a step, an engine
+while any request is placed on it, and a slot of it while an answer grows, from its first token to its end: not while a request queues.
 """
 
 import itertools
@@ -10,9 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from midflight.archive.times import slots_used
 from midflight.archive.trace import merged
+from midflight.config import derived, load_config
+from midflight.errors import MidflightError
 from midflight.observe import timeline
-from midflight.observe.status import Bound, judge, percent
+from midflight.observe.status import Bound, busy_words, judge
 from midflight.types import Kind
 
 STRETCHES = 3
@@ -31,6 +34,7 @@ class RunPhase:
     steps: int = 0
     engine_busy: float | None = None
     trainer_busy: float | None = None
+    slots_used: float | None = None
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     waits: dict[str, float] = field(default_factory=dict[str, float])
@@ -45,12 +49,12 @@ class RunPhase:
         """In words; empty where nothing is judged."""
         if self.bound is Bound.UNKNOWN:
             return ""
-        return f"{self.bound}: engines busy {percent(self.engine_busy)}, trainer busy {percent(self.trainer_busy)}"
+        return f"{self.bound}: {busy_words(engine_busy=self.engine_busy, trainer_busy=self.trainer_busy, slots_used=self.slots_used)}"
 
 
 def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
     """Empty where the run has no timeline. `seconds`: that the run took in all, with what came before its rollout process and after it."""
-    lines = timeline.read_timeline(folder / timeline.TIMELINE)
+    lines, slots = timeline.read_timeline(folder / timeline.TIMELINE), slots_of(folder)
     rollouts = [line for line in lines if isinstance(line, timeline.RolloutTimed)]
     steps = sorted((line for line in lines if isinstance(line, timeline.StepTimed)), key=lambda step: step.ended)
     if not rollouts:
@@ -62,7 +66,7 @@ def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
     if first > begin:
         found.append(RunPhase("evaluation before", begin, first))
     if steps:
-        found += _stretches(lines, steps, first)
+        found += _stretches(lines, steps, first, slots)
         last = max((line.at for line in lines if isinstance(line, timeline.ScoreTimed)), default=0.0)
         if last > steps[-1].ended:
             found.append(RunPhase("evaluation after", steps[-1].ended, last))
@@ -70,9 +74,17 @@ def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
     return [RunPhase("start, warm start and end", 0.0, max(begin, (seconds or 0.0) - counted)), *found]
 
 
-def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float) -> Iterator[RunPhase]:
+def slots_of(folder: Path) -> int | None:
+    """Requests of the run in this folder that may decode together; none where its configuration cannot be read."""
+    try:
+        return derived.decode_slots(load_config(folder / "config.toml"))
+    except MidflightError:
+        return None
+
+
+def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, slots: int | None) -> Iterator[RunPhase]:
     """The training whole, and its stretches where there are steps enough."""
-    yield _judged("training", lines, steps, began)
+    yield _judged("training", lines, steps, began, slots)
     each = len(steps) // STRETCHES
     if each < MIN_STEPS:
         return
@@ -80,21 +92,22 @@ def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTim
     for first, behind in itertools.pairwise(edges):
         since = began if first == 0 else steps[first - 1].ended
         name = f"steps {steps[first].version} to {steps[behind - 1].version}"
-        yield _judged(name, lines, steps[first:behind], since)
+        yield _judged(name, lines, steps[first:behind], since, slots)
 
 
-def _judged(name: str, lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float) -> RunPhase:
+def _judged(name: str, lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, slots: int | None) -> RunPhase:
     ended = steps[-1].ended
-    turns = (turn for line in lines if isinstance(line, timeline.RolloutTimed) for turn in line.turns if turn.placed)
+    turns = [turn for line in lines if isinstance(line, timeline.RolloutTimed) for turn in line.turns if turn.placed]
     engine = _share(((turn.placed[0][1], turn.ended) for turn in turns), began, ended)
     trainer = _share(((step.began, step.ended) for step in steps), began, ended)
     waits = defaultdict[str, float](float)
     for line in lines:
         if isinstance(line, timeline.WaitTimed):
             waits[f"{line.who} for {line.for_whom}"] += max(0.0, min(line.ended, ended) - max(line.began, began))
-    bound, advice = judge(engine_busy=engine, trainer_busy=trainer)
+    used = slots_used(turns, began, ended, slots=slots)
+    bound, advice = judge(engine_busy=engine, trainer_busy=trainer, slots_used=used)
     longest = sorted((item for item in waits.items() if item[1] > 0), key=lambda item: -item[1])
-    return RunPhase(name, began, ended, len(steps), engine, trainer, bound, advice, dict(longest))
+    return RunPhase(name, began, ended, len(steps), engine, trainer, used, bound, advice, dict(longest))
 
 
 def _share(spans: Iterable[tuple[float, float]], began: float, ended: float) -> float | None:

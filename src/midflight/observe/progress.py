@@ -54,8 +54,15 @@ class RunState:
     """Adds up facts. Synchronous; `clock` is CLOCK_MONOTONIC, as in the events (on Linux the event loop's time as well)."""
 
     def __init__(
-        self, *, name: str = "run", steps: int = 0, start_version: Version = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        name: str = "run",
+        steps: int = 0,
+        start_version: Version = 0,
+        slots: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`slots`: requests that may decode together, in all engines."""
         self._clock, self._began, self._before = clock, clock(), 0.0
         self.accounts: Callable[[], Accounts] | None = None
         self._name, self._steps = name, steps
@@ -64,6 +71,7 @@ class RunState:
         self._counts = Counter[str]()  # by the name of a field of `Totals`
         self.sources: dict[str, SourceState] = {}
         self.overlap = Overlap()
+        self._slots, self._slot_seconds = slots, 0.0  # in use since training began
         self._evaluation = (0, 0)
         self._reward = Mean(REWARD_ROLLOUTS)
         self._ages: deque[Mapping[int, int]] = deque(maxlen=RECENT_BATCHES)
@@ -85,6 +93,7 @@ class RunState:
         if phase is Phase.TRAINING and self._phase is not Phase.TRAINING:
             self.overlap.begin(self._clock())
             self._waits.clear()
+            self._slot_seconds = 0.0
         if self._phase is Phase.TRAINING and phase is not Phase.TRAINING:
             self.overlap.finish(self._clock())
         self._phase = phase
@@ -104,6 +113,8 @@ class RunState:
                 self.overlap.add(ENGINE, fact.started, fact.ended)
                 self._generation.add(fact.ended, fact.num_tokens)
                 self._running[fact.engine] = (fact.num_running, fact.ended)
+                if self._phase is Phase.TRAINING:
+                    self._slot_seconds += fact.num_running * (fact.ended - fact.started)
                 self._counts["generated_tokens"] += fact.num_tokens
             case facts.RequestFailed():
                 self._counts["failed_requests"] += 1
@@ -205,7 +216,8 @@ class RunState:
         now = self._clock()
         shares = self._shares(now)
         num_running = sum(running for running, at in self._running.values() if now - at < RATE_SECONDS)
-        bound, advice = judge(engine_busy=shares[ENGINE], trainer_busy=shares[TRAINER])
+        used = self._used(now)
+        bound, advice = judge(engine_busy=shares[ENGINE], trainer_busy=shares[TRAINER], slots_used=used)
         return Status(
             phase=self._phase,
             name=self._name,
@@ -232,6 +244,7 @@ class RunState:
             dropped=dict(self._dropped),
             accounts=None if self.accounts is None else self.accounts(),
             engine_busy=shares[ENGINE],
+            slots_used=used,
             trainer_busy=shares[TRAINER],
             overlap_share=shares[2],
             bound=bound,
@@ -252,6 +265,12 @@ class RunState:
             return None, None, None
         engine, trainer, both = self.overlap.busy()
         return min(1.0, engine / seconds), min(1.0, trainer / seconds), min(1.0, both / seconds)
+
+    def _used(self, now: float) -> float | None:
+        seconds = self.overlap.seconds(now)
+        if not self._slots or seconds <= 0 or not self._step_ends:
+            return None
+        return min(1.0, self._slot_seconds / (self._slots * seconds))
 
     def _wait_shares(self, now: float) -> tuple[IdleTime, ...]:
         phase = self.overlap.seconds(now)

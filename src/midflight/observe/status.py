@@ -195,6 +195,8 @@ class Status:
     """None where nothing is trained."""
     engine_busy: float | None = None
     """Share of the training phase in which some engine computed; none before it."""
+    slots_used: float | None = None
+    """Mean share of the requests that could have decoded together which did; none where it is not known how many could."""
     trainer_busy: float | None = None
     overlap_share: float | None = None
     """Share in which engine and trainer computed at the same time."""
@@ -209,16 +211,46 @@ BALANCED = 0.1
 """Idle shares that differ by less than this call for no change."""
 
 
-def judge(*, engine_busy: float | None, trainer_busy: float | None) -> tuple[Bound, str]:
-    """Compares how much of the training phase each side was idle. The side with less idle time bounds the run."""
+WAITS = 0.25
+"""A trainer that is idle for so long does not bound the run."""
+FREE = 0.5
+"""With so many slots free, more of them do not help."""
+
+
+def judge(*, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None) -> tuple[Bound, str]:
+    """Compares how much of the training phase each side was idle. The side with less idle time bounds the run.
+
+    An engine computes all the time also for one request: beside a trainer that seldom waits, what is free of its slots is its idle share, where
+    that is known. Beside one that waits, an engine that computes all the time is what it waits for, however few its requests.
+    """
     if engine_busy is None or trainer_busy is None:
         return Bound.UNKNOWN, ""
-    engine_idle, trainer_idle = 1 - engine_busy, 1 - trainer_busy
-    if abs(engine_idle - trainer_idle) < BALANCED:
-        return Bound.BALANCED, "both sides are about equally busy"
-    if trainer_idle > engine_idle:
-        return Bound.GENERATION, f"the trainer is idle {trainer_idle:.0%}: more engine.count, engine.max_running or rollout.max_in_flight"
-    return Bound.TRAINER, f"the engines are idle {engine_idle:.0%}: more trainer.threads or trainer.micro_batch_tokens, or fewer engines"
+    trainer_idle, free = 1 - trainer_busy, None if slots_used is None else 1 - slots_used
+    engine_idle = 1 - engine_busy if free is None or trainer_idle >= WAITS else free
+    if trainer_idle >= engine_idle + BALANCED:
+        knobs = ": more engine.count, engine.max_running or rollout.max_in_flight"
+        if free is not None and free >= FREE:
+            knobs = (
+                f", and {free:.0%} of the engines' slots are free: a larger rollout.max_in_flight or rollout.max_staleness, quicker agents"
+            )
+        return Bound.GENERATION, f"the trainer is idle {trainer_idle:.0%}{knobs}"
+    if trainer_idle >= WAITS:
+        return Bound.BALANCED, (
+            f"both sides wait, for agents and their tools or for each other (trainer idle {trainer_idle:.0%}, engines {engine_idle:.0%}): "
+            "a larger rollout.max_in_flight or rollout.max_staleness"
+        )
+    if engine_idle >= trainer_idle + BALANCED:
+        return (
+            Bound.TRAINER,
+            f"the engines are idle {engine_idle:.0%}: more trainer.threads or trainer.micro_batch_tokens, or fewer engines",
+        )
+    return Bound.BALANCED, "both sides are about equally busy"
+
+
+def busy_words(*, engine_busy: float | None, trainer_busy: float | None, slots_used: float | None = None) -> str:
+    """`engines busy 90% (35% of their slots), trainer busy 80%`."""
+    slots = "" if slots_used is None else f" ({percent(slots_used)} of their slots)"
+    return f"engines busy {percent(engine_busy)}{slots}, trainer busy {percent(trainer_busy)}"
 
 
 TRAINER_KEYS = (

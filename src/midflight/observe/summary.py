@@ -11,7 +11,7 @@ from rich.text import Text
 
 from midflight.observe.failures import most_common
 from midflight.observe.journal import read_journal, write_whole
-from midflight.observe.status import LearningStatus, Status, duration, heldout, percent
+from midflight.observe.status import LearningStatus, Status, busy_words, duration, heldout, percent
 from midflight.observe.terminal import learning
 from midflight.types import Accounts
 
@@ -66,6 +66,7 @@ class Summary:
     advice: str
     loss: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    slots_used: float | None = None
     turns_mean: float | None = None
     learning: LearningStatus = field(default_factory=LearningStatus)
     failures: dict[str, int] = field(default_factory=dict[str, int])
@@ -107,6 +108,7 @@ def summarise(
         trainer_busy=status.trainer_busy,
         bound=status.bound.value,
         advice=status.advice,
+        slots_used=status.slots_used,
         loss=said.loss,
         notes=said.notes,
         turns_mean=status.learning.turns_mean,
@@ -145,7 +147,8 @@ def summary_table(summary: Summary, status: Status) -> Table:
         table.add_row(label, text)
     table.add_row("oldest trained token", f"{summary.max_token_staleness} versions")
     table.add_row("engine and trainer busy together", percent(summary.overlap_share))
-    table.add_row("engine busy, trainer busy", f"{percent(summary.engine_busy)}, {percent(summary.trainer_busy)}: {summary.bound}")
+    busy = busy_words(engine_busy=summary.engine_busy, trainer_busy=summary.trainer_busy, slots_used=summary.slots_used)
+    table.add_row("who was busy", f"{busy}: {summary.bound}")
     if summary.advice:
         table.add_row("advice", summary.advice)
     table.add_row("peak memory", f"{summary.peak_memory_mb:,.0f} MB")

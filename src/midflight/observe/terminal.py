@@ -253,7 +253,8 @@ def _speed(status: Status) -> str:
 
 
 def _busy(status: Status) -> str:
-    shares = f"engine {percent(status.engine_busy)}, trainer {percent(status.trainer_busy)}, both {percent(status.overlap_share)}"
+    slots = "" if status.slots_used is None else f" ({percent(status.slots_used)} of slots)"
+    shares = f"engine {percent(status.engine_busy)}{slots}, trainer {percent(status.trainer_busy)}, both {percent(status.overlap_share)}"
     return f"{shares}   {status.bound.value}"
 
 

@@ -19,7 +19,7 @@ from midflight.errors import ConfigError, MidflightError
 from midflight.observe import plot
 from midflight.observe.journal import PastLines, write_whole
 from midflight.observe.machine import MACHINE
-from midflight.observe.status import UNKNOWN, duration, number, percent
+from midflight.observe.status import UNKNOWN, busy_words, duration, number
 from midflight.types import Fate, Json
 
 FORMATS = {".html": "page.html", ".md": "page.md"}
@@ -135,8 +135,8 @@ def report_of(run: ArchivedRun, title: str) -> RunReport:
         missing.notes.append(f"no {MACHINE}: the run was made by an older Midflight, which did not write down where it ran")
     verdict, advice = (training.verdict, training.advice) if training else ("", "")
     if summary.get("engine_busy") is not None:  # by the steps of the engines, which is more exact
-        busy = f"engines busy {percent(summary['engine_busy'])}, trainer busy {percent(summary['trainer_busy'])}"
-        verdict, advice = f"{summary['bound']}: {busy}", str(summary["advice"])
+        shares = {name: summary.get(name) for name in ("engine_busy", "trainer_busy", "slots_used")}
+        verdict, advice = f"{summary['bound']}: {busy_words(**shares)}", str(summary["advice"])
     return RunReport(
         title=title,
         folder=str(folder),

@@ -100,6 +100,7 @@ def of_run(past: PastLines) -> list[Panel]:
         _staleness(steps),
         _ages(steps),
         _lengths(steps),
+        _length_histograms(steps),
         _several("Tokens per second", _named(steps, {"generated": "rollout/tokens_per_second", "trained": "train/tokens_per_second"})),
         _idle(past),
         _several("Effective sample size", _named(steps, {"share of the tokens": "train/rho/ess"}), note="1 means that no token weighs more than another; below 0.5 the weights of old tokens hold few."),
@@ -138,6 +139,29 @@ def _lengths(steps: Sequence[StepLine]) -> Panel | None:
     cut = [step.truncated_share for step in steps[-RECENT_STEPS:] if step.truncated_share is not None]
     note = f"{sum(cut) / len(cut):.1%} of the last rollouts were cut short by their limit." if cut else ""
     return _several("Tokens of a rollout", _named(steps, names), note=note)
+
+
+LENGTHS = {"generated": "generated_length", "trained": "trained_length", "cut short": "truncated_length"}
+LENGTH_BARS = 16
+
+
+def _length_histograms(steps: Sequence[StepLine]) -> Panel | None:
+    """Rollouts by tokens generated and trained, those cut short by themselves. Of a bin of the journal its middle is counted."""
+    found = {title: Counter[int]() for title in LENGTHS}
+    for title, name in LENGTHS.items():
+        for histogram in ((step.histograms or {}).get(name) for step in steps[-RECENT_STEPS:]):
+            if histogram is not None:
+                for (low, high), count in zip(pairwise(histogram.edges), histogram.counts, strict=True):
+                    found[title][round((low + high) / 2)] += count
+    longest = max((length for counts in found.values() for length in counts), default=None)
+    if longest is None:
+        return None
+    width = -(-(longest + 1) // LENGTH_BARS)
+    lows = range(0, longest + 1, width)
+    values = {title: [sum(n for at, n in counts.items() if low <= at < low + width) for low in lows] for title, counts in found.items()}
+    note = ", ".join(f"{sum(counts.values())} {title}" for title, counts in found.items())
+    names = [f"{low}" if width == 1 else f"{low}-{low + width - 1}" for low in lows]
+    return bars("Rollouts by length", names, values, x="tokens", note=f"Of the last {RECENT_STEPS} steps: {note}.")
 
 
 def idle_shares(past: PastLines) -> dict[str, Points]:

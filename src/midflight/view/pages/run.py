@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from nicegui import ui
 
+from midflight.archive.phases import slots_of
 from midflight.archive.runs import ArchivedRun, RunCondition, differences, flat
 from midflight.archive.times import Times, busy_shares, failures, split
 from midflight.errors import RunGone
 from midflight.observe.journal import PastLines
 from midflight.observe.status import UNKNOWN, duration, judge, number, percent
-from midflight.observe.timeline import RolloutTimed
+from midflight.trajectories.heldout import HELDOUT
 from midflight.view import looks
 from midflight.view.panels import RECENT_STEPS, Panel, bars, of_run, of_runs
 from midflight.view.visit import Visit
@@ -22,7 +23,7 @@ SHARE = 0.02
 """Of a core: what the viewer's process may take while a run's page is open. Where looking costs more, it looks less often."""
 """Between two looks for what was appended: an unchanged journal costs one read of its size."""
 RECENT_ROLLOUTS = 512
-"""That histograms and the times of rollouts are of."""
+"""That the times of rollouts are of."""
 MAX_ALARMS = 20
 
 
@@ -104,16 +105,19 @@ def _live(refresh: Callable[[], bool], panels: Callable[[], list[Panel]], show_m
 def _head(visit: Visit, times: Times) -> None:
     of, past = visit.run.describe(), visit.run.readings.past
     last = past.steps[-1] if past.steps else None
-    engine, trainer, both = busy_shares(times)
+    shares = busy_shares(times, slots=slots_of(visit.run.folder))
     waiting = f"{of.step}" if of.steps is None else f"{of.step} of {of.steps}"
     facts = [("state", of.condition.value), ("step", waiting), ("version", str(last.version if last else 0)), ("reward", number(of.reward))]
     facts += [(f"held out {name}", text) for name, text in _heldout(past).items()]
     facts += [("time", duration(of.seconds)), ("ETA", _eta(past, of.steps) if of.condition is RunCondition.RUNNING else UNKNOWN)]
     if last is not None:
         facts += [("tokens trained", f"{last.totals.trained_tokens:,}"), ("tokens generated", f"{last.totals.generated_tokens:,}")]
-    facts += [("engine, trainer, both busy", ", ".join(map(percent, (engine, trainer, both))))]
+    facts += [("engine, trainer, both busy", ", ".join(map(percent, (shares.engines, shares.trainer, shares.both))))]
+    facts += [("engines' slots in use", percent(shares.slots))]
     looks.facts(facts)
-    bound, advice = judge(engine_busy=engine, trainer_busy=trainer)
+    if (visit.run.folder / HELDOUT).is_file():
+        ui.link("what the model said to held-out tasks", visit.link("groups", kind="evaluation")).props('data-test="held out groups"')
+    bound, advice = judge(engine_busy=shares.engines, trainer_busy=shares.trainer, slots_used=shares.slots)
     if advice:
         ui.label(f"This run is {bound.value}: {advice}.").classes("note").props('data-test="advice"')
     if visit.run.readings.num_unread:
@@ -174,27 +178,14 @@ def _failures(visit: Visit, times: Times, past: PastLines) -> None:
 def _timed(times: Times) -> list[Panel]:
     """What the timeline adds to the journal's numbers."""
     recent = times.rollouts[-RECENT_ROLLOUTS:]
-    found = [_length_histogram(recent)]
-    if (of := split(recent)) is not None:
-        named = {"generating": of.generating, "waiting for a first token": of.waiting, "environment": of.environment}
-        whole = sum(named.values()) or 1.0
-        note = "; ".join(f"{name} {seconds:.3f} s ({seconds / whole:.0%})" for name, seconds in named.items())
-        note = f"Mean of the last {len(recent)} rollouts: {note}."
-        found.append(bars("A rollout's time", list(named), {"seconds": [round(seconds, 4) for seconds in named.values()]}, x="", note=note))
-    return [panel for panel in found if panel is not None]
-
-
-def _length_histogram(recent: Sequence[RolloutTimed]) -> Panel | None:
-    lengths = [(r.num_tokens, r.truncated) for r in recent if r.failure is None]
-    if not lengths:
-        return None
-    width = max(1, -(-(max(n for n, _ in lengths) + 1) // 16))
-    names = [f"{low}" if width == 1 else f"{low}-{low + width - 1}" for low in range(0, max(n for n, _ in lengths) + 1, width)]
-    ended, cut = (
-        [Counter(n // width for n, was in lengths if was is truncated)[at] for at in range(len(names))] for truncated in (False, True)
-    )
-    note = f"Generated tokens of the last {len(lengths)} rollouts with a reward; {sum(cut)} of them cut short by their limit."
-    return bars("Rollouts by length", names, {"ended by themselves": ended, "cut short": cut}, x="tokens", note=note)
+    if (of := split(recent)) is None:
+        return []
+    named = {"generating": of.generating, "waiting for a first token": of.waiting, "environment": of.environment}
+    whole = sum(named.values()) or 1.0
+    note = "; ".join(f"{name} {seconds:.3f} s ({seconds / whole:.0%})" for name, seconds in named.items())
+    note = f"Mean of the last {len(recent)} rollouts: {note}."
+    found = bars("A rollout's time", list(named), {"seconds": [round(seconds, 4) for seconds in named.values()]}, x="", note=note)
+    return [] if found is None else [found]
 
 
 # --- Several runs -----------------------------------------------------------------------------------------------------

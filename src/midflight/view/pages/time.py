@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from nicegui import events, ui
 
-from midflight.archive.times import Times, engine_spans
-from midflight.errors import RunGone
+from midflight.archive.times import TimelinePart, Times, before_newest, engine_spans, part_from
+from midflight.errors import MidflightError, RunGone
 from midflight.observe.status import duration, percent
 from midflight.view import looks
 from midflight.view.charting import COLORS, GREY, GRID
@@ -17,6 +17,8 @@ from midflight.view.visit import Visit
 REFRESH_SECONDS = 5.0
 MAX_BARS = 2000
 """Of a track: more than anybody tells apart; the newest are drawn."""
+BEFORE_STEP_SECONDS = 5.0
+"""That are shown before a step that is asked for."""
 GAP_SECONDS = 0.02
 """Pauses of an engine shorter than this are not drawn."""
 
@@ -25,13 +27,16 @@ Bars: TypeAlias = "list[tuple[float, float, str, int | None]]"
 
 
 def draw(visit: Visit) -> None:
-    times = Times(visit.run.folder)
+    since = asked(visit)
+    part = None if since is None else part_from(visit.run.folder, since)
+    times = Times(visit.run.folder, part)
     times.refresh()
     if not times.steps and not times.rollouts:
         ui.label("Nothing has happened yet, or the run was made before there were timelines: it has no timeline.jsonl.").classes("note")
     ui.label("Drag over a part to see it larger, scroll to zoom, double-click to see all. A click on a step leads to its groups.").classes(
         "note"
     )
+    _places(visit, part)
     with ui.element("div").style("width: 100%").props('role="img" aria-label="Who was busy when" data-test="chart time"'):
         chart = ui.plotly(_figure(visit, times)).style("width: 100%")
     chart.on("plotly_click", lambda event: _follow(visit, event))
@@ -55,6 +60,37 @@ def draw(visit: Visit) -> None:
 
     show()
     timer = ui.timer(REFRESH_SECONDS, look, immediate=False)
+
+
+def asked(visit: Visit) -> float | None:
+    """From which second on the address wants to see, or from before which step; none for the newest. `MidflightError` where it says neither."""
+    since, step = visit.query.get("from", ""), visit.query.get("step", "")
+    if step:
+        if (line := next((line for line in visit.run.readings.past.steps if str(line.step) == step), None)) is None:
+            raise MidflightError(f"there is no step {step!r} in this run yet; give the number of one, or seconds of the run as `from`.")
+        return line.seconds - line.step_seconds - BEFORE_STEP_SECONDS
+    try:
+        return float(since) if since else None
+    except ValueError:
+        raise MidflightError(f"`from` is {since!r} in the address; it is a number of seconds since the run began.") from None
+
+
+def _places(visit: Visit, part: TimelinePart | None) -> None:
+    """What of a long run is shown, and the way to the rest of it."""
+    earlier = before_newest(visit.run.folder) if part is None else part.earlier
+    if part is None and earlier is None:
+        return  # all of it is here
+    with ui.element("nav").classes("tiles").props('aria-label="Parts of the run"'):
+        for name, since in (("earlier", earlier), ("later", part and part.later)):
+            if since is not None:
+                ui.link(name, visit.link("time", **{"from": max(0.0, since)})).props(f'data-test="{name}"')
+        if part is not None:
+            ui.link("newest", visit.link("time")).props('data-test="newest"')
+        ui.html(
+            '<form method="get"><label>from second <input name="from" inputmode="decimal" size="8"></label> '
+            '<label>or from step <input name="step" inputmode="numeric" size="6"></label> <button>Show</button></form>',
+            sanitize=False,
+        )
 
 
 def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
