@@ -11,6 +11,7 @@ from midflight.environments.evaluation import UNFINISHED, Evaluator, SourceScore
 from midflight.environments.single_turn import answer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Kind
+from midflight.types.facts import EvaluationKept
 
 from .fakes import FakeClient, Rig, task
 
@@ -97,3 +98,16 @@ def test_a_task_that_several_versions_answered_is_not_scored():
     rig.sessions.close = lambda session_id: replace(close(session_id), versions=frozenset({7, 8} if session_id == "s1" else {7}))
     assert evaluate(rig, [task(i) for i in range(3)]) == (SourceScore("spell", 1.0, 2, 1, MIXED),)
     assert [r.error for r in rig.observer.rollouts if r.error] == [MIXED]
+
+
+def test_the_first_tasks_of_each_source_are_kept_with_what_was_said_and_the_version_that_said_it():
+    rig = Rig(answer)
+    evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(64), record=rig.observer.apply, keep=1)
+    run_virtual(lambda: evaluator.run(TASKS, version=7))
+    kept = rig.observer.of(EvaluationKept)
+    assert sorted((fact.version, fact.task.id, fact.trajectory.key) for fact in kept) == [
+        (7, TASKS[at].id, evaluation_key(at)) for at in (0, 2)
+    ]
+    quiet = Rig(answer)
+    evaluate(quiet)
+    assert quiet.observer.of(EvaluationKept) == [], "nothing is kept unless it is asked for"

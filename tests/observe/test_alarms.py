@@ -10,7 +10,7 @@ from tests.observe.facts import KEY, Clock, rollout
 
 from midflight.observe.alarms import REPEAT_SECONDS, Alarms
 from midflight.observe.failures import MAX_CLASSES, OTHER, Failures, failure_class, own_frames
-from midflight.types.facts import Alarmed, Evaluated, Quarantined, Rejoined, RolloutEnded
+from midflight.types.facts import Alarmed, Evaluated, Quarantined, Rejoined, RolloutEnded, Stepped
 
 
 class Watched:
@@ -128,3 +128,13 @@ def test_without_a_line_of_the_user_the_last_place_is_shown() -> None:
     assert own_frames(trace) == ["/x/site-packages/lib.py:3 in call: go()"]
     assert own_frames("E: x") == []
     assert own_frames(trace.replace("site-packages", "own").replace("go()", "g" * 500))[0].endswith("g…")
+
+
+def test_a_step_far_from_its_policy_is_said_with_its_readings_and_not_again_for_a_while() -> None:
+    watched = Watched()
+    for version in (1, 2, 3):
+        watched.apply(
+            Stepped(version, version, 0.0, 1.0, num_tokens=5, metrics={}, alarms=("k1 is 0.5, beyond 0.1",) if version > 1 else ())
+        )
+    (said,) = watched.said("off_policy")
+    assert said.startswith("the step to version 2: k1 is 0.5, beyond 0.1. ") and "lower rollout.max_staleness" in said

@@ -119,6 +119,7 @@ def test_a_plain_function_gets_a_plain_client_a_thread_and_a_log_with_its_worker
     try:
         assert evaluated.wait() == 0, evaluated.said
         assert "spell_backward: " in evaluated.said and "(4 tasks)" in evaluated.said
+        assert "is started again" not in evaluated.said and "step 0/" not in evaluated.said, "it ended in order"
         assert not (tmp_path / "other" / "endpoint.json").exists()
     finally:
         evaluated.end()

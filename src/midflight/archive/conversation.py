@@ -17,7 +17,7 @@ from midflight.archive.stored import StoreReading, reading
 from midflight.config import Config, load_config
 from midflight.errors import MidflightError, NoRun
 from midflight.trajectories.database import State, decode_rows, decode_scored, decode_turn
-from midflight.types import Bool, Fate, Float32, Int32, Json, Reason, RolloutKey, Row, Turn
+from midflight.types import Bool, Fate, Float32, Int32, Json, Kind, Reason, RolloutKey, Row, Turn
 
 ENTROPY_WINDOW = 16
 """Tokens over which -log p is averaged. Engines say the probability of what was sampled and not the entropy; its mean is an estimate of that."""
@@ -32,6 +32,8 @@ class TokenUse(StrEnum):
     IN_STEP = "in a step"
     WAITING = "waiting"
     RUNNING = "running"
+    HELD_OUT = "held out"
+    """Of an evaluation: never trained on."""
     ELSEWHERE = "trained in another branch"
     """It is context here."""
 
@@ -81,16 +83,17 @@ class ConversationSeen:
 
 def conversation_of(folder: Path, key: RolloutKey, *, with_advantages: bool = True) -> ConversationSeen:
     """`NoRun` where the run has no such rollout. Without advantages torch is not imported."""
-    page = page_of(folder, GroupFilter(key=key.group), number=1)
+    held_out = key.kind is Kind.EVALUATION
+    page = page_of(folder, GroupFilter(kind=key.kind, key=key.group), number=1)
     if not page.groups:
         raise NoRun(f"{folder} has no rollout {key}; `midflight samples {folder}` names those that it has.")
     group, config = page.groups[0], config_of(folder)
     rollout = next((brief for brief in group.rollouts if brief.key == key), None)
-    with reading(folder) as store:
+    with reading(folder, key.kind) as store:
         rows, fields, turn_rewards = _rows(store, key) if rollout else (_running(store, key), {}, ())
-        credit = credit_of(store, key.group, group.version, config) if with_advantages else Credit("")
+        credit = credit_of(store, key.group, group.version, config) if with_advantages and not held_out else Credit("")
         newest = store.ask("SELECT COALESCE(MAX(value), 0) FROM numbers WHERE name = 'version'")[0][0]
-    begun = newest if group.version is None else group.version - 1
+    begun = key.group.epoch if held_out else newest if group.version is None else group.version - 1
     branches = tuple(_branches(rows, group, rollout, credit, begun, reader_of(folder, config), key))
     return ConversationSeen(group, rollout, key, branches, fields, turn_rewards, credit.note)
 
@@ -198,6 +201,8 @@ def _outcome(group: GroupSeen, rollout: RolloutBrief | None) -> str:
             return TokenUse.TRAINED if group.final else TokenUse.IN_STEP
         case State.DROPPED:
             return str(group.reason)
+        case State.EVALUATED:
+            return TokenUse.HELD_OUT
         case _:
             return TokenUse.WAITING
 

@@ -14,7 +14,7 @@ from midflight.archive.messages import MessageReader, MessageSaid, as_chat
 from midflight.archive.stored import StoreReading, reading
 from midflight.errors import ConfigError
 from midflight.trajectories.database import decode_rows, decode_scored
-from midflight.types import GroupKey, Json, RolloutKey, Row, Task, Version
+from midflight.types import GroupKey, Json, Kind, RolloutKey, Row, Task, Version
 
 
 class ExportFormat(StrEnum):
@@ -27,8 +27,10 @@ class ExportFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportChoice:
-    """Which rollouts; without a choice all that have a reward. Held-out tasks are never among them: the store keeps what a run learns from."""
+    """Which rollouts; without a choice all that have a reward."""
 
+    kind: Kind = Kind.TRAINING
+    """Of those that the run learns from. Those of held-out tasks are for reading and scoring: who trains on them has none held out any more."""
     min_reward: float | None = None
     versions: tuple[Version, Version] | None = None
     """The first and the last that a step on them made; then only those that were trained on."""
@@ -55,7 +57,7 @@ def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoi
     """Writes the file whole or not at all; says how many lines. `ConfigError` where nothing was chosen."""
     lines, building = 0, out.with_name(f".{out.name}.new")
     try:
-        with reading(folder) as store, building.open("wb") as file:
+        with reading(folder, choice.kind) as store, building.open("wb") as file:
             for line in _lines(store, reader_of(folder), form, choice):
                 file.write(msgspec.json.encode(line) + b"\n")
                 lines += 1
@@ -82,7 +84,10 @@ def _lines(store: StoreReading, reader: MessageReader, form: ExportFormat, choic
 def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> Iterator[_Exported]:
     """In the order of the run's tasks, one group after the other. One at a time is in memory."""
     where, values = ["reward IS NOT NULL"], list[int]()
-    if choice.versions is not None:
+    if choice.versions is not None and choice.kind is Kind.EVALUATION:
+        where.append("epoch BETWEEN ? AND ?")
+        values += choice.versions
+    elif choice.versions is not None:
         where.append("(version BETWEEN ? AND ? OR done AND train_version + 1 BETWEEN ? AND ?)")
         values += [*choice.versions, *choice.versions]
     for epoch, position, attempt, sample, task, reward, version, made, rows, scored in store.each(
@@ -97,7 +102,8 @@ def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> I
         if longest is None or (choice.sources and asked.source not in choice.sources):
             continue
         said = reader.messages(longest.token_ids, longest.generated, reader.pieces(longest.token_ids))
-        key = RolloutKey(GroupKey(epoch, position, attempt), sample)
+        key = RolloutKey(GroupKey(epoch, position, attempt), sample, choice.kind)
+        version = epoch if choice.kind is Kind.EVALUATION else version
         components = dict(store.decoded(decode_scored, scored).components)
         yield _Exported(key, asked, reward, version if made is None else made + 1, decoded, components, said)
 

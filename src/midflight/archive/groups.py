@@ -12,7 +12,7 @@ from midflight.errors import NoRun
 from midflight.observe.failures import failure_class
 from midflight.observe.journal import read_journal
 from midflight.trajectories.database import State, Value, decode_scored
-from midflight.types import Fate, GroupKey, Reason, RolloutKey, Task, Version
+from midflight.types import Fate, GroupKey, Kind, Reason, RolloutKey, Task, Version
 
 PASSED = 1.0
 """The reward from which on a rollout counts as passed, unless another is given."""
@@ -49,6 +49,8 @@ _MEASURES: Mapping[GroupOrder, Sequence[tuple[str, str]]] = {
 class GroupFilter:
     """Which groups are asked for; what is left empty takes all."""
 
+    kind: Kind = Kind.TRAINING
+    """Those that the run learns from, or the held-out tasks of its evaluations."""
     version: Version | None = None
     """That the step on them made."""
     versions: tuple[Version, Version] | None = None
@@ -144,6 +146,8 @@ class GroupSeen:
                 return f"running, {len(self.rollouts)} ended"
             case State.IN_LINE:
                 return "to be run again"
+            case State.EVALUATED:
+                return f"held out, answered by version {self.key.epoch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ def page_of(
     passed: float = PASSED,
 ) -> GroupPage:
     """Groups `first` to `first + number` of those that are wanted. `words` is where words are looked up."""
-    with reading(folder) as store:
+    with reading(folder, wanted.kind) as store:
         if words is not None and wanted.words:
             store.beside(words.path)
         where, values = conditions(wanted)
@@ -191,7 +195,9 @@ def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
     parts: list[tuple[str, Sequence[Value]]] = []
     if (versions := wanted.versions or (wanted.version is not None and (wanted.version, wanted.version)) or None) is not None:
         leased = "g.lease IN (SELECT lease FROM leases WHERE train_version + 1 BETWEEN ? AND ?)"
-        parts.append((f"(g.version BETWEEN ? AND ? OR {leased})", [*versions, *versions]))
+        answered = ("g.epoch BETWEEN ? AND ?", [*versions])
+        trained = (f"(g.version BETWEEN ? AND ? OR {leased})", [*versions, *versions])
+        parts.append(answered if wanted.kind is Kind.EVALUATION else trained)
     if wanted.source:
         parts.append(("source_of(g.task) = ?", [wanted.source]))
     if wanted.task:
@@ -215,11 +221,17 @@ def _values(key: GroupKey) -> tuple[int, int, int]:
     return key.epoch, key.index, key.attempt
 
 
-def versions_of(folder: Path, first: int, last: int) -> tuple[Version, Version]:
-    """The first and the last version that these steps made. Numbers of versions go on above those that a crash took, those of steps don't."""
-    made = [line.version for line in read_journal(folder / "metrics.jsonl").steps if first <= line.step <= last]
+def versions_of(folder: Path, first: int, last: int, kind: Kind = Kind.TRAINING) -> tuple[Version, Version]:
+    """The first and the last version that these steps made, or that evaluations after them were of.
+
+    Numbers of versions go on above those that a crash took, those of steps don't.
+    """
+    past = read_journal(folder / "metrics.jsonl")
+    lines = past.evaluations if kind is Kind.EVALUATION else past.steps
+    made = [line.version for line in lines if first <= line.step <= last]
     if not made:
-        raise NoRun(f"{folder} has made no step from {first} to {last}; `midflight runs` says how many it has made.")
+        what = "made no evaluation after a step" if kind is Kind.EVALUATION else "made no step"
+        raise NoRun(f"{folder} has {what} from {first} to {last}; `midflight runs` says how many it has made.")
     return min(made), max(made)
 
 
@@ -269,7 +281,7 @@ def briefs(store: StoreReading, key: GroupKey, found: frozenset[RolloutKey] = fr
     for sample, reward, error, truncated, seconds, num, blob in store.ask(
         f"SELECT {columns} FROM rollouts {of} ORDER BY sample", *_values(key)
     ):
-        scored, rollout = store.decoded(decode_scored, blob), RolloutKey(key, sample)
+        scored, rollout = store.decoded(decode_scored, blob), RolloutKey(key, sample, store.kind)
         failure = failure_class(error) if reward is None else None
         said = (scored.components, scored.metrics, tokens[sample], rollout in found)
         made.append(RolloutBrief(rollout, reward, error, failure, bool(truncated), seconds, num, *said))
@@ -283,7 +295,7 @@ def _found(store: StoreReading, words: str, groups: Sequence[Columns]) -> frozen
         f"SELECT {_KEY}, sample {_TOLD} AND ({_KEY}) IN (VALUES {marks})",
         *(WordIndex.query(words), *(part for key, *_ in groups for part in key)),
     )
-    return frozenset(RolloutKey(GroupKey(*key), sample) for *key, sample in rows)
+    return frozenset(RolloutKey(GroupKey(*key), sample, store.kind) for *key, sample in rows)
 
 
 def _epochs(store: StoreReading, tasks: Sequence[bytes], passed: float) -> Mapping[bytes, tuple[EpochScore, ...]]:

@@ -14,7 +14,7 @@ from midflight.archive.stored import reading
 from midflight.errors import NoRun
 from midflight.observe.completions import cut, indented
 from midflight.observe.status import number as as_text
-from midflight.types import Fate, GroupKey, RolloutKey, Version
+from midflight.types import Fate, GroupKey, Kind, RolloutKey, Version
 
 _MARKS = {"system": "#", "user": ">", "assistant": "<", "tool": "="}
 
@@ -24,6 +24,8 @@ class SampleChoice:
     """Which rollouts are shown; without a choice the newest."""
 
     number: int
+    kind: Kind = Kind.TRAINING
+    """Of those that the run learns from, or of held-out tasks."""
     versions: tuple[Version, Version] | None = None
     """Of groups that steps trained on, by the first and the last version that these made."""
     source: str = ""
@@ -34,12 +36,12 @@ class SampleChoice:
 
 def chosen(folder: Path, choice: SampleChoice) -> list[RolloutKey]:
     """`NoRun` where there is none."""
-    where, values = conditions(GroupFilter(versions=choice.versions, source=choice.source))
+    where, values = conditions(GroupFilter(kind=choice.kind, versions=choice.versions, source=choice.source))
     scored = choice.best or choice.worst
     reward = "reward IS NULL" if choice.failed else "reward IS NOT NULL" if scored else "1"
     by = ["reward DESC" if choice.best else "reward"] if scored else []
     order = ", ".join([*by, "epoch DESC", "position DESC", "attempt DESC", "sample"])
-    with reading(folder) as store:
+    with reading(folder, choice.kind) as store:
         found = store.ask(
             "SELECT epoch, position, attempt, sample FROM rollouts JOIN groups g USING (epoch, position, attempt) "
             f"WHERE {where} AND {reward} ORDER BY {order} LIMIT ?",
@@ -47,7 +49,7 @@ def chosen(folder: Path, choice: SampleChoice) -> list[RolloutKey]:
         )
     if not found:
         raise NoRun(f"{folder} has no such rollout that has ended; ask for others, or wait.")
-    return [RolloutKey(GroupKey(*key), sample) for *key, sample in found]
+    return [RolloutKey(GroupKey(*key), sample, choice.kind) for *key, sample in found]
 
 
 def in_words(seen: ConversationSeen, *, whole: bool = False) -> str:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from midflight.archive.stored import STORE, StoreReading, reading
+from midflight.archive.stored import FILES, StoreReading, reading
 from midflight.errors import MidflightError
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.database import decode_rows, decode_scored, naming
+from midflight.types import Kind
 
 AT_ONCE = 200
 """Rollouts that one transaction adds: about 30 ms at 300 tokens each, so that a page is not kept waiting."""
@@ -39,14 +40,14 @@ class Indexed:
 class WordIndex:
     """The index of one run. Several viewers may let it grow at once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        store = (folder / STORE).resolve()
+    def __init__(self, folder: Path, kind: Kind = Kind.TRAINING) -> None:
+        self._folder, self._kind = folder, kind
+        store = self._store = (folder / FILES[kind]).resolve()
         with suppress(FileNotFoundError):
             place = f"{SHAPE}:{store}:{store.stat().st_ino}".encode()
             self.path = cache_folder() / f"{hashlib.sha256(place).hexdigest()[:24]}.sqlite"
             return
-        with reading(folder):  # says what is wrong with the folder
+        with reading(folder, kind):  # says what is wrong with the folder
             raise AssertionError("a store that is not there was opened")
 
     @staticmethod
@@ -59,7 +60,7 @@ class WordIndex:
         """Adds what the store has and the index has not, for about so long at most."""
         end = time.monotonic() + seconds
         tokenizer = Tokenizer.load(self._folder / "start")
-        with closing(self._open()) as index, reading(self._folder) as store:
+        with closing(self._open()) as index, reading(self._folder, self._kind) as store:
             ((last,),) = store.ask("SELECT COALESCE(MAX(rowid), 0) FROM rollouts")
             done = _number(index)
             while done < last:
@@ -104,7 +105,7 @@ class WordIndex:
                         "UNIQUE (epoch, position, attempt, sample))"
                     )
                     index.execute("CREATE TABLE reached (number INTEGER NOT NULL, store TEXT NOT NULL)")
-                    index.execute("INSERT INTO reached VALUES (0, ?)", (str((self._folder / STORE).resolve()),))
+                    index.execute("INSERT INTO reached VALUES (0, ?)", (str(self._store),))
         return index
 
 

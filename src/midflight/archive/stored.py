@@ -11,7 +11,8 @@ import msgspec
 from midflight.errors import MidflightError, NoRun, RunGone, StoreCorrupt
 from midflight.observe.failures import failure_class
 from midflight.trajectories.database import Value, decode_task, look, naming
-from midflight.types import GroupKey, RolloutKey, Task
+from midflight.trajectories.heldout import HELDOUT
+from midflight.types import GroupKey, Kind, RolloutKey, Task
 
 STORE = "store.sqlite"
 Decoded = TypeVar("Decoded")
@@ -20,8 +21,8 @@ Decoded = TypeVar("Decoded")
 class StoreReading:
     """One look at a store: a transaction of its own, so that all that is asked in it is of one moment."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path = path
+    def __init__(self, path: Path, connection: sqlite3.Connection, kind: Kind = Kind.TRAINING) -> None:
+        self.path, self.kind = path, kind
         self._connection = connection
         for name, function in (("source_of", _source), ("task_of", _task_id), ("failure_of", failure_class)):
             connection.create_function(name, 1, function, deterministic=True)
@@ -53,30 +54,36 @@ class StoreReading:
             raise StoreCorrupt(f"StoreReading {self.path}: {error}; restore the file from a copy, or start a new run folder.") from error
 
 
+FILES = {Kind.TRAINING: STORE, Kind.EVALUATION: HELDOUT}
+"""Where rollouts of a kind are kept. What was said to held-out tasks has the tables of the store: the epoch is the version that answered."""
+
+
 @contextmanager
-def reading(folder: Path) -> Generator[StoreReading]:
+def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]:
     """The store of the run in a folder. `NoRun` where it has none yet, `RunGone` where the folder vanished."""
-    path = folder / STORE
+    path = folder / FILES[kind]
     if not path.is_file():
-        raise _missing(folder)
+        raise _missing(folder, kind)
     try:
         connection = look(path)
         try:
             connection.isolation_level = None
             with naming(path):
                 connection.execute("BEGIN")
-            yield StoreReading(path, connection)
+            yield StoreReading(path, connection, kind)
         finally:
             connection.close()
     except MidflightError as error:
         if not path.is_file():
-            raise _missing(folder) from error
+            raise _missing(folder, kind) from error
         raise
 
 
-def _missing(folder: Path) -> MidflightError:
+def _missing(folder: Path, kind: Kind) -> MidflightError:
     if not folder.is_dir():
         return RunGone(f"{folder} is not there: the run was deleted or moved; `midflight runs` lists those that there are.")
+    if kind is Kind.EVALUATION:
+        return NoRun(f"{folder} has no conversations of evaluations: there was none yet, or evaluation.keep was 0 (there is no {HELDOUT}).")
     return NoRun(f"{folder} has no rollouts: there is no {STORE} in it. Give the folder of a run that has begun to train.")
 
 
@@ -93,10 +100,12 @@ def group_key(columns: Iterable[int]) -> GroupKey:
 
 
 def rollout_key(text: str) -> RolloutKey:
-    """Of `epoch-position-attempt-sample`, as `str` of a key writes it; an epoch below 0 is of posted tasks."""
-    sign, rest = (-1, text[1:]) if text.startswith("-") else (1, text)
+    """Of `epoch-position-attempt-sample`, as `str` of a key writes it; an epoch below 0 is of posted tasks, `evaluation-` before it of an evaluation."""
+    named = text.removeprefix(f"{Kind.EVALUATION}-")
+    kind = Kind.TRAINING if named == text else Kind.EVALUATION
+    sign, rest = (-1, named[1:]) if named.startswith("-") else (1, named)
     parts = rest.split("-")
     if len(parts) != 4 or not all(part.isdecimal() for part in parts):
         raise NoRun(f"{text!r} names no rollout; it is EPOCH-POSITION-ATTEMPT-SAMPLE, such as 0-12-0-3.")
     epoch, position, attempt, sample = map(int, parts)
-    return RolloutKey(GroupKey(sign * epoch, position, attempt), sample)
+    return RolloutKey(GroupKey(sign * epoch, position, attempt), sample, kind)

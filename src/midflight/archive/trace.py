@@ -220,7 +220,7 @@ class Drawing:
         args: dict[str, Json] = {"source": rollout.source, "reward": rollout.reward, "tokens": rollout.num_tokens}
         args |= {"failed by": rollout.failure} if rollout.failure else {}
         yield slice_of(f"rollout {name}", NOWHERE, rollout.began, rollout.ended, **args)
-        yield from self._turns(rollout)
+        yield from self.turns(rollout)
         fate = self._fates.get(rollout.key[:3], _GroupEnd()) if rollout.of is Kind.TRAINING and rollout.reward is not None else _GroupEnd()
         step, dropped = fate.step, fate.dropped
         if step is not None and step.began >= rollout.ended:
@@ -230,7 +230,7 @@ class Drawing:
             yield slice_of("waiting", NOWHERE, rollout.ended, dropped.at, until="its group was dropped")
             yield TraceEvent(f"dropped: {dropped.reason}", "i", *NOWHERE, _micro(dropped.at), s="t")
 
-    def _turns(self, rollout: timeline.RolloutTimed) -> Iterator[TraceEvent]:
+    def turns(self, rollout: timeline.RolloutTimed) -> Iterator[TraceEvent]:
         """Turns that ran beside each other are drawn one after another, as far as they go beyond the one before."""
         at, gap = rollout.began, "before the first call"
         for turn in sorted(rollout.turns, key=lambda turn: (turn.began, turn.ended)):

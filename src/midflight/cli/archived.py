@@ -1,9 +1,12 @@
 """`midflight samples`, `ledger` and `export`: what a run's store holds, on the terminal and as a data set."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from midflight.types import Kind
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run, which may be under way.", metavar="RUN")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -11,6 +14,9 @@ Steps = Annotated[
     str | None,
     typer.Option("--steps", metavar="A-B", help="Of groups that these steps trained on: one step, or from A to B.", show_default=False),
 ]
+
+
+HeldOut = Annotated[bool, typer.Option("--evaluation", help="Of held-out tasks, in place of those that the run learns from.")]
 
 
 def samples(
@@ -24,6 +30,7 @@ def samples(
     worst: Annotated[bool, typer.Option("--worst", help="Those of lowest reward first.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Those without a reward.")] = False,
     source: Annotated[str, typer.Option("--source", help="Of tasks of this source.", show_default=False)] = "",
+    evaluation: HeldOut = False,
     whole: Annotated[bool, typer.Option("--whole", help="Long messages whole; they are cut in the middle otherwise.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -32,7 +39,10 @@ def samples(
     from midflight.archive.samples import SampleChoice, chosen, in_words
     from midflight.archive.stored import rollout_key
 
-    choice = SampleChoice(number=number, versions=_versions(run, steps), source=source, best=best, worst=worst, failed=failed)
+    kind = _kind(evaluation)
+    choice = SampleChoice(
+        number=number, kind=kind, versions=_versions(run, steps, kind), source=source, best=best, worst=worst, failed=failed
+    )
     for key in chosen(run, choice) if rollout is None else [rollout_key(rollout)]:
         typer.echo(in_words(conversation_of(run, key, with_advantages=False), whole=whole))
     return 0
@@ -64,10 +74,11 @@ def export(
     sources: Annotated[
         list[str] | None, typer.Option("--source", help="Only of this source; may be given again.", show_default=False)
     ] = None,
+    evaluation: HeldOut = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Writes chosen rollouts as a data set that `datasets` loads. Held-out tasks are never in it."""
+    """Writes chosen rollouts as a data set that `datasets` loads. Held-out tasks are in it with `--evaluation` alone, and then nothing else."""
     from midflight.archive.export import ExportChoice, ExportFormat, write_export
     from midflight.errors import ConfigError
 
@@ -75,13 +86,22 @@ def export(
         raise ConfigError(f"{out} is there already; give another file, or --overwrite.")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no folder; make it, or give a file in another.")
-    choice = ExportChoice(min_reward=min_reward, versions=_versions(run, steps), sources=tuple(sources or ()), min_margin=min_margin)
+    kind = _kind(evaluation)
+    choice = ExportChoice(
+        kind=kind, min_reward=min_reward, versions=_versions(run, steps, kind), sources=tuple(sources or ()), min_margin=min_margin
+    )
     typer.echo(f"{out}: {write_export(run, out, ExportFormat(form), choice)} lines of {form}")
     return 0
 
 
-def _versions(run: Path, steps: str | None) -> tuple[int, int] | None:
-    """That the steps made."""
+def _kind(evaluation: bool) -> "Kind":
+    from midflight.types import Kind
+
+    return Kind.EVALUATION if evaluation else Kind.TRAINING
+
+
+def _versions(run: Path, steps: str | None, kind: "Kind") -> tuple[int, int] | None:
+    """That the steps made, or that were evaluated after them."""
     if steps is None:
         return None
     from midflight.archive.groups import versions_of
@@ -90,4 +110,4 @@ def _versions(run: Path, steps: str | None) -> tuple[int, int] | None:
     first, _, last = steps.partition("-")
     if not first.isdecimal() or not (last or first).isdecimal():
         raise ConfigError(f"--steps is {steps!r}; write one step, such as 7, or the first and the last, such as 7-12.")
-    return versions_of(run, int(first), int(last or first))
+    return versions_of(run, int(first), int(last or first), kind)

@@ -196,6 +196,8 @@ class EvaluationSection(Section):
     """Evaluation rollouts at once."""
     pin_seconds: Seconds = 60.0
     """How long a new version waits for an evaluation where no other engine could take it; larger loses fewer results and lets training stand longer."""
+    keep: Count = 32
+    """Rollouts of each source whose conversations are kept of an evaluation, of the first and the newest 19; larger lets more be read and takes more disk."""
 
 
 class TrainerSection(Section):
@@ -298,7 +300,7 @@ class WeightsSection(Section):
 
 class ObserveSection(Section):
     trackers: tuple[str, ...] = ()
-    """Where numbers, histograms, samples and plots of a run go too, beside its folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each an extra of that name, or `module:Class` of one's own (metrics.md)."""
+    """Where numbers, histograms, samples and plots of a run go too, beside its folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces of rollouts), each an extra of that name, or `module:Class` of one's own (metrics.md)."""
     project: str = "midflight"
     """Under which trackers list the run, beside others of the same project."""
     samples: bool = False

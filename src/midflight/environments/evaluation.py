@@ -2,13 +2,14 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from midflight.environments.rollout import Slots
 from midflight.types import GroupKey, Kind, RolloutKey, Task, Trajectory, Version
-from midflight.types.facts import Evaluated, Record, RolloutEnded
+from midflight.types.facts import Evaluated, EvaluationKept, Record, RolloutEnded
 
 UNFINISHED = "its evaluation was over first: a new version came, or the engine fell out that served the old one"
 """Error of a rollout that was ended with its evaluation."""
@@ -48,10 +49,12 @@ def evaluation_key(position: int) -> RolloutKey:
 class Evaluator:
     """Runs evaluations. `rollouts` must be untracked: no token of theirs is trained on."""
 
-    def __init__(self, *, rollouts: RolloutsOfOneVersion, slots: Slots, record: Record) -> None:
+    def __init__(self, *, rollouts: RolloutsOfOneVersion, slots: Slots, record: Record, keep: int = 0) -> None:
+        """`keep`: rollouts of each source that are kept of an evaluation, those of its first tasks: the same in each, to be compared."""
         self._rollouts = rollouts
         self._slots = slots
         self._record = record
+        self._keep = keep
 
     async def run(self, tasks: Sequence[Task], *, version: Version, over: asyncio.Event | None = None) -> tuple[SourceScore, ...]:
         """Scores of each source in order of appearance. Waits for all rollouts, each ended by its deadline; cancellation ends all.
@@ -60,7 +63,14 @@ class Evaluator:
         """
         started = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._try(i, task, version=version), name=f"evaluation {i}") for i, task in enumerate(tasks)]
+            kept, seen = set[int](), Counter[str]()
+            for i, task in enumerate(tasks):
+                kept |= {i} if seen[task.source] < self._keep else set()
+                seen[task.source] += 1
+            running = [
+                group.create_task(self._try(i, task, version=version, keep=i in kept), name=f"evaluation {i}")
+                for i, task in enumerate(tasks)
+            ]
             ending = group.create_task(_end(running, over or asyncio.Event()))
             await asyncio.gather(*running, return_exceptions=True)
             ending.cancel()
@@ -72,10 +82,13 @@ class Evaluator:
             self._record(Evaluated(version, score.source, score.num_scored, score.mean_reward, score.num_failed, score.error))
         return scores
 
-    async def _try(self, position: int, task: Task, *, version: Version) -> Trajectory:
+    async def _try(self, position: int, task: Task, *, version: Version, keep: bool) -> Trajectory:
         """Waits for a slot, freed by another rollout's end, and for the rollout."""
         async with self._slots:
-            return await self._rollouts.run(evaluation_key(position), task, version=version)
+            made = await self._rollouts.run(evaluation_key(position), task, version=version)
+        if keep:
+            self._record(EvaluationKept(version, task, made))
+        return made
 
     def _unfinished(self, position: int, task: Task, *, seconds: float) -> Trajectory:
         """What a rollout left that was ended; `seconds` since the evaluation began."""

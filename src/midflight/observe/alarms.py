@@ -31,6 +31,12 @@ USE_THE_CLIENT = (
 )
 """For an agent that asks another model than ours."""
 
+TOO_FAR = (
+    "What it trains on is not what its policy would say: lower rollout.max_staleness or trainer.learning_rate, and look at mismatch/mean, which "
+    "is of engine and trainer alone. trainer.on_alarm says what becomes of such a step."
+)
+"""For readings of the trainer that are out of their bounds."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +71,8 @@ class Alarms:
                 self._evaluated(fact)
             case facts.GroupClosed(reason=reason) if reason in WHY_DROPPED:
                 self._dropped(fact)
+            case facts.Stepped(alarms=found) if found:
+                self._say("off_policy", f"the step to version {fact.version}: {'; '.join(found)}. {TOO_FAR}")
             case facts.Quarantined(engine=engine, error=error):
                 if self._say("engine_lost", f"{engine} gets no more requests: {shortened(error)}", about=engine):
                     self._lost.add(engine)

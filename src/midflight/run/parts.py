@@ -85,6 +85,8 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     """The version that the engines start with."""
     checkpoint: int | None = None
     """Version of the checkpoint that the run goes on from; none starts a new one."""
+    alarms: tuple[str, ...] = ()
+    """That were told before this process was there."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, tag="worker"):
@@ -126,6 +128,8 @@ class ModelReady(msgspec.Struct, frozen=True, tag="model_ready"):
     version: int
     checkpoint: int | None = None
     """On resume: the version of the checkpoint behind it. What was trained above it goes back to waiting."""
+    alarms: tuple[str, ...] = ()
+    """That the trainer has told; the journal, which the rollout process writes, lacks them."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 class SimulatedReport:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     skipped: str | None = None
+    alarms: tuple[str, ...] = ()
 
 
 class SimulatedTrainer:

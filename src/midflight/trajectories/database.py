@@ -78,6 +78,8 @@ class State(StrEnum):
     LEASED = "leased"
     TRAINED = "trained"
     DROPPED = "dropped"
+    EVALUATED = "evaluated"
+    """Of a held-out task, in the file of evaluations: it is never trained on."""
 
 
 class Database:

@@ -159,6 +159,8 @@ class Stepped(msgspec.Struct, frozen=True):
     num_tokens: int
     metrics: Mapping[str, float]
     skipped: bool = False
+    alarms: tuple[str, ...] = ()
+    """What the trainer found out of its bounds, a sentence each."""
 
 
 class TakenBack(msgspec.Struct, frozen=True):
@@ -261,6 +263,14 @@ class Evaluated(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+class EvaluationKept(msgspec.Struct, frozen=True):
+    """A rollout of an evaluation at `version` ended, and is kept for people to read. Its tokens are in no account."""
+
+    version: Version
+    task: Task
+    trajectory: Trajectory
+
+
 class Shown(msgspec.Struct, frozen=True):
     """A rollout that a step was made on, as text with the marks of the template; long ones are cut in the middle."""
 
@@ -334,6 +344,7 @@ Fact: TypeAlias = (
     | Quarantined
     | Rejoined
     | Evaluated
+    | EvaluationKept
     | CompletionsShown
     | Alarmed
 )

@@ -170,6 +170,7 @@ class StepBook:
             num_tokens=(0 if said.skipped else taken.num_tokens) if said.num_tokens is None else said.num_tokens,
             metrics=said.metrics,
             skipped=said.skipped,
+            alarms=said.alarms,
         )
 
     def repeats(self, said: DoneBody) -> bool:
@@ -239,6 +240,8 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """They are kept in the journal for every step."""
     skipped: bool = False
     """The step left the weights as they were: its groups are dropped and not trained."""
+    alarms: Annotated[tuple[Annotated[str, Meta(max_length=1000)], ...], Meta(max_length=16)] = ()
+    """What is out of its bounds, a sentence each."""
 
 
 class ModelTensors:

@@ -29,6 +29,7 @@ from midflight.config.derived import num_engines, num_workers
 from midflight.config.sections import Config
 from midflight.errors import first_error
 from midflight.observe.logs import PROCESS_VARIABLE
+from midflight.observe.status import Phase
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.scratch import remove_left, scratch_folder, segment_name
@@ -115,6 +116,8 @@ class Ring:
         """The newest process of each part."""
         self._ready = set[str]()
         """Parts that have come up and not ended."""
+        self._is_done = False
+        """Nothing is left to be rolled out: parts that end now have done so because the rollout process does."""
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
         """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its last step, evaluated and exported.
@@ -227,6 +230,7 @@ class Ring:
                 purpose=purpose,
                 version=model.version,
                 checkpoint=model.checkpoint,
+                alarms=model.alarms,
             )
 
         await self._brief_and_follow(rollout, spec)
@@ -251,6 +255,8 @@ class Ring:
             self._ready.discard(name)
             worker.end_group()
             await worker.ended()
+            if self._is_done:
+                return
             num_ended += 1
             if num_ended & (num_ended - 1) == 0:  # the first, second, fourth, eighth: an environment may do so all the time
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
@@ -374,7 +380,7 @@ class Ring:
             case Condemned(part, why):  # a worker that hangs
                 self.children[part].condemn(why)
             case Progress(status):
-                totals = status.totals
+                totals, self._is_done = status.totals, status.phase is Phase.DONE
                 self._watchdog.progress((status.phase, status.step, status.evaluated, totals.generated_tokens, totals.rollouts))
             case WarmStart():
                 self._watchdog.progress(message)

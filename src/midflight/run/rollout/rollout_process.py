@@ -41,6 +41,7 @@ from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
 from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.heldout import HELDOUT, HeldoutStore
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
 from midflight.wire.asked import ask
@@ -83,14 +84,18 @@ class RolloutProcess:
     def __init__(self, spec: RolloutSpec, launcher: Launcher, listener: socket.socket) -> None:
         self._spec, self._launcher, self._listener = spec, launcher, listener
         self._config = config = Config.model_validate_json(spec.config)
-        self._state = RunState(name=config.run.name, steps=config.run.steps, start_version=spec.version)
+        steps = 0 if spec.purpose is Purpose.EVALUATE else config.run.steps
+        slots = derived.decode_slots(config)
+        self._state = RunState(name=config.run.name, steps=steps, start_version=spec.version, slots=slots)
         self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
         self._metrics.learning = self._state.learning.status
         self._metrics.memory = partial(resident, os.getppid())
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
-            observers.append(Journal(Path(config.run.folder) / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
+            folder = Path(config.run.folder)
+            observers.append(Journal(folder / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
+            observers.append(HeldoutStore(folder / HELDOUT, run=config.run.name).apply)
         rollout = config.rollout
         if rollout.show_every:
             observers.append(Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions).apply)
@@ -98,6 +103,8 @@ class RolloutProcess:
         if self._last is not None:
             observers.append(self._last.apply)
         self._record = Observers([*observers, self._alarms().apply]).apply
+        for text in spec.alarms:
+            self._record(facts.Alarmed("trainer", text))
         self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
         self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
 
@@ -157,9 +164,12 @@ class RolloutProcess:
             evaluator = agents.evaluator(serving.gateway)
             self._standing.watch(agents)
             self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
-            evaluating = evaluator.run(held_out(sources), version=self._spec.version)
-            await serve_while(evaluating, self._http(serving, hosting.routes, board=hosting.board), *hosting.services)
-            self.begin_phase(Phase.DONE)
+
+            async def evaluated() -> None:
+                await evaluator.run(held_out(sources), version=self._spec.version)
+                self.begin_phase(Phase.DONE)  # before workers are hung up on, whose ends are then no deaths
+
+            await serve_while(evaluated(), self._http(serving, hosting.routes, board=hosting.board), *hosting.services)
 
     async def serve(self) -> None:
         """Ends only by the launcher."""
@@ -202,7 +212,7 @@ class RolloutProcess:
         """Where agents run: in workers, whose code this process never sees, or here. Here they talk to the gateway in memory, and like any
         other agent may not pause it. Waits at its end for requests that are still being answered."""
         if self._spec.worker_token is not None:
-            crew = Crew(serving.gateway, say=lambda text: self._launcher.tell(Alarm(text)))
+            crew = Crew(serving.gateway, say=lambda text: self._alarmed(facts.Alarmed("worker", text)))
             watch = watch_workers(crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why)))
             yield Hosting(crew, WorkerRoutes(crew, token=self._spec.worker_token).routes(), services=(watch,))
             return

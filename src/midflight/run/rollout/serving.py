@@ -144,4 +144,5 @@ class Agents:
 
     def evaluator(self, sessions: Sessions) -> Evaluator:
         slots = asyncio.Semaphore(self.config.evaluation.max_in_flight)
-        return Evaluator(rollouts=self.runner(sessions, Fates(), tracked=False), slots=slots, record=self.record)
+        rollouts = self.runner(sessions, Fates(), tracked=False)
+        return Evaluator(rollouts=rollouts, slots=slots, record=self.record, keep=self.config.evaluation.keep)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from midflight.models.names import named_tensors
 from midflight.run.heart import ENDLESS, Heart
-from midflight.run.parts import Alarm, PartLost
+from midflight.run.parts import PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.model.policy import PATIENCE, Ranks
 from midflight.trainer.step import StepReport
@@ -103,9 +103,8 @@ def together() -> Generator[None]:
 class Team:
     """The first rank's trainer, as the training loop sees it. Alone it says nothing to anybody."""
 
-    def __init__(self, trainer: PolicyTrainer, checkpoints: Path, *, keep: int, tell: Callable[[Alarm], None]) -> None:
-        self._trainer, self._checkpoints, self._keep, self._tell = trainer, checkpoints, keep, tell
-        self._is_alarmed = False
+    def __init__(self, trainer: PolicyTrainer, checkpoints: Path, *, keep: int) -> None:
+        self._trainer, self._checkpoints, self._keep = trainer, checkpoints, keep
         self._wire = Wire(trainer.ranks)
 
     @property
@@ -120,11 +119,7 @@ class Team:
     def step(self, batch: PackedBatch) -> StepReport:
         if self._trainer.ranks.size > 1:
             self._wire.say(Step(to_bytes(batch)))
-        report = self._trainer.step(batch)
-        if report.alarms and not self._is_alarmed:
-            self._tell(Alarm(f"the step to version {report.version}: {'; '.join(report.alarms)}. docs/metrics.md says what to look at."))
-        self._is_alarmed = bool(report.alarms)
-        return report
+        return self._trainer.step(batch)
 
     @together()
     def load(self, folder: Path, *, as_version: Version) -> Version:

@@ -104,23 +104,31 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     run = Path(config.run.folder)
     published = PublishedVersions(run / "published")
     with launcher.heart.doing("makes or loads its model", limit=START_SECONDS, heavy=True):
-        team, resumed = await _ready(config, spec, launcher, published)
-    launcher.tell(ModelReady(str(run / "start"), team.version, resumed))
+        found: list[str] = []
+        team, resumed = await _ready(config, spec, launcher, published, found.append)
+    launcher.tell(ModelReady(str(run / "start"), team.version, resumed, tuple(found)))
     await _train(config, team, spec, published, heart=launcher.heart)
     with launcher.heart.doing("exports its model", limit=START_SECONDS, heavy=True):
         await asyncio.to_thread(_export, config, team, run / "model", merged=True)
         await asyncio.to_thread(team.end)
 
 
-async def _ready(config: Config, spec: TrainerSpec, launcher: Launcher, published: PublishedVersions) -> tuple[Team, Version | None]:
-    """The trainer as it begins, and the version of the checkpoint that it goes on from, if it does."""
+async def _ready(
+    config: Config, spec: TrainerSpec, launcher: Launcher, published: PublishedVersions, keep: Callable[[str], None]
+) -> tuple[Team, Version | None]:
+    """The trainer as it begins, and the version of the checkpoint that it goes on from, if it does. Alarms are told at once, and kept."""
+
+    def alarm(text: str) -> None:
+        launcher.tell(Alarm(text))
+        keep(text)
+
     await asyncio.to_thread(objective_of, config)  # a loss of the user's own that cannot be trained with is told before anything is made
     run = Path(config.run.folder)
     checkpoint = None
     if spec.resume:
-        checkpoint = await asyncio.to_thread(newest_whole, run / "checkpoints", lambda said: launcher.tell(Alarm(said)))
+        checkpoint = await asyncio.to_thread(newest_whole, run / "checkpoints", alarm)
     if checkpoint is None:
-        model, layout = await _first(config, launcher)
+        model, layout = await _first(config, launcher, alarm)
     else:
         model = await asyncio.to_thread(_started, config)
         layout = await asyncio.to_thread(_layout, config, model)
@@ -133,7 +141,7 @@ async def _ready(config: Config, spec: TrainerSpec, launcher: Launcher, publishe
     return team, resumed
 
 
-async def _first(config: Config, launcher: Launcher) -> tuple[PreTrainedModel, Layout]:
+async def _first(config: Config, launcher: Launcher, alarm: Callable[[str], None]) -> tuple[PreTrainedModel, Layout]:
     """The model that the ring starts with, proven and warmed up. Waits for the warm start, between whose steps it may be cancelled.
 
     It is written down for engines and other ranks; and, where the loss asks for one, as the reference, which a resumed run keeps.
@@ -141,7 +149,7 @@ async def _first(config: Config, launcher: Launcher) -> tuple[PreTrainedModel, L
     run = Path(config.run.folder)
     source = await asyncio.to_thread(first_model, config.model, run / "first", seed=config.run.seed)
     model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=config.trainer.device)
-    layout = await asyncio.to_thread(_layout, config, model, launcher.tell)  # a model that cannot be trained is told before all else
+    layout = await asyncio.to_thread(_layout, config, model, alarm)  # a model that cannot be trained is told before all else
     adapters = _adapters(config, model)
     if config.warm_start.is_made:
         lessons = await asyncio.to_thread(lessons_of, config, Tokenizer.load(source))
@@ -154,11 +162,11 @@ async def _first(config: Config, launcher: Launcher) -> tuple[PreTrainedModel, L
     return model, layout
 
 
-def _layout(config: Config, model: PreTrainedModel, tell: Callable[[Alarm], None] | None = None) -> Layout:
+def _layout(config: Config, model: PreTrainedModel, alarm: Callable[[str], None] | None = None) -> Layout:
     """How rows must lie for the model's numbers to be right, which is proven here. A slow way is told once."""
     layout, found = proven_layout(model, max_context=config.model.max_context)
-    if layout is not Layout.PACKED and tell is not None:
-        tell(Alarm(f"{type(model).__name__} trains in padded rows, which is exact and slower: packed rows are not right ({found.reason})."))
+    if layout is not Layout.PACKED and alarm is not None:
+        alarm(f"{type(model).__name__} trains in padded rows, which is exact and slower: packed rows are not right ({found.reason}).")
     return layout
 
 
@@ -171,7 +179,7 @@ def _team(config: Config, model: PreTrainedModel, layout: Layout, spec: TrainerS
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
         join(spec.meeting, rank=0, size=config.trainer.ranks)
-    return Team(_trainer(config, model, layout), checkpoints, keep=config.trainer.keep_checkpoints, tell=launcher.tell)
+    return Team(_trainer(config, model, layout), checkpoints, keep=config.trainer.keep_checkpoints)
 
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:

@@ -38,6 +38,9 @@ class Report(Protocol):
         """Why the step left the weights as they were; `None` if it made an update."""
         ...
 
+    @property
+    def alarms(self) -> tuple[str, ...]: ...
+
 
 class Steps(Protocol):
     """The trainer, as this loop sees it. Synchronous; `step` runs in a thread."""
@@ -147,7 +150,7 @@ class TrainingLoop:
             self._rewards.append(float(batch.rewards[scored].mean()))
         skipped = report.skipped is not None
         num_tokens = 0 if skipped else int(batch.loss_mask.sum())
-        return Stepped(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics), skipped)
+        return Stepped(batch.lease, self._trainer.version, started, ended, num_tokens, dict(report.metrics), skipped, report.alarms)
 
     async def _freed(self, handovers: deque[asyncio.Task[None]]) -> None:
         """Waits for the handover before the last, whose end frees a slot of the outlet."""

@@ -18,6 +18,7 @@ from midflight.errors import MidflightError
 from midflight.observe.status import number
 from midflight.types import GroupKey, RolloutKey
 from midflight.view.looks import facts, section
+from midflight.view.pages.groups import conversation_link, kind_of
 from midflight.view.visit import Visit
 
 SCALE = ("68,1,84", "59,82,139", "33,144,140", "93,201,99", "253,231,37")
@@ -83,7 +84,7 @@ def _asked(visit: Visit) -> tuple[RolloutKey, str]:
     tint = visit.query.get("color", "use")
     if tint not in TINTS:
         raise MidflightError(f"tokens are not coloured by {tint!r}; they are by {', '.join(TINTS)}.")
-    return RolloutKey(GroupKey(epoch, position, attempt), sample), tint
+    return RolloutKey(GroupKey(epoch, position, attempt), sample, kind_of(visit)), tint
 
 
 def _show(visit: Visit, seen: ConversationSeen, tint: str) -> None:
@@ -132,17 +133,18 @@ def _advantage(seen: ConversationSeen) -> str:
 
 
 def _links(visit: Visit, seen: ConversationSeen) -> str:
-    key, task = seen.key.group, seen.group.task
+    task, kind = seen.group.task, visit.query.get("kind")
     step = next((line.step for line in visit.run.journal().past.steps if line.version == seen.group.version), None)
-    links = [(f"all groups of task {task.id}", visit.link("groups", task=task.id, source=task.source))]
+    links = [(f"all groups of task {task.id}", visit.link("groups", task=task.id, source=task.source, kind=kind))]
     if step is not None:
         links.append((f"groups of step {step}", visit.link("groups", step=step)))
     if seen.rollout is not None and seen.rollout.failure is not None:
-        links.append((f"all that failed with {seen.rollout.failure}", visit.link("groups", failure=seen.rollout.failure)))
+        links.append((f"all that failed with {seen.rollout.failure}", visit.link("groups", failure=seen.rollout.failure, kind=kind)))
     for rollout in seen.group.rollouts:
         if rollout.key != seen.key:
-            to = visit.link("conversation", epoch=key.epoch, position=key.index, attempt=key.attempt, sample=rollout.key.sample)
-            links.append((f"sample {rollout.key.sample}: {rollout.failure or number(rollout.reward)}", to))
+            links.append(
+                (f"sample {rollout.key.sample}: {rollout.failure or number(rollout.reward)}", conversation_link(visit, rollout.key))
+            )
     made = "".join(f'<a href="{escape(to)}">{escape(text)}</a>' for text, to in links)
     return f'<nav class="colours" aria-label="Related">{made}</nav>'
 

@@ -13,7 +13,7 @@ from midflight.errors import MidflightError
 from midflight.observe.failures import shortened
 from midflight.observe.status import number
 from midflight.trajectories.database import State
-from midflight.types import Reason
+from midflight.types import Kind, Reason, RolloutKey
 from midflight.view.visit import Visit
 
 ON_A_PAGE = 25
@@ -51,7 +51,7 @@ FATES = {state.value: state.value.replace("_", " ") for state in State} | {reaso
 
 async def draw(visit: Visit) -> None:
     wanted, order, first = asked(visit)
-    words = WordIndex(visit.run.folder) if wanted.words else None
+    words = WordIndex(visit.run.folder, wanted.kind) if wanted.words else None
 
     async def look() -> tuple[GroupPage, str, float]:
         """The page, what is said above it, and the seconds after which it may be another one."""
@@ -83,7 +83,7 @@ async def draw(visit: Visit) -> None:
 
 def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
     """What the address asks for; `MidflightError` where it asks for what there is not."""
-    query = visit.query
+    query, kind = visit.query, kind_of(visit)
     step, page, order = query.get("step", ""), query.get("page", "1"), query.get("sort") or GroupOrder.NEWEST.value
     if (step and not step.isdecimal()) or not page.isdecimal() or page == "0":
         raise MidflightError(f"step is {step!r} and page {page!r} in the address; both are whole numbers, pages from 1.")
@@ -91,7 +91,8 @@ def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
         raise MidflightError(f"groups are not sorted by {order!r}; they are by {', '.join(GroupOrder)}.")
     return (
         GroupFilter(
-            versions=versions_of(visit.run.folder, int(step), int(step)) if step else None,
+            kind=kind,
+            versions=versions_of(visit.run.folder, int(step), int(step), kind) if step else None,
             source=query.get("source", ""),
             task=query.get("task", ""),
             fate=query.get("fate", ""),
@@ -103,6 +104,19 @@ def asked(visit: Visit) -> tuple[GroupFilter, GroupOrder, int]:
     )
 
 
+def kind_of(visit: Visit) -> Kind:
+    """Whose rollouts the address asks for; `MidflightError` where there are none of that kind."""
+    asked = visit.query.get("kind") or Kind.TRAINING.value
+    if asked not in (Kind.TRAINING, Kind.EVALUATION):
+        raise MidflightError(f"rollouts of kind {asked!r} are not shown; there are those of {Kind.TRAINING} and of {Kind.EVALUATION}.")
+    return Kind(asked)
+
+
+def conversation_link(visit: Visit, key: RolloutKey) -> str:
+    of, kind = key.group, None if key.kind is Kind.TRAINING else key.kind.value
+    return visit.link("conversation", epoch=of.epoch, position=of.index, attempt=of.attempt, sample=key.sample, kind=kind)
+
+
 # --- Filters ----------------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +125,9 @@ def _form(visit: Visit, page: GroupPage) -> str:
     query = visit.query
     failures = {name: f"{name} ({count})" for name, count in page.failures.items()}
     fates = {fate: f"{name} ({page.fates[fate]})" for fate, name in FATES.items() if fate in page.fates}
+    kinds = {Kind.TRAINING.value: "of training", Kind.EVALUATION.value: "of evaluations (held out)"}
     fields = [
+        _choice("Rollouts", "kind", kinds, query, None),
         _field("Words", f'<input type="search" name="q" data-test="words" value="{escape(query.get("q", ""))}">'),
         _choice("Source", "source", {source: source for source in page.sources}, query, "all"),
         _choice("Fate", "fate", fates, query, "all"),
@@ -158,13 +174,14 @@ def _pager(visit: Visit, page: GroupPage, first: int) -> str:
 
 # --- The table --------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("task", "source", "rewards of its rollouts", "mean", "spread", "made of", "passed, by epoch", "fate")
+_COLUMNS = ("task", "source", "rewards of its rollouts", "mean", "spread", "made of")
 
 
 def _table(visit: Visit, page: GroupPage) -> str:
     """One element, however many rollouts there are: a page is drawn in milliseconds."""
     steps = {line.version: line.step for line in visit.run.journal().past.steps}
-    head = "".join(f'<th scope="col">{column}</th>' for column in _COLUMNS)
+    by = "version" if kind_of(visit) is Kind.EVALUATION else "epoch"
+    head = "".join(f'<th scope="col">{column}</th>' for column in (*_COLUMNS, f"passed, by {by}", "fate"))
     rows = "".join(_row(visit, group, steps) for group in page.groups)
     return f'<div class="scroll"><table class="plain groups" aria-label="groups" data-test="groups"><tr>{head}</tr>{rows}</table></div>'
 
@@ -173,7 +190,7 @@ def _row(visit: Visit, group: GroupSeen, steps: Mapping[int, int]) -> str:
     key, task = group.key, group.task
     question = _question(group)
     cells = [
-        f'<a href="{escape(visit.link("groups", task=task.id, source=task.source))}">{escape(task.id)}</a> {escape(question)}',
+        f'<a href="{escape(visit.link("groups", task=task.id, source=task.source, kind=visit.query.get("kind")))}">{escape(task.id)}</a> {escape(question)}',
         escape(task.source),
         f'<span class="rollouts">{"".join(_rollout(visit, rollout) for rollout in group.rollouts) or "none has ended"}</span>{_errors(group)}',
         number(group.mean),
@@ -196,8 +213,7 @@ def _question(group: GroupSeen) -> str:
 
 
 def _rollout(visit: Visit, rollout: RolloutBrief) -> str:
-    key = rollout.key.group
-    link = visit.link("conversation", epoch=key.epoch, position=key.index, attempt=key.attempt, sample=rollout.key.sample)
+    link = conversation_link(visit, rollout.key)
     text, kind = (number(rollout.reward), "") if rollout.failure is None else (f"✕ {rollout.failure}", "failed")
     title = escape(rollout.error or f"{rollout.num_trainable} tokens, {rollout.seconds:.1f} s{', truncated' if rollout.truncated else ''}")
     classes = f"{kind} found" if rollout.found else kind
