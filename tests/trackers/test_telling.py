@@ -10,7 +10,7 @@ import msgspec
 from tests.trackers.journals import evaluation, resumed, samples, step
 from tests.trackers.own import Forgets, Notes
 
-from midflight.observe.journal import Line, StepLine
+from midflight.observe.journal import AlarmLine, Line, StepLine
 from midflight.trackers.telling import Told, histograms, tell
 from midflight.trackers.tracker import TrackedRun, Tracker
 
@@ -37,6 +37,11 @@ def test_evaluations_and_samples_come_with_their_step(tmp_path: Path) -> None:
     assert score == ["scalars", 4, {"eval/spell/reward": 0.75, "eval/spell/num_tasks": 8.0, "eval/spell/num_failed": 0.0}]
     assert table[:3] == ["table", 4, "rollout/samples"] and table[3] == ["source", "task", "reward", "prompt", "completion"]
     assert table[4] == [["spell", "7", 1.0, "spell | abc", "<b>cba</b>\nDone"]]
+
+
+def test_an_alarm_is_a_row_of_a_table_and_told_once(tmp_path: Path) -> None:
+    alarm = AlarmLine(version=4, step=4, seconds=9.0, name="off_policy", text="k1 is 0.5")
+    assert heard(Notes(), tmp_path, alarm, alarm) == [["table", 4, "alarms", ["alarm", "text"], [["off_policy", "k1 is 0.5"]]]]
 
 
 def steps_of(calls: list[list[Any]]) -> list[int | str]:

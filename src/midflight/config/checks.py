@@ -334,7 +334,13 @@ def _places(config: Config) -> Iterator[str]:
         yield f"gateway.port must be <= 65535, got {config.gateway.port}; 0 takes a free port"
 
 
-TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+TRACKERS = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "otel": "opentelemetry.exporter.otlp.proto.http",
+}
 """The package that each of the known ones needs, which the extra of the same name installs."""
 
 
@@ -344,11 +350,18 @@ def _observe(config: Config) -> Iterator[str]:
         if name not in TRACKERS and not ENTRY.fullmatch(name):
             what = f"there are {', '.join(TRACKERS)}, and `module:Class` of your own"
             yield f"observe.trackers names {name!r}, which is no tracker: {what}.{nearest(name, TRACKERS)}"
-        # A folder that a tracker wrote here would be found too, as a package without a file.
-        elif (package := TRACKERS.get(name)) and ((found := find_spec(package)) is None or found.origin is None):
+        elif (package := TRACKERS.get(name)) and not _is_installed(package):
             yield f"observe.trackers names {name!r}, and the package {package} is not installed; pip install 'midflight[{name}]'"
     if len(set(names)) < len(names):
         yield f"observe.trackers names one twice ({', '.join(names)}), and would tell it everything twice; name each once"
+
+
+def _is_installed(package: str) -> bool:
+    """A folder that a tracker wrote here would be found too, as a package without a file."""
+    try:
+        return (found := find_spec(package)) is not None and found.origin is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
 
 
 def notes(config: Config) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ MEANINGS = (
     Meaning("rollout/tokens_per_second", "output tokens of all engines over the last 15 s", _RATE),
     Meaning("rollout/<measured>", "mean of what environments measured, over the rollouts that have it; numbers among fields are fields/NAME"),
     Meaning("rollout/samples", "a table in trackers: source, task, reward, prompt and completion of some rollouts, with rollout.show_every"),
+    Meaning("alarms", "a table in trackers: name and text of each alarm, as in the journal"),
     Meaning("rollout/reward_histogram", "histogram in trackers: rewards since the step before"),
     Meaning("rollout/generated_length_histogram", "histogram: output tokens of the rollouts with a reward", _TOKENS),
     Meaning("rollout/truncated_length_histogram", "histogram: the same of those cut short", _TOKENS),
@@ -193,6 +194,14 @@ ALARMS = (
         "`group_dropped`",
         "A group is lost to training, the first for each reason: not one or too few of its rollouts could be scored, its tokens were too old, its loss was not finite, or its step was not made.",
     ),
+    (
+        "`off_policy`",
+        "A reading of the trainer is [out of its bounds](#alarms): the batch is far from what its policy would say.",
+    ),
+    (
+        "`trainer`, `worker`",
+        "At its start the trainer went back to an older checkpoint, or trains in padded rows; agents that block their worker run alone in it from now on.",
+    ),
     ("`engine_lost`, `engine_back`", "An engine, or the server that it speaks for, does not serve requests, or does again."),
 )
 """The alarms, and when each is said."""
@@ -224,8 +233,12 @@ SUMMARY_KEYS = (
         "Time in which some engine and the trainer computed at once, some engine did, the trainer did, divided by the time of the training phase.",
     ),
     (
+        "`slots_used`",
+        "Mean number of requests that decoded, divided by how many could: `engine.max_running` of all engines, or the rollouts that may run where those are fewer. Null before the first step.",
+    ),
+    (
         "`bound`, `advice`",
-        "`generation-bound` where the trainer was idle more than the engines (by a tenth of the time or more), `trainer-bound` where it was the other way, else `balanced`; and which option to turn.",
+        "`generation-bound` where the trainer was idle more than the engines (by a tenth of the time or more), `trainer-bound` where it was the other way, else `balanced`; and which option to turn. Beside a trainer that waited for less than a quarter of the time, engines are idle by the slots that were free; beside one that waited more, by the time in which none computed.",
     ),
     ("`loss`, `notes`", "The loss with every default filled in, and what may surprise, as said at the start."),
     ("`turns_mean`", "Mean answers of the model in the last 256 training rollouts with a reward."),

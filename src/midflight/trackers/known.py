@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, MLflow and Trackio, each by the library of its extra, which is imported when a run is opened."""
+"""TensorBoard, Weights & Biases, MLflow, Trackio and OpenTelemetry, each by the library of its extra, which is imported when a run is opened."""
 
 import itertools
 import netrc
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from midflight.trackers.spans import RolloutSpan
 from midflight.trackers.tracker import TrackedRun, Tracker
 
 Cells = Sequence[Sequence[str | float | None]]
@@ -195,3 +196,48 @@ class Trackio(Tracker):
 
     def close(self, summary: Mapping[str, float | str]) -> None:
         self._run.finish()
+
+
+class OpenTelemetry(Tracker):
+    """Each rollout as a trace: sent by OTLP over HTTP to where `OTEL_EXPORTER_OTLP_ENDPOINT` says, else to port 4318 of this machine.
+
+    Numbers of steps do not go there: Prometheus has them. `OTEL_TRACES_SAMPLER` may choose some of the rollouts.
+    """
+
+    MAX_SPANS = 512
+    """Of one request."""
+
+    def open(self, run: TrackedRun) -> None:
+        sdk, self._api = import_module("opentelemetry.sdk.trace"), import_module("opentelemetry.trace")
+        said = {"service.name": "midflight", "midflight.run": run.name, "midflight.project": run.project}
+        resource = import_module("opentelemetry.sdk.resources").Resource.create(said)
+        self._ended: list[Any] = []
+        provider: Any = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)
+        collects = type("Collects", (sdk.SpanProcessor,), {"on_end": lambda _, span: self._ended.append(span)})
+        provider.add_span_processor(collects())
+        self._tracer: Any = provider.get_tracer("midflight")
+        self._exporter: Any = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
+
+    def spans(self, rollouts: Sequence[RolloutSpan]) -> None:
+        for rollout in rollouts:
+            self._add(rollout, None)
+        self.flush()
+
+    def _add(self, span: RolloutSpan, outer: Any) -> None:
+        made = self._tracer.start_span(span.name, outer, attributes=span.attributes, start_time=int(span.began * 1e9))
+        if span.failure is not None:
+            made.set_attribute("error.type", span.failure)
+            made.set_status(self._api.StatusCode.ERROR, span.failure)
+        for part in span.inner:
+            self._add(part, self._api.set_span_in_context(made))
+        made.end(int(span.ended * 1e9))
+
+    def flush(self) -> None:
+        """What could not be sent is lost: it is in the run's timeline, which `midflight trace` draws."""
+        ended, self._ended[:] = self._ended[:], []
+        for at in range(0, len(ended), self.MAX_SPANS):
+            if self._exporter.export(ended[at : at + self.MAX_SPANS]).name != "SUCCESS":
+                raise ConnectionError(f"{len(ended) - at} spans could not be sent to {self._exporter._endpoint}")
+
+    def close(self, summary: Mapping[str, float | str]) -> None:
+        self._exporter.shutdown()

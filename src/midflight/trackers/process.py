@@ -20,11 +20,15 @@ from midflight.config.load import load_config
 from midflight.config.sections import Config
 from midflight.observe.journal import decode_line
 from midflight.observe.logs import as_asked, log_failure
+from midflight.observe.timeline import TIMELINE
+from midflight.trackers.spans import RolloutSpans
 from midflight.trackers.telling import Told, flat_summary, tell, tracked
 from midflight.trackers.tracker import Tracker, made
 
 LOOK_SECONDS = 0.5
 """Between two looks at the journal."""
+AT_ONCE = 256
+"""Rollouts that a tracker is given together: of a run that goes on, its past may be long."""
 LAST_SECONDS = 120.0
 """For what is left once the launcher is gone; while it lives, it is the one that ends this."""
 
@@ -43,7 +47,8 @@ class Teller(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._config, self._folder, self._ending = config, folder, ending
         self._told = Told(folder / "trackers" / f"{name.replace(':', '-')}.told")
-        self._tail = Tail(folder / JOURNAL)
+        self._tail, self._timeline = Tail(folder / JOURNAL), Tail(folder / TIMELINE)
+        self._rollouts = RolloutSpans(told=self._told.timeline)
         self._failed = False
 
     def run(self) -> None:
@@ -73,8 +78,19 @@ class Teller(threading.Thread):
         _, lines = self._tail.new()
         for line in lines:
             self._attempt(lambda line=line: tell(tracker, decode_line(line), self._told), "failed")
-        if lines:
+        timed = self._tell_spans(tracker) if type(tracker).spans is not Tracker.spans else False
+        if lines or timed:
             self._attempt(tracker.flush, "failed")
+
+    def _tell_spans(self, tracker: Tracker) -> bool:
+        """Whether there were any. The timeline is only ever added to; what was told of it is told once, as of the journal."""
+        _, lines = self._timeline.new()
+        found = list(self._rollouts.of(lines))
+        if self._rollouts.num_read > self._told.timeline:
+            self._told.add(f"timeline {self._rollouts.num_read}")
+        for at in range(0, len(found), AT_ONCE):
+            self._attempt(lambda at=at: tracker.spans(found[at : at + AT_ONCE]), "failed")
+        return bool(found)
 
     def _end(self, tracker: Tracker) -> None:
         if (plot := self._folder / "plot.png").exists():

@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 
 from midflight.config.sections import Config
-from midflight.observe.journal import CompletionsLine, EvaluationLine, Line, ResumeLine, StepLine
+from midflight.observe.journal import AlarmLine, CompletionsLine, EvaluationLine, Line, ResumeLine, StepLine
 from midflight.observe.named import named
 from midflight.trackers.tracker import TrackedRun, Tracker
 from midflight.types import Json
@@ -21,6 +21,8 @@ class Told:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.id: str | None = None
+        self.timeline = 0
+        """Lines of the timeline."""
         self._keys: dict[str, int] = {}
         for line in path.read_text().splitlines() if path.exists() else []:
             self._take(line)
@@ -33,6 +35,8 @@ class Told:
         kind, _, rest = line.partition(" ")
         if kind == "id":
             self.id = rest
+        elif kind == "timeline":
+            self.timeline = int(rest)
         elif kind == "rewound":
             self._keys = {key: step for key, step in self._keys.items() if step <= int(rest) or key.startswith("resume ")}
         else:
@@ -57,6 +61,8 @@ def key_of(line: Line) -> str | None:
             return f"evaluation {line.step} {line.version} {line.source}"
         case CompletionsLine():
             return f"completions {line.step}"
+        case AlarmLine():
+            return f"alarm {line.step} {line.name} {line.seconds}"
         case ResumeLine():
             return f"resume {line.step} {line.seconds}"
         case _:
@@ -76,6 +82,8 @@ def tell(tracker: Tracker, line: Line, told: Told) -> None:
         case CompletionsLine():
             rows = [(one.source, one.task_id, one.reward, one.prompt, one.completion) for one in line.rollouts]
             tracker.table(line.step, "rollout/samples", COLUMNS, rows)
+        case AlarmLine():
+            tracker.table(line.step, "alarms", ("alarm", "text"), [(line.name, line.text)])
         case StepLine() | EvaluationLine():
             tracker.scalars(line.step, named(line))
             if isinstance(line, StepLine):

@@ -8,6 +8,7 @@ from typing import cast
 
 from midflight.entries import load_entry
 from midflight.errors import ConfigError
+from midflight.trackers.spans import RolloutSpan
 from midflight.types import Json
 
 
@@ -49,6 +50,9 @@ class Tracker:
     def picture(self, name: str, png: Path) -> None:
         """A plot of the whole run, when it has ended."""
 
+    def spans(self, rollouts: Sequence[RolloutSpan]) -> None:
+        """Rollouts that have ended since the last call, each with its parts. Asked of trackers alone that override it; what a crash undid is told."""
+
     def rewind(self, step: int) -> bool:
         """The run goes on after `step`: what was told of later ones is lost. Whether it was taken away, so that they can be told again."""
         return False
@@ -60,7 +64,7 @@ class Tracker:
         """The run has ended. `summary`: the numbers and texts of `summary.json`, none where it has none."""
 
 
-KNOWN = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "trackio": "Trackio"}
+KNOWN = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow", "trackio": "Trackio", "otel": "OpenTelemetry"}
 """The class of each in `known`."""
 
 
