@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tests.facts import Facts
 
 from midflight.environments.evaluation import UNFINISHED, Evaluator, SourceScore, evaluation_key
 from midflight.environments.single_turn import answer
@@ -101,13 +102,10 @@ def test_a_task_that_several_versions_answered_is_not_scored():
 
 
 def test_the_first_tasks_of_each_source_are_kept_with_what_was_said_and_the_version_that_said_it():
-    rig = Rig(answer)
-    evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(64), record=rig.observer.apply, keep=1)
+    rig, facts = Rig(answer), Facts()
+    evaluator = Evaluator(rollouts=rig.runner(tracked=False), slots=asyncio.Semaphore(64), record=facts.apply, keep=1)
     run_virtual(lambda: evaluator.run(TASKS, version=7))
-    kept = rig.observer.of(EvaluationKept)
+    kept = facts.of(EvaluationKept)
     assert sorted((fact.version, fact.task.id, fact.trajectory.key) for fact in kept) == [
         (7, TASKS[at].id, evaluation_key(at)) for at in (0, 2)
     ]
-    quiet = Rig(answer)
-    evaluate(quiet)
-    assert quiet.observer.of(EvaluationKept) == [], "nothing is kept unless it is asked for"

@@ -35,5 +35,5 @@ def test_lengths_generated_trained_and_cut_short_stand_beside_each_other_in_the_
 
 def test_long_rollouts_share_at_most_sixteen_bars() -> None:
     found = panel("Rollouts by length", step(1, generated_length=histogram([10, 1000])))
-    assert found.options["xAxis"]["data"][0] == "0-62" and len(found.options["xAxis"]["data"]) == 16
+    assert found.options["xAxis"]["data"][0] == "0-60" and len(found.options["xAxis"]["data"]) == 16
     assert sum(found.options["series"][0]["data"]) == 2

@@ -75,11 +75,12 @@ def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
 
 
 def slots_of(folder: Path) -> int | None:
-    """Requests of the run in this folder that may decode together; none where its configuration cannot be read."""
+    """Requests of the run in this folder that may decode together: what engines have room for, or rollouts that may run; none where its configuration cannot be read."""
     try:
-        return derived.decode_slots(load_config(folder / "config.toml"))
+        config = load_config(folder / "config.toml")
     except MidflightError:
         return None
+    return min(derived.engine_slots(config.engine), derived.in_flight(config.rollout))
 
 
 def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, slots: int | None) -> Iterator[RunPhase]:

@@ -89,11 +89,6 @@ def engine_slots(engine: EngineSection) -> int:
     return num_engines(engine) * engine.max_running
 
 
-def decode_slots(config: Config) -> int:
-    """Requests that may decode together: what engines have room for, or the rollouts that may run where those are fewer."""
-    return min(engine_slots(config.engine), in_flight(config.rollout))
-
-
 def served_dtype(config: Config) -> str:
     """Precision of the weights in engines, and on their way there."""
     return config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype

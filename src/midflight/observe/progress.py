@@ -110,12 +110,7 @@ class RunState:
             self.learning.apply(fact)
         match fact:
             case facts.EngineStepped():
-                self.overlap.add(ENGINE, fact.started, fact.ended)
-                self._generation.add(fact.ended, fact.num_tokens)
-                self._running[fact.engine] = (fact.num_running, fact.ended)
-                if self._phase is Phase.TRAINING:
-                    self._slot_seconds += fact.num_running * (fact.ended - fact.started)
-                self._counts["generated_tokens"] += fact.num_tokens
+                self._decoded(fact)
             case facts.RequestFailed():
                 self._counts["failed_requests"] += 1
             case facts.RolloutEnded():
@@ -147,6 +142,14 @@ class RunState:
                 self.sources.setdefault(source, SourceState()).evaluated(fact)
             case _:
                 pass
+
+    def _decoded(self, step: facts.EngineStepped) -> None:
+        self.overlap.add(ENGINE, step.started, step.ended)
+        self._generation.add(step.ended, step.num_tokens)
+        self._running[step.engine] = (step.num_running, step.ended)
+        self._counts["generated_tokens"] += step.num_tokens
+        if self._phase is Phase.TRAINING:
+            self._slot_seconds += step.num_running * (step.ended - step.started)
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
         if rollout.reward is None:

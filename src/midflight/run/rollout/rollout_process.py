@@ -85,7 +85,7 @@ class RolloutProcess:
         self._spec, self._launcher, self._listener = spec, launcher, listener
         self._config = config = Config.model_validate_json(spec.config)
         steps = 0 if spec.purpose is Purpose.EVALUATE else config.run.steps
-        slots = derived.decode_slots(config)
+        slots = min(derived.engine_slots(config.engine), derived.in_flight(config.rollout))
         self._state = RunState(name=config.run.name, steps=steps, start_version=spec.version, slots=slots)
         self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
