@@ -76,6 +76,18 @@ def check_engine(config: Config) -> None:
         check_interpreter(config.engine)
 
 
+def check_places(config: Config) -> None:
+    """Whether the run's places are to be had: of a cluster every machine is asked. Nothing is started, and it is left connected."""
+    if config.cluster.kind == "ray":
+        from midflight.run.launcher.ending import main_task
+        from midflight.run.places.checks import check_cluster
+        from midflight.run.places.ray import connect
+
+        cluster = connect(config.cluster.address, config.cluster.token_file)
+        if main_task(check_cluster(cluster, config)) != 0:
+            raise KeyboardInterrupt
+
+
 def check_new(folder: Path, *, making: str = "a model") -> None:
     """Whether something may be made in the folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

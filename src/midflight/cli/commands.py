@@ -100,6 +100,7 @@ def train(
     if not dry_run:
         checked.check_folder(checked_config, resume=resume, overwrite=overwrite)
     findings = checked.preflight(checked_config)
+    checked.check_places(checked_config)
     if dry_run:
         from midflight.cli.dry_run import print_report
 
@@ -130,6 +131,7 @@ def rollouts(
     checked.check_engine(checked_config)
     checked.check_folder(checked_config, overwrite=overwrite, resumable=False)
     checked.preflight(checked_config)
+    checked.check_places(checked_config)
     from midflight.run.launcher import launch
 
     return launch.rollouts(checked_config, overwrite=overwrite, token=control_token)
@@ -160,6 +162,7 @@ def serve(
     given = {"run.folder": folder, "engine.count": engines, "gateway.port": port, "gateway.host": host, **given}
     config = checked.config_of_model(model, given, [*(overrides or []), *_observed(log_format)])
     checked.check_engine(config)
+    checked.check_places(config)
     from midflight.run.launcher import launch
 
     return launch.serve(config, token=control_token)
@@ -223,6 +226,7 @@ def evaluate(
 
     checked_config = checked.config_of_evaluation(config, overrides or [], folder, model)
     checked.check_engine(checked_config)
+    checked.check_places(checked_config)
     from midflight.run.launcher import launch
 
     return launch.evaluate(checked_config, model)

@@ -11,6 +11,7 @@ from midflight.config.agent import agent_contradictions
 from midflight.config.derived import batch_bytes, batch_rollouts, context_notes, engine_slots, in_flight, served_dtype, trains_truncated
 from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
 from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
+from midflight.config.seats import cluster_contradictions
 from midflight.config.sections import Config, EngineSection
 from midflight.config.sources import source_contradictions
 from midflight.entries import ENTRY
@@ -123,6 +124,7 @@ def contradictions(config: Config) -> tuple[str, ...]:
         *_engine(config),
         *_places(config),
         *_observe(config),
+        *cluster_contradictions(config),
     )
 
 
@@ -142,10 +144,7 @@ def _rollout(config: Config) -> Iterator[str]:
             f"model.max_context = {config.model.max_context} tokens); raise it, or lower model.max_context"
         )
     if r.max_in_flight is not None and r.max_in_flight < r.group_size:
-        yield (
-            f"rollout.max_in_flight ({r.max_in_flight}) is less than rollout.group_size ({r.group_size}), so no group could run whole; "
-            f"raise max_in_flight or lower group_size"
-        )
+        yield f"rollout.max_in_flight ({r.max_in_flight}) is less than rollout.group_size ({r.group_size}), so no group could run whole; raise max_in_flight or lower group_size"
     if r.min_group_size is not None and r.min_group_size > r.group_size:
         yield f"rollout.min_group_size ({r.min_group_size}) is more than rollout.group_size ({r.group_size}), so every group would be dropped; lower it"
 

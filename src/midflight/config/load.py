@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from midflight.config.checks import contradictions
 from midflight.config.derived import default_context
+from midflight.config.seats import placed
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, nearest
 from midflight.types import Json
@@ -235,7 +236,7 @@ def load_config(
     overridden = {apply_override(whole, text) for text in overrides}
     origin = _Origin("" if path is None else str(path), overridden)
     _refuse(list(_unknown(whole, (), origin)))
-    config = _with_context(_validate(whole, origin))
+    config = placed(_with_context(_validate(whole, origin)))
     _refuse([f"{origin.file}: {problem}" if origin.file else problem for problem in contradictions(config)])
     return config
 

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from midflight.config import agents, loss, sections, sources
+from midflight.config import agents, cluster, loss, sections, sources
 from midflight.config.load import Option, options, tables
 from midflight.config.section import Section
 from midflight.config.sections import Config
 
 INTRODUCTION = """# Configuration
 
-Made from `sections.py`, `sources.py`, `agents.py` and `loss.py` in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the
+Made from `sections.py`, `sources.py`, `agents.py`, `loss.py` and `cluster.py` in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the
 sentences there.
 
 A run is one TOML file. Every option can be overridden on the command line: `--set rollout.max_staleness=2`, or
@@ -33,7 +33,7 @@ def reference() -> str:
 def descriptions() -> Mapping[tuple[str, str], str]:
     """The sentence under each option, by class and attribute, and the one of each class by class and ``."""
     found: dict[tuple[str, str], str] = {}
-    for node in (node for module in (sections, sources, agents, loss) for node in ast.parse(inspect.getsource(module)).body):
+    for node in (node for module in (sections, sources, agents, loss, cluster) for node in ast.parse(inspect.getsource(module)).body):
         if isinstance(node, ast.ClassDef):
             found[node.name, ""] = ast.get_docstring(node) or ""
             found.update({(node.name, name): text for name, text in _attributes(node)})

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from midflight.config.agents import McpSection, RewardSection
+from midflight.config.cluster import ClusterSection
 from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
 from midflight.config.sources import SourceSection
@@ -332,3 +333,4 @@ class Config(Section):
     warm_start: WarmStartSection = WarmStartSection()
     weights: WeightsSection = WeightsSection()
     observe: ObserveSection = ObserveSection()
+    cluster: ClusterSection = ClusterSection()

@@ -236,6 +236,7 @@ class Trainer:
         with _in_words_of_python():
             checked.check_folder(self.config, resume=resume, overwrite=overwrite)
         found = checked.preflight(self._asked.tried, objects=self._asked.objects)
+        checked.check_places(self.config)
         shown = console(shown=self._progress)
         for note in found.notes:
             shown.print(f"note: {note}", highlight=False, markup=False)

@@ -104,7 +104,8 @@ class Inspection:
 
     def machine(self) -> Findings:
         """What the machine has of it, and what was found before."""
-        for look in (self._devices, self._disk, self._shared_memory, self._port):
+        here = (self._devices, self._shared_memory, self._port) if self._config.cluster.kind == "local" else ()
+        for look in (self._disk, *here):
             self._tried(look)
         return Findings(tuple(self._problems), tuple(self._notes))
 

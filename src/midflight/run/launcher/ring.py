@@ -53,13 +53,14 @@ from midflight.run.parts import (
     Stalled,
     TrainerSpec,
     WarmStart,
+    Words,
     WorkerSpec,
     remove_endpoint,
     serve_while,
     write_endpoint,
 )
 from midflight.run.places.local import LocalPlaces
-from midflight.run.places.port import Child, HasDescriptor, PartFailed, Place, error_of, stop_all
+from midflight.run.places.port import Child, HasDescriptor, PartFailed, Place, Places, error_of, stop_all
 
 WRITING_SECONDS = 2.0
 """Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
@@ -127,8 +128,15 @@ class Ring:
         self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
         if self._given_model is not None:
             self._model.set_result(self._given_model)
-        async with LocalPlaces() as self._places:
+        async with self._new_places() as self._places:
             await self._run(purpose, resume=resume)
+
+    def _new_places(self) -> Places:
+        if self._config.cluster.kind == "local":
+            return LocalPlaces()
+        from midflight.run.places.ray import ray_places
+
+        return ray_places(self._config, say=lambda text: self._on_message(Words(text)))
 
     async def _run(self, purpose: Purpose, *, resume: bool) -> None:
         gateway = self._config.gateway
@@ -310,7 +318,7 @@ class Ring:
         """`writes`: into the run's folder, so that it holds that too."""
         threads = {ProcessKind.ENGINE: self._config.engine.threads, ProcessKind.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if part is ProcessKind.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        if part is ProcessKind.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ and not self._places.spread:
             environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
         if self._config.observe.log_format == "json":
             environ[PROCESS_VARIABLE] = name

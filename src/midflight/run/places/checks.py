@@ -1,0 +1,144 @@
+"""What a cluster has of a run's wishes, found out before anything is started: one sentence for each thing that is missing.
+
+Every machine is asked by a seat of its own, which takes nothing of it.
+"""
+
+import asyncio
+import os
+import platform
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from midflight.config.seats import seat_resources
+from midflight.config.sections import Config
+from midflight.errors import ConfigError
+from midflight.run.places.seat import MONITOR_VARIABLE, Greeting
+from midflight.run.places.seated import Cluster, Machine, why_lost
+from midflight.version import __version__
+from midflight.wire.server import is_loopback
+
+HELLO_SECONDS = 90.0
+"""For a machine to start a seat: Python and our package are imported there first, which takes long on a busy one."""
+WHERE = "{where}"
+"""In a sentence: the machines of which it is true."""
+NOT_THERE = ("No module named 'midflight", "cannot import name")
+"""What Ray says of a machine whose Python has not our package, or an older one."""
+
+
+async def check_cluster(cluster: Cluster, config: Config) -> None:
+    """`ConfigError` with all that is wrong. Waits for an answer of each machine, at most `HELLO_SECONDS`."""
+    machines = cluster.machines()
+    problems = [*_open(config, machines), *_resources(config, machines), *_transport(config, machines)]
+    nearest = _existing(Path(config.run.folder))
+    greetings = await asyncio.gather(*(_greeting(cluster, machine, nearest) for machine in machines))
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for machine, greeting in zip(machines, greetings, strict=True):
+        for problem in [greeting] if isinstance(greeting, str) else _differences(greeting, config):
+            found[problem].append(machine.address)
+    problems += [problem.replace(WHERE, _listed(addresses)) for problem, addresses in found.items()]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or what there is of the way to it: nothing is made before all is checked."""
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+
+
+def _listed(addresses: Sequence[str]) -> str:
+    return addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
+
+
+# --- What the list of machines says ----------------------------------------------------------------------------------
+
+
+def _open(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
+    if config.cluster.token_file is not None or os.environ.get("RAY_AUTH_MODE") == "token":
+        return
+    if others := [machine.address for machine in machines if not is_loopback(machine.address)]:
+        yield (
+            f"the cluster at {_listed(others)} asks nobody for a token, so that whoever reaches it can run anything there; start Ray with "
+            "RAY_AUTH_MODE=token, and name its token in cluster.token_file."
+        )
+
+
+def _resources(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
+    for part, wanted in seat_resources(config).items():
+        if any(all(machine.resources.get(name, 0.0) >= amount for name, amount in wanted.items()) for machine in machines):
+            continue
+        missing = [name for name, amount in wanted.items() if all(machine.resources.get(name, 0.0) < amount for machine in machines)]
+        for name in missing:
+            largest = max((machine.resources.get(name, 0.0) for machine in machines), default=0.0)
+            there = f"the largest has {largest:g}" if largest else "none has any"
+            yield f"cluster.{part}: no machine has {name}: {wanted[name]:g}; {there}. Lower it, or add a machine."
+        if not missing:
+            yield f"cluster.{part}: no machine has all of {_said(wanted)} together. Lower it, or add a machine."
+
+
+def _said(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())
+
+
+def _transport(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
+    if config.weights.transport == "shared_memory" and len(machines) > 1:
+        yield (
+            f'weights.transport = "shared_memory" reaches no other machine, and the cluster has {len(machines)}; set it to "collective", '
+            'or to "file" where run.folder is fast.'
+        )
+
+
+# --- What each machine says of itself --------------------------------------------------------------------------------
+
+
+async def _greeting(cluster: Cluster, machine: Machine, folder: Path) -> Greeting | str:
+    """Or what keeps it from greeting."""
+    nonce = f".midflight-{secrets.token_hex(8)}"
+    seat = cluster.seat({}, machine=machine.id)
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            said = await cluster.call(seat, "hello", str(folder), nonce, str(Path.cwd()))
+        if not _was_written(folder / nonce, nonce):
+            return f"run.folder is below {folder}, and what {WHERE} writes there is not seen here; put it on a file system that all machines share."
+        return msgspec.json.decode(said, type=Greeting)
+    except TimeoutError:
+        return f"{WHERE} did not answer within {HELLO_SECONDS:.0f} s; look at Ray's logs there, or take it out of the cluster."
+    except Exception as error:
+        if (why := why_lost(error)) is None:
+            raise
+        if any(sign in str(error) for sign in NOT_THERE):
+            return f"{WHERE} has no midflight {__version__} in the Python that runs Ray there; install it."
+        return f"{WHERE} gives no seat ({why}); look at Ray's logs there, or take it out of the cluster."
+    finally:
+        (folder / nonce).unlink(missing_ok=True)
+        cluster.kill(seat)
+
+
+def _was_written(file: Path, nonce: str) -> bool:
+    try:
+        return file.read_text() == nonce
+    except OSError:
+        return False
+
+
+def _differences(greeting: Greeting, config: Config) -> Iterator[str]:
+    here, there = (__version__, platform.python_version(), metadata.version("torch")), (greeting.midflight, greeting.python, greeting.torch)
+    for name, ours, theirs in zip(("midflight", "Python", "torch"), here, there, strict=True):
+        if _public(ours) != _public(theirs):
+            yield f"{WHERE} has {name} {theirs}, and this machine has {ours}; install the same on all."
+    if not greeting.has_folder:
+        yield f"{WHERE} has no folder {Path.cwd()}, from which the run was started and finds its modules and files; start it from a shared one."
+    if greeting.kills_for_memory:
+        yield (
+            f"{WHERE} has Ray's memory monitor on, which ends parts of the run when anybody fills the machine; start Ray there with "
+            f"{MONITOR_VARIABLE}=0."
+        )
+
+
+def _public(version: str) -> str:
+    """Without what says for which device it was built: a head may have no GPU."""
+    return version.partition("+")[0]

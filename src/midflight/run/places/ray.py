@@ -1,0 +1,110 @@
+"""What we ask of Ray: which machines live, and actors on them. The one module that imports it; its object store, its restarts and its names
+are not used."""
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from midflight.config.seats import seat_resources
+from midflight.config.sections import Config
+from midflight.errors import ConfigError
+from midflight.run.parts import ProcessKind
+from midflight.run.places.seat import MONITOR_VARIABLE, SeatActor
+from midflight.run.places.seated import Machine, RayPlaces
+
+START = "start"
+"""The address that starts a cluster on this machine alone."""
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", MONITOR_VARIABLE: "0"}
+"""Of a Ray that is started here: it tells nobody of itself, and kills nobody for what others keep in memory."""
+STORE_BYTES = 80 * 2**20
+"""The least that its object store can be: we keep nothing there."""
+
+
+def ray_places(config: Config, *, say: Callable[[str], None]) -> RayPlaces:
+    """The places of one attempt at a run, on the cluster that its configuration names."""
+    cluster, asked = config.cluster, seat_resources(config)
+    resources = {kind: asked[kind if kind in asked else "rollout"] for kind in ProcessKind}
+    environ = {name: os.environ[name] for name in ("PYTHONPATH", *cluster.variables) if name in os.environ}
+    made = connect(cluster.address, cluster.token_file)
+    return RayPlaces(made, resources, lost_seconds=cluster.lost_seconds, environ=environ, say=say)
+
+
+def connect(address: str, token: Path | None) -> "RayCluster":
+    """The cluster at the address. Waits until it has answered. `ConfigError` says why there is none."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if token is not None:
+        path = token.expanduser()
+        if not path.is_file():
+            raise ConfigError(
+                f"cluster.token_file is {token}, and there is no such file; copy there the token that the cluster was started with."
+            )
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path.absolute()))
+    try:
+        ray = import_module("ray")  # after the settings, which it reads as it is imported
+    except ModuleNotFoundError as error:
+        raise ConfigError("cluster.kind = \"ray\" needs Ray, which is not installed; pip install 'midflight[ray]'") from error
+    if not ray.is_initialized():
+        _initialise(ray, address)
+    return RayCluster(ray)
+
+
+def _initialise(ray: Any, address: str) -> None:
+    given: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    if address == START:
+        given |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
+    else:
+        given["address"] = address
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(**given)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise ConfigError(f"cluster.address is {address!r}, and no cluster was reached there: {lines[0]}") from error
+
+
+class RayCluster:
+    """A `Cluster`. Actors die with this process: they have no names, and are not detached."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._actor = ray.remote(SeatActor)
+
+    def machines(self) -> Sequence[Machine]:
+        return [
+            Machine(node["NodeID"], node["NodeManagerAddress"], {name: float(n) for name, n in node["Resources"].items()})
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
+        if not machine:
+            return self._seat(resources)
+        strategies = import_module("ray.util.scheduling_strategies")
+        return self._seat(resources, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(machine, soft=False))
+
+    async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[Any], Callable[[], None]]:
+        groups, strategies = import_module("ray.util.placement_group"), import_module("ray.util.scheduling_strategies")
+        group = groups.placement_group([dict(resources) or {"CPU": 0.001}] * count, strategy="PACK")
+        try:
+            await group.ready()
+        except BaseException:
+            groups.remove_placement_group(group)
+            raise
+        bundles = [strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in range(count)]
+        return [self._seat(resources, scheduling_strategy=bundle) for bundle in bundles], lambda: groups.remove_placement_group(group)
+
+    def _seat(self, resources: Mapping[str, float], **options: Any) -> Any:
+        asked = dict(resources)
+        cpus, gpus, memory = asked.pop("CPU", 0.0), asked.pop("GPU", 0.0), asked.pop("memory", None)
+        options |= {"num_cpus": cpus, "num_gpus": gpus, "memory": memory, "resources": asked or None}
+        return self._actor.options(max_restarts=0, max_task_retries=0, **options).remote()
+
+    def call(self, seat: Any, method: str, *given: object) -> Awaitable[Any]:
+        return getattr(seat, method).remote(*given)
+
+    def kill(self, seat: Any) -> None:
+        self._ray.kill(seat)

@@ -1,0 +1,323 @@
+"""Places on a cluster: each is a seat on a machine that has room for it, and a part is a process below that seat.
+
+| wait | waits for | ended by |
+|---|---|---|
+| `RayPlaces.take`, `take_all` | a machine with room | the cluster, or cancellation |
+| `SeatedPlace.ask` | the seat's answer | it, the seat's death, or `lost_seconds` without an answer |
+"""
+
+import asyncio
+import secrets
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+from midflight import given
+from midflight.errors import ConfigError
+from midflight.run import parts
+from midflight.run.places.port import HasDescriptor, PartFailed
+from midflight.run.places.process import last_lines
+from midflight.run.places.seat import Heard, Order, SeatOpened
+from midflight.wire.server import is_loopback
+
+AGAIN_SECONDS = 0.5
+"""Between two calls of a seat that cannot be reached, though its machine is said to live."""
+KILL_SECONDS = 5.0
+"""For a seat to say that a process which was killed has ended: the end of a run waits for that, also where the machine is gone."""
+PATIENCE_SECONDS = 10.0
+"""A seat is not there at once; after so long it is told that it is waited for."""
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """One of the cluster. `resources` are all that it has, whoever uses them now."""
+
+    id: str
+    address: str
+    resources: Mapping[str, float]
+
+
+class Cluster(Protocol):
+    """What is asked of Ray. A seat is an actor's handle; calls raise Ray's own errors, by which `why_lost` tells them apart."""
+
+    def machines(self) -> Sequence[Machine]:
+        """Those that live."""
+        ...
+
+    def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
+        """A new one, wherever there is room, or on that machine. Does not wait."""
+        ...
+
+    async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[Any], Callable[[], None]]:
+        """So many seats, on as few machines as can be, and what gives their room back. Waits until there is room for all."""
+        ...
+
+    def call(self, seat: Any, method: str, *given: object) -> Awaitable[Any]:
+        """Sent at once, whether its answer is waited for or not."""
+        ...
+
+    def kill(self, seat: Any) -> None: ...
+
+
+def is_unreached(error: BaseException) -> bool:
+    """Ray could not reach the seat, which may live all the same."""
+    return any(kind.__name__ == "ActorUnavailableError" for kind in type(error).__mro__)
+
+
+def why_lost(error: BaseException) -> str | None:
+    """What an error of Ray's says in a line; none where it is another's."""
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    if "RayError" not in kinds:
+        return None
+    if "OutOfMemoryError" in kinds:
+        return "Ray's memory monitor ended it, because its machine was full; start Ray there with RAY_memory_monitor_refresh_ms=0"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'without a word'}"
+
+
+class SeatedPlace:
+    """A place on some machine of the cluster."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        seat: Any,
+        opened: SeatOpened,
+        *,
+        lost_seconds: float,
+        environ: Mapping[str, str],
+        closed: Callable[[], None],
+    ) -> None:
+        """`environ`: for all its processes. `closed` is called when the seat was given back."""
+        self._cluster, self._seat, self._lost_seconds, self._environ, self._closed = cluster, seat, lost_seconds, environ, closed
+        self.host, self.port, self.fd, self.gpus = opened.host, opened.port, opened.fd, opened.gpus
+        self.lost = self._is_closed = False
+
+    def child(
+        self,
+        part: parts.ProcessKind,
+        name: str,
+        *,
+        log: Path,
+        environ: Mapping[str, str],
+        arguments: Sequence[str] = (),
+        objects: bytes = given.NOTHING,
+        listens: bool = False,
+        inherited: Sequence[HasDescriptor] = (),
+    ) -> "SeatedChild":
+        everything = {**self._environ, **environ}
+        order = Order(secrets.token_hex(8), str(log.absolute()), str(Path.cwd()), everything, [*arguments], objects, listens)
+        return SeatedChild(self, part, name, order)
+
+    async def free_port(self) -> int:
+        return await self.ask("free_port", of="a place")
+
+    def refuse(self) -> None:
+        if not self.lost:
+            self.order("refuse")
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._cluster.kill(self._seat)
+            self._closed()
+
+    async def ask(self, method: str, *given: object, of: str, hurry: bool = False) -> Any:
+        """The one way to a seat. `PartFailed` of the part `of` where no answer comes, whatever became of the seat, which is then lost.
+
+        A seat that cannot be reached is asked again for as long as its machine is listed, at most `lost_seconds`; with `hurry` that is
+        `KILL_SECONDS`.
+        """
+        seconds = min(self._lost_seconds, KILL_SECONDS) if hurry else self._lost_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    try:
+                        return await self._cluster.call(self._seat, method, *given)
+                    except Exception as error:
+                        if (why := why_lost(error)) is None:
+                            raise
+                        if not is_unreached(error) or all(machine.address != self.host for machine in self._cluster.machines()):
+                            raise self._gone(why, of=of) from error
+                    await asyncio.sleep(AGAIN_SECONDS)
+        except TimeoutError as error:
+            raise self._gone(f"nothing was heard of it for {seconds:g} s", of=of) from error
+
+    def order(self, method: str, *given: object) -> Awaitable[Any]:
+        """Sent without a wait; an error is found where something is asked."""
+        return self._cluster.call(self._seat, method, *given)
+
+    def _gone(self, why: str, *, of: str) -> PartFailed:
+        self.lost = True
+        return PartFailed(f"{of} has lost its seat on {self.host}: {why}", part=of)
+
+
+class SeatedChild:
+    """A `Child` below a seat. The death of its machine is its death by SIGKILL."""
+
+    pid = None
+
+    def __init__(self, place: SeatedPlace, part: parts.ProcessKind, name: str, order: Order) -> None:
+        self.part, self.name = part, name
+        self._place, self._order = place, order
+        self._lock = asyncio.Lock()
+        self._unread = deque[bytes]()
+        self._heard = 0
+        """Lines that came."""
+        self._closed = False
+        self._status: int | None = None
+        self._log = ""
+        self._why: str | None = None
+        """Of an end that was not its own."""
+        self._killed = False
+        self.was_started = False
+
+    async def start(self) -> None:
+        await self._ask("start", str(self.part), self.name, msgspec.json.encode(self._order))
+        self.was_started = True
+
+    @property
+    def running(self) -> bool:
+        return self.was_started and self._status is None
+
+    async def tell(self, spec: parts.Spec) -> None:
+        await self._ask("tell", self.name, parts.encode(spec) + b"\n")
+
+    async def messages(self) -> AsyncIterator[parts.Message]:
+        while self._unread or not self._closed:
+            if self._unread:
+                yield parts.decode_message(self._unread.popleft())
+            else:
+                await self._hear()
+
+    async def ended(self) -> int:
+        while self._status is None:
+            await self._hear()
+        return self._status
+
+    async def _hear(self) -> None:
+        """Waits for the next that it says, or for its end. The loss of its seat is its end."""
+        async with self._lock:
+            if self._status is not None:
+                return
+            try:
+                heard = msgspec.json.decode(await self._ask("hear", self.name, self._heard, hurry=self._killed), type=Heard)
+            except PartFailed as lost:
+                self._why, self._closed, self._status = str(lost), True, -signal.SIGKILL
+                self._log = last_lines(Path(self._order.log))
+                return
+            self._unread += heard.lines
+            self._heard += len(heard.lines)
+            self._closed, self._status, self._log = heard.closed, heard.status, heard.log
+
+    async def stacks(self) -> str:
+        with suppress(PartFailed):
+            return await self._ask("stacks", self.name)
+        return ""
+
+    def cut_log(self) -> None:
+        """The seat does."""
+
+    def condemn(self, why: str) -> None:
+        self._why = f"{why}. It was ended."
+        self.signal(signal.SIGKILL)
+
+    def died(self, status: int) -> PartFailed:
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        said = self._why or f"{self.name} ended with {how} on {self._place.host}"
+        return PartFailed(f"{said}; the end of {self._order.log}:\n{self._log}", part=self.name)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running and not self._place.lost:
+            self._killed = self._killed or number is signal.SIGKILL
+            self._place.order("signal", self.name, int(number))
+
+    def end_group(self) -> None:
+        if not self._place.lost:
+            self._place.order("end_group", self.name)
+
+    async def _ask(self, method: str, *given: object, hurry: bool = False) -> Any:
+        return await self._place.ask(method, *given, of=self.name, hurry=hurry)
+
+
+class RayPlaces:
+    """Seats of a cluster. All of an attempt at a run are given back at its end, and die with this process at the latest."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        resources: Mapping[parts.ProcessKind, Mapping[str, float]],
+        *,
+        lost_seconds: float,
+        environ: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        """`resources`: what a seat of each kind asks for. `environ`: for all processes. `say` hears what is waited for."""
+        self._cluster, self._resources, self._lost_seconds, self._environ, self._say = cluster, resources, lost_seconds, environ, say
+        self.spread = True
+        self._taken: list[SeatedPlace] = []
+
+    async def __aenter__(self) -> "RayPlaces":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for place in self._taken:
+            place.close()
+
+    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0) -> SeatedPlace:
+        seat = self._cluster.seat(self._resources[part])
+        try:
+            return await self._opened(part, seat, "" if host is None or is_loopback(host) else host, port)
+        except BaseException:
+            self._cluster.kill(seat)
+            raise
+
+    async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[SeatedPlace]:
+        with self._patience(part, count):
+            seats, give_back = await self._cluster.group(self._resources[part], count)
+        closed = 0
+
+        def close() -> None:
+            nonlocal closed
+            closed += 1
+            if closed == count:
+                give_back()
+
+        try:
+            taken = [await self._opened(part, seat, "", 0, closed=close) for seat in seats]
+        except BaseException:
+            give_back()
+            raise
+        return sorted(taken, key=lambda place: (place.host, place.gpus))
+
+    async def _opened(
+        self, part: parts.ProcessKind, seat: Any, host: str, port: int, *, closed: Callable[[], None] = lambda: None
+    ) -> SeatedPlace:
+        """Waits until the seat is there, however long that takes."""
+        try:
+            with self._patience(part, 1):
+                opened = msgspec.json.decode(await self._cluster.call(seat, "open", host, port), type=SeatOpened)
+        except Exception as error:
+            if (why := why_lost(error)) is None:
+                raise
+            raise PartFailed(f"{part} did not get its seat: {why}", part=str(part)) from error
+        if opened.error:
+            raise ConfigError(opened.error)
+        place = SeatedPlace(self._cluster, seat, opened, lost_seconds=self._lost_seconds, environ=self._environ, closed=closed)
+        self._taken.append(place)
+        return place
+
+    @contextmanager
+    def _patience(self, part: parts.ProcessKind, count: int) -> Generator[None]:
+        wanted = ", ".join(f"{name}: {amount:g}" for name, amount in self._resources[part].items())
+        said = f"{part} waits for {count} x a machine with {wanted or 'room'}"
+        later = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._say, said)
+        try:
+            yield
+        finally:
+            later.cancel()

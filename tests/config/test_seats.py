@@ -1,0 +1,68 @@
+"""What a run asks of a cluster, and what a cluster changes of its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from midflight.config.load import load_config
+from midflight.config.seats import engines_min, seat_resources
+from midflight.errors import ConfigError
+
+RAY = "cluster.kind=ray"
+
+
+def test_one_configuration_is_of_a_laptop_and_of_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        """
+[engine]
+count = 2
+[cluster]
+address = "10.0.0.5:6379"
+token_file = "token"
+engine = { GPU = 4, CPU = 8 }
+engines_min = 3
+engines_max = 6
+lost_seconds = 30
+variables = ["HF_HOME"]
+"""
+    )
+    here, there = load_config(tmp_path / "run.toml"), load_config(tmp_path / "run.toml", [RAY])
+    assert (here.engine.count, here.weights.transport) == (2, "shared_memory")
+    assert (there.engine.count, there.weights.transport, engines_min(there)) == (6, "collective", 3)
+    assert seat_resources(there)["engine"] == {"GPU": 4.0, "CPU": 8.0}
+    assert there.cluster.lost_seconds == 30.0 and there.cluster.token_file == Path("token")
+
+
+def test_a_transport_that_is_asked_for_stays() -> None:
+    assert load_config(None, [RAY, "weights.transport=file"]).weights.transport == "file"
+
+
+def test_seats_ask_for_what_the_parts_compute_with() -> None:
+    config = load_config(None, [RAY, "engine.threads=2", "trainer.device=cuda", "environment.workers=3"])
+    assert seat_resources(config) == {"engine": {"CPU": 2.0}, "trainer": {"CPU": 1.0, "GPU": 1.0}, "rollout": {"CPU": 4.0}}
+    assert engines_min(config) == 1
+
+
+@pytest.mark.parametrize("words", ['"--tensor-parallel-size=4"', '"--tensor-parallel-size", "4"', '"--tp-size=4"', '"-tp", "4"'])
+def test_a_server_over_several_gpus_asks_for_all_of_them_in_one_seat(words: str) -> None:
+    config = load_config(None, [RAY, "engine.kind=vllm", "engine.device=cuda", f"engine.arguments=[{words}]"])
+    assert seat_resources(config)["engine"] == {"CPU": 1.0, "GPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["cluster.engines_min=3"], "cluster.engines_min (3) is more than the engines that the run asks for (1)"),
+        (["engine.device=cuda:1"], "engine.device is 'cuda:1', and on a cluster a seat has GPUs of its own"),
+        (['engine.kind="vllm"', 'engine.urls=["http://a:1"]', "cluster.engines_max=2"], "does nothing beside engine.urls"),
+        (["cluster.trainer={GPU = -1}"], "cluster.trainer"),
+        (["cluster.kind=slurm"], "cluster.kind must be one of 'local', 'ray'"),
+        (["cluster.lost_seconds=0"], "cluster.lost_seconds must be > 0"),
+    ],
+)
+def test_options_that_cannot_be_on_a_cluster_are_refused(options: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [RAY, *options])
+    assert words in str(refused.value)

@@ -1,0 +1,72 @@
+"""A cluster in this process: its seats are plain objects, and Ray's errors are raised where a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from midflight.run.places.seat import SeatActor
+from midflight.run.places.seated import Machine
+
+
+class RayError(Exception):
+    """By this name errors of Ray are known."""
+
+
+class ActorDiedError(RayError):
+    pass
+
+
+class ActorUnavailableError(RayError):
+    pass
+
+
+class OutOfMemoryError(RayError):
+    pass
+
+
+class FakeCluster:
+    """`fail` is called before each call, and may raise or wait."""
+
+    def __init__(self, *machines: Machine) -> None:
+        self.alive = list(machines) or [Machine("m0", "127.0.0.1", {"CPU": 8.0})]
+        self.asked: list[Mapping[str, float]] = []
+        self.killed: list[Any] = []
+        self.given_back = 0
+        self.calls: list[str] = []
+        self.room = asyncio.Event()
+        self.room.set()
+        self._sent: list[asyncio.Future[Any]] = []
+
+    async def fail(self, method: str) -> None:
+        """Nothing, until a test says so."""
+
+    def machines(self) -> Sequence[Machine]:
+        return self.alive
+
+    def seat(self, resources: Mapping[str, float], *, machine: str = "") -> SeatActor:
+        self.asked.append(resources)
+        address = next((one.address for one in self.alive if one.id == machine), "127.0.0.1")
+        return SeatActor(address)
+
+    async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[SeatActor], Callable[[], None]]:
+        await self.room.wait()
+
+        def give_back() -> None:
+            self.given_back += 1
+
+        return [self.seat(resources) for _ in range(count)], give_back
+
+    def call(self, seat: SeatActor, method: str, *given: object) -> asyncio.Future[Any]:
+        async def called() -> Any:
+            self.calls.append(method)
+            await self.room.wait()
+            await self.fail(method)
+            return await getattr(seat, method)(*given)
+
+        self._sent.append(asyncio.ensure_future(called()))
+        return self._sent[-1]
+
+    def kill(self, seat: SeatActor) -> None:
+        self.killed.append(seat)
