@@ -118,6 +118,31 @@ class NothingToClaim(RequestRejected):
     code = "nothing_to_claim"
 
 
+class EngineRefused(RequestRejected):
+    """An engine that wants to join and could not serve the run, or is none."""
+
+    status = 422
+    code = "engine_refused"
+
+
+class MemberConflict(RequestRejected):
+    """What is asked of an engine's membership does not go with what it is now."""
+
+    status = 409
+    code = "member_conflict"
+
+
+class SentAway(MemberConflict):
+    """An engine that left this run wants to join it again."""
+
+    code = "engine_sent_away"
+
+
+class UnknownEngine(RequestRejected):
+    status = 404
+    code = "engine_not_found"
+
+
 class RewardFixed(RequestRejected):
     """Another reward was given before: a reward is given once, and again only as the same."""
 

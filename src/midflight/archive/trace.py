@@ -167,7 +167,7 @@ class Drawing:
             yield from self._handovers(engine, handovers)
             for line in self._lines:
                 if isinstance(line, timeline.EngineTimed) and line.engine == engine:
-                    text = "back" if line.lost is None else "lost"
+                    text = line.event or ("back" if line.lost is None else "lost")
                     yield TraceEvent(text, "i", *work, _micro(line.at), s="t", args={} if line.lost is None else {"why": line.lost})
 
     def _handovers(self, engine: str, track: tuple[int, int]) -> Iterator[TraceEvent]:

@@ -101,6 +101,8 @@ class GatewaySection(Section):
     """Live sessions; further ones are answered 429."""
     max_requests: Positive = 4096
     """Requests under way; further ones are answered 429."""
+    drain_seconds: NonNegative = 20.0
+    """An engine that leaves the run may end its requests for so long; the rest goes on elsewhere. Larger moves fewer requests, and lets go of machines later."""
     orphan_seconds: NonNegative = 30.0
     """A session's generation survives the loss of its client for this long, and so does its answer, for a retry; larger forgives longer losses."""
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"

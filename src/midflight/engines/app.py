@@ -278,15 +278,22 @@ class ModelInfo(msgspec.Struct, frozen=True):
     capabilities: Capabilities
 
 
-def build_app(engine: E, serve: Callable[[E, WebSocket], Awaitable[None]], *, token: str | None, scorer: Scorer | None = None) -> ASGIApp:
+def build_app(
+    engine: E,
+    serve: Callable[[E, WebSocket], Awaitable[None]],
+    *,
+    token: str | None,
+    scorer: Scorer | None = None,
+    beside: Sequence[BaseRoute] = (),
+) -> ASGIApp:
     """The application of an engine process. With a token, everything but `/health` needs it as bearer. See `EngineRoutes`.
 
-    The engine's `run`, if it has one, is the caller's to start.
+    The engine's `run`, if it has one, is the caller's to start. `beside`: further routes, such as what it says of itself.
     """
     routes = EngineRoutes(engine, serve, scorer=scorer)
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine.reading))
-    app = Starlette(routes=[*routes.wire(), routes.health("/health"), metrics_route(registry)])
+    app = Starlette(routes=[*routes.wire(), *beside, routes.health("/health"), metrics_route(registry)])
     return app if token is None else RequireToken(app, token)
 
 

@@ -52,6 +52,10 @@ class RemoteEngine:
             raise self._unavailable("has not been attached yet")
         return self._capabilities
 
+    @property
+    def is_attached(self) -> bool:
+        return self._attached.is_set()
+
     async def run(self) -> None:
         """Attaches, and attaches again whenever the connection is lost, until cancelled."""
         async with self._http:

@@ -103,6 +103,19 @@ class CheckpointLine(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"
     seconds: float
 
 
+class MemberLine(msgspec.Struct, frozen=True, kw_only=True, tag="engine", tag_field="kind"):
+    """An engine came or went while the run went on."""
+
+    version: Version
+    step: int
+    seconds: float
+    engine: str
+    event: str
+    """`joined` or `left`."""
+    detail: str
+    """Where it came from, or why it went."""
+
+
 class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_field="kind"):
     """The run went on from the checkpoint of `version`. Lines of later steps are gone; what happened all the same is in the totals."""
 
@@ -112,7 +125,7 @@ class ResumeLine(msgspec.Struct, frozen=True, kw_only=True, tag="resume", tag_fi
     totals: Totals
 
 
-Line = StepLine | EvaluationLine | AlarmLine | CompletionsLine | CheckpointLine | ResumeLine
+Line = StepLine | EvaluationLine | AlarmLine | CompletionsLine | CheckpointLine | MemberLine | ResumeLine
 
 SURVIVING = ("trained_tokens", "max_token_staleness")
 """The totals that are of steps, and go with those that a resumed run has lost."""
@@ -130,6 +143,7 @@ class PastLines:
     alarms: tuple[AlarmLine, ...] = ()
     completions: tuple[CompletionsLine, ...] = ()
     checkpoints: tuple[CheckpointLine, ...] = ()
+    members: tuple[MemberLine, ...] = ()
     resumes: tuple[ResumeLine, ...] = ()
 
     @classmethod
@@ -141,6 +155,7 @@ class PastLines:
             tuple(x for x in kept if isinstance(x, AlarmLine)),
             tuple(x for x in kept if isinstance(x, CompletionsLine)),
             tuple(x for x in kept if isinstance(x, CheckpointLine)),
+            tuple(x for x in kept if isinstance(x, MemberLine)),
             tuple(x for x in kept if isinstance(x, ResumeLine)),
         )
 
@@ -219,12 +234,8 @@ class Journal:
                 self._dropped[reason.value] += 1
             case facts.Waited():
                 self._waits[f"{fact.who} for {fact.for_whom}"] += fact.seconds
-            case facts.Leased(batch=batch):
-                # Taken before the step before it ends, where batches are prefetched: kept under the version it will train at.
-                self._groups = {version: taken for version, taken in self._groups.items() if version >= batch.train_version - 2}
-                taken = Learning()
-                taken.apply(fact)
-                self._groups[batch.train_version] = (len(batch.groups), dict(sorted(fact.staleness.items())), taken)
+            case facts.Leased():
+                self._leased(fact)
             case facts.WeightsCommitted():
                 self._stage, self._pause = max(self._stage or 0.0, fact.stage_seconds), max(self._pause or 0.0, fact.pause_seconds)
             case facts.Stepped(version=version) if version not in self._steps:
@@ -238,11 +249,26 @@ class Journal:
                 self._write(CompletionsLine(version=version, step=self._state.step, seconds=self._state.seconds, rollouts=shown))
             case facts.Checkpointed(version=version):
                 self._write(CheckpointLine(version=version, step=self._state.step, seconds=self._state.seconds))
+            case facts.EngineJoined() | facts.EngineLeft():
+                self._write(self._member_line(fact))
             case facts.Alarmed(name=name, text=text):
                 status = self._state.status()
                 self._write(AlarmLine(version=status.version, step=status.step, seconds=status.seconds, name=name, text=text))
             case _:
                 pass
+
+    def _leased(self, fact: facts.Leased) -> None:
+        """Taken before the step before it ends, where batches are prefetched: kept under the version it will train at."""
+        train_version = fact.batch.train_version
+        self._groups = {version: taken for version, taken in self._groups.items() if version >= train_version - 2}
+        taken = Learning()
+        taken.apply(fact)
+        self._groups[train_version] = (len(fact.batch.groups), dict(sorted(fact.staleness.items())), taken)
+
+    def _member_line(self, fact: facts.EngineJoined | facts.EngineLeft) -> MemberLine:
+        event, detail = ("joined", fact.url) if isinstance(fact, facts.EngineJoined) else ("left", fact.why)
+        status = self._state.status()
+        return MemberLine(version=status.version, step=status.step, seconds=status.seconds, engine=fact.engine, event=event, detail=detail)
 
     def _evaluation_line(self, score: facts.Evaluated) -> EvaluationLine:
         return EvaluationLine(
@@ -324,7 +350,8 @@ def _mean_age(ages: Mapping[int, int]) -> float | None:
 
 def _rewrite(path: Path, history: PastLines) -> None:
     """Replaces the file by the lines kept, in their order of time."""
-    kept: list[Line] = [*history.steps, *history.evaluations, *history.alarms, *history.completions, *history.checkpoints, *history.resumes]
+    kept: list[Line] = [*history.steps, *history.evaluations, *history.alarms, *history.completions, *history.checkpoints, *history.members]
+    kept += history.resumes
     lines = sorted(kept, key=lambda line: (line.version, not isinstance(line, StepLine), isinstance(line, ResumeLine)))
     write_whole(path, b"".join(_encode(line) + b"\n" for line in lines))
 

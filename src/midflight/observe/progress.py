@@ -82,6 +82,8 @@ class RunState:
         self._waits: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._dropped: Counter[str] = Counter()
         self._quarantined: dict[str, str] = {}
+        self._joined: dict[str, bool] = {}  # whether it serves by now
+        self._num_left = 0
         self._failures, self.learning = Failures(), Learning(REWARD_ROLLOUTS)
         self._trainer: dict[str, float | None] = {}
 
@@ -128,10 +130,8 @@ class RunState:
                 # Several engines commit one version; the version that engines were started with is no update.
                 self._live = version
                 self._counts["weight_updates"] += 1
-            case facts.Quarantined():
-                self._quarantined[fact.engine] = fact.error
-            case facts.Rejoined(engine=engine):
-                self._quarantined.pop(engine, None)
+            case facts.Quarantined() | facts.Rejoined() | facts.EngineJoined() | facts.EngineLeft():
+                self._stands(fact)
             case facts.Resumed():
                 self._resumed(fact)
             case facts.WentBack(checkpoint=checkpoint):
@@ -150,6 +150,22 @@ class RunState:
         self._counts["generated_tokens"] += step.num_tokens
         if self._phase is Phase.TRAINING:
             self._slot_seconds += step.num_running * (step.ended - step.started)
+
+    def _stands(self, fact: facts.Quarantined | facts.Rejoined | facts.EngineJoined | facts.EngineLeft) -> None:
+        engine = fact.engine
+        match fact:
+            case facts.Quarantined(error=error):
+                self._quarantined[engine] = error
+            case facts.Rejoined():
+                self._quarantined.pop(engine, None)
+                if engine in self._joined:
+                    self._joined[engine] = True
+            case facts.EngineJoined():
+                self._joined[engine] = False
+            case facts.EngineLeft():
+                self._num_left += 1
+                for known in (self._joined, self._quarantined, self._running):
+                    known.pop(engine, None)
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
         if rollout.reward is None:
@@ -240,6 +256,9 @@ class RunState:
             training_rate=self._training.per_second(now),
             num_running=num_running,
             quarantined=tuple(self._quarantined),
+            joined=tuple(self._joined),
+            joining=tuple(name for name, serves in self._joined.items() if not serves),
+            num_left=self._num_left,
             failures=dict(self._failures.counts.most_common()),
             learning=self.learning.status(),
             trainer=self._trainer,

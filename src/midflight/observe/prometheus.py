@@ -1,6 +1,7 @@
 """Counters for `GET /metrics`, as an observer: facts in, the text format out."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -43,6 +44,8 @@ class Metrics:
         self.learning: Callable[[], LearningStatus] = LearningStatus
         self.requests: Callable[[], Mapping[str, int]] = dict
         """Requests under way, by engine: those that decode, and those that wait inside it."""
+        self.engines: Callable[[], Mapping[str, int]] = dict
+        """How many engines are serving, joining, in quarantine or leaving."""
         self.memory: Callable[[], Mapping[tuple[str, str], int]] = dict
         """Resident bytes of the run's processes, by kind and pid."""
         r.register(self)
@@ -74,6 +77,8 @@ class Metrics:
         self._staging = Histogram("midflight_stage_seconds", "Time to bring a version into an engine.", buckets=SECONDS, registry=r)
         self._handovers = Counter("midflight_handovers", "Versions that an engine took.", ["engine"], registry=r)
         self._quarantines = Counter("midflight_quarantines", "Times that an engine was put in quarantine.", ["engine"], registry=r)
+        self._joined = Counter("midflight_engines_joined", "Engines that came while the run went on, moved ones too.", registry=r)
+        self._left = Counter("midflight_engines_left", "Engines that left, moved or were given up.", registry=r)
         self._trainer_steps = Histogram("midflight_step_seconds", "Length of one step of the trainer.", buckets=SECONDS, registry=r)
         self._skipped = Counter("midflight_skipped_steps", "Steps that left the weights as they were.", registry=r)
         self._checkpointed = Gauge("midflight_checkpoint_version", "Version of the newest checkpoint.", registry=r)
@@ -81,6 +86,13 @@ class Metrics:
         self._unscored = Gauge("midflight_heldout_failed", "Held-out tasks without a score, last evaluation.", ["source"], registry=r)
         self._rollout_seconds = Histogram("midflight_rollout_seconds", "Time one rollout took.", ["source"], buckets=SECONDS, registry=r)
         self._quarantined = Gauge("midflight_engine_quarantined", "1 while an engine is in quarantine.", ["engine"], registry=r)
+
+    def _forget(self, engine: str) -> None:
+        """What an engine is now is said of members alone; what it has done stays counted."""
+        for gauge in (self._quarantined, self._served, self._running):
+            with suppress(KeyError):
+                gauge.remove(engine)
+        self._steps.pop(engine, None)
 
     def _of_engine(self, engine: str) -> tuple[Counter, Gauge, Histogram]:
         """The metrics of every step; to look their labels up costs more than to count."""
@@ -124,10 +136,13 @@ class Metrics:
         requests = GaugeMetricFamily("midflight_engine_requests", "Requests that an engine has, decoding or waiting.", labels=["engine"])
         for engine, number in self.requests().items():
             requests.add_metric([engine], number)
+        engines = GaugeMetricFamily("midflight_engines", "Engines of the run, by how they stand.", labels=["state"])
+        for state, number in self.engines().items():
+            engines.add_metric([state], number)
         memory = GaugeMetricFamily("midflight_process_bytes", "Resident memory of a process of the run.", labels=["process", "pid"])
         for (kind, pid), size in self.memory().items():
             memory.add_metric([kind, pid], size)
-        return [requests, memory]
+        return [requests, engines, memory]
 
     def text(self) -> bytes:
         """The body of `/metrics`."""
@@ -160,6 +175,12 @@ class Metrics:
                 self._trained_on(fact)
             case facts.WeightsCommitted() | facts.Quarantined() | facts.Rejoined():
                 self._serves(fact)
+            case facts.EngineJoined(engine=engine):
+                self._joined.inc()
+                self._quarantined.labels(engine).set(1)
+            case facts.EngineLeft(engine=engine):
+                self._left.inc()
+                self._forget(engine)
             case facts.Checkpointed(version=version):
                 self._checkpointed.set(version)
             case facts.Evaluated(source=source):

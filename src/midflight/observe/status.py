@@ -182,6 +182,12 @@ class Status:
     num_running: int = 0
     """Requests decoding now, over all engines."""
     quarantined: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+    """Engines that came while the run went on, and are there."""
+    joining: tuple[str, ...] = ()
+    """Those of them that have yet to get the current weights."""
+    num_left: int = 0
+    """Engines that left."""
     failures: dict[str, int] = field(default_factory=dict[str, int])
     """Tries of rollouts without a reward, by the class of their error, since this process of the run began; most first."""
     learning: LearningStatus = LearningStatus()

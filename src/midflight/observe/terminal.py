@@ -93,6 +93,7 @@ MAX_NAME = 36
 """Letters of a run's name in the title, so that what it does stands behind it within 80 columns."""
 LEVELS = "▁▂▃▄▅▆▇█"
 MAX_WAITS = 3
+MAX_JOINED = 4
 
 
 def panel(status: Status) -> RenderableType:
@@ -151,6 +152,8 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
         rows.append(("speed", Text(_speed(status))))
     if status.engine_busy is not None:
         rows.append(("busy", Text(_busy(status))))
+    if status.joined or status.num_left:
+        rows.append(("engines", Text(_members(status))))
     if _is_lopsided(status):
         rows.append(("advice", Text(status.advice)))
     if status.waits:
@@ -256,6 +259,14 @@ def _busy(status: Status) -> str:
     slots = "" if status.slots_used is None else f" ({percent(status.slots_used)} of slots)"
     shares = f"engine {percent(status.engine_busy)}{slots}, trainer {percent(status.trainer_busy)}, both {percent(status.overlap_share)}"
     return f"{shares}   {status.bound.value}"
+
+
+def _members(status: Status) -> str:
+    """`b, c joined (c yet to get the weights), 2 left`."""
+    names = [*status.joined[:MAX_JOINED], *([f"{len(status.joined) - MAX_JOINED} more"] if len(status.joined) > MAX_JOINED else [])]
+    waiting = f" ({', '.join(status.joining[:MAX_JOINED])} yet to get the weights)" if status.joining else ""
+    said = [f"{', '.join(names)} joined{waiting}" if names else "", f"{status.num_left} left" if status.num_left else ""]
+    return ", ".join(filter(None, said))
 
 
 def _trouble(status: Status) -> list[tuple[str, RenderableType]]:

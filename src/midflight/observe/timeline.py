@@ -97,12 +97,13 @@ class DropTimed(msgspec.Struct, frozen=True, tag="dropped", tag_field="kind"):
 
 
 class EngineTimed(msgspec.Struct, frozen=True, tag="engine", tag_field="kind"):
-    """An engine was lost, or came back."""
+    """An engine was lost, or came back; or joined or left the run, as `event` says."""
 
     engine: str
     at: float
     lost: str | None
     """Why."""
+    event: str | None = None
 
 
 Timed = Began | RolloutTimed | BatchTimed | StepTimed | CommitTimed | WaitTimed | ScoreTimed | DropTimed | EngineTimed
@@ -117,6 +118,8 @@ TIMED = (
     | facts.GroupClosed
     | facts.Quarantined
     | facts.Rejoined
+    | facts.EngineJoined
+    | facts.EngineLeft
 )
 """The facts that have a line. An answer, a token and an engine's step have none: an answer's times come with its rollout."""
 
@@ -159,6 +162,10 @@ class Timeline:
                 self._write(EngineTimed(engine, now, error))
             case facts.Rejoined(engine=engine):
                 self._write(EngineTimed(engine, now, None))
+            case facts.EngineJoined(engine=engine, url=url):
+                self._write(EngineTimed(engine, now, f"came from {url}", "joined"))
+            case facts.EngineLeft(engine=engine, why=why):
+                self._write(EngineTimed(engine, now, why, "left"))
             case _:
                 pass
 

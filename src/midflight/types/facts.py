@@ -249,6 +249,22 @@ class Rejoined(msgspec.Struct, frozen=True):
     version: Version
 
 
+class EngineJoined(msgspec.Struct, frozen=True):
+    """An engine came while the run went on. It is in quarantine until it has `Rejoined` with the current weights."""
+
+    engine: str
+    url: str
+
+
+class EngineLeft(msgspec.Struct, frozen=True):
+    """An engine is no member any more, because it `why` (left, moved to ..., was out of reach). Its last `num_resumed` requests go on
+    elsewhere."""
+
+    engine: str
+    why: str
+    num_resumed: int
+
+
 class Evaluated(msgspec.Struct, frozen=True):
     """One source of held-out tasks: `num_tasks` were scored, every token of theirs by `version`. `mean_reward` is None if none was.
 
@@ -343,6 +359,8 @@ Fact: TypeAlias = (
     | WeightsCommitted
     | Quarantined
     | Rejoined
+    | EngineJoined
+    | EngineLeft
     | Evaluated
     | EvaluationKept
     | CompletionsShown

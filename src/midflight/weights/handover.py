@@ -77,9 +77,9 @@ class Committer:
         self._pause_mode: PauseMode | Literal["auto"] = pause_mode
         self._seconds = seconds
 
-    def mode(self, engine: Engine) -> PauseMode:
+    def mode(self, engine: str, capabilities: Capabilities) -> PauseMode:
         """`NotSupported` when the engine lacks the configured pause mode."""
-        return commit_mode(engine.name, engine.capabilities, self._pause_mode)
+        return commit_mode(engine, capabilities, self._pause_mode)
 
     async def commit(self, engine: Engine, manifest: WeightManifest, *, stage_seconds: float, guard: Guard, barrier: Barrier) -> bool:
         """Makes the version live on the engine and the engine routable; or quarantine. No new request goes to a paused engine.
@@ -90,7 +90,7 @@ class Committer:
         deed = f"committing version {manifest.version} on engine {engine.name!r}"
         try:
             async with guard.over(engine.name, deed, seconds=self._seconds) as own_time:
-                mode = self.mode(engine)
+                mode = self.mode(engine.name, engine.capabilities)
                 if barrier.alone and swaps_between_steps(engine.capabilities, mode):
                     await _swap(engine, manifest)
                 else:
@@ -199,6 +199,10 @@ class Handover:
         """The version that engines serve or rejoin at; `None` while they serve what they started with."""
         return self._current
 
+    def check(self, engine: str, capabilities: Capabilities) -> None:
+        """`NotSupported` when such an engine lacks the configured pause mode: `publish` would refuse every version."""
+        self._committer.mode(engine, capabilities)
+
     async def publish(self, manifest: WeightManifest) -> HandoverReport:
         """Brings the version to every attached engine, those in quarantine too, but not to one that is reserved for an evaluation.
 
@@ -207,7 +211,7 @@ class Handover:
         an engine lacks the configured pause mode; then nothing was begun.
         """
         for engine in self._fleet.engines():
-            self._committer.mode(engine)
+            self.check(engine.name, engine.capabilities)
         ticket = self._turnstile.for_version(manifest)
         self._fetchable.add(manifest.version)
         try:

@@ -42,6 +42,21 @@ class EngineLimits:
             logprob_kinds=frozenset(engine.logprob_kind for engine in engines),
         )
 
+    def lacking(self, engine: Capabilities) -> str:
+        """What keeps an engine that comes later from taking what these do; empty where nothing does."""
+        if engine.vocab_size != self.vocab_size:
+            return f"its vocabulary has {engine.vocab_size} ids, that of the run {self.vocab_size}"
+        if engine.max_context < self.max_context:
+            return f"it takes {engine.max_context} tokens of prompt and answer, the run needs {self.max_context}"
+        if missing := sorted(self.features - engine.features):
+            return f"it cannot do {', '.join(missing)}, which agents of the run are offered"
+        if self.honours_seed and not engine.honours_seed:
+            return "it does not honour seeds, which the engines of the run do"
+        if engine.logprob_kind not in self.logprob_kinds:
+            kinds = " or ".join(sorted(self.logprob_kinds))
+            return f"its log-probabilities are of another kind ({engine.logprob_kind}) than those that the run reckons with ({kinds})"
+        return ""
+
 
 def check_prompt(ids: tuple[int, ...], limits: EngineLimits, *, param: str) -> None:
     """Refuses a prompt that no engine could take: empty, with unknown ids, or without room for one token of answer."""

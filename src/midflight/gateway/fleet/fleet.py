@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -38,21 +39,28 @@ class Lease:
 
     def end(self) -> None:
         """Idempotent."""
-        if self in self._member.leases:
-            del self._member.leases[self]
-            self._member.tokens_in_flight -= self.tokens
+        member = self._member
+        if self in member.leases:
+            del member.leases[self]
+            member.tokens_in_flight -= self.tokens
+            if member.emptied is not None and not member.leases:
+                member.emptied.set()
 
 
 class _FleetEngine:
     """An attached engine. Its version is the last it attested."""
 
-    def __init__(self, engine: Engine, version: Version) -> None:
+    def __init__(self, engine: Engine, version: Version, error: BaseException | None) -> None:
         self.shared = SharedPause(engine)
         self.version = version
-        self.error: BaseException | None = None
+        self.error = error
+        self.is_new = error is not None
+        """It has attested nothing yet."""
         self.on_probation = False
         self.leases: dict[Lease, None] = {}
         self.tokens_in_flight = 0
+        self.emptied: asyncio.Event | None = None
+        """Set with the end of its last request, where somebody waits for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,8 @@ class EngineState:
     version: Version
     error: BaseException | None
     """Why it is in quarantine, `None` if it is not."""
+    is_new: bool
+    """In quarantine since it was attached: it has yet to get the current weights."""
     on_probation: bool
     """In quarantine for silence or nonsense only: it may rejoin without a handover."""
     reserved: bool
@@ -94,21 +104,36 @@ class Fleet:
 
     # --- Members -----------------------------------------------------------------------------------------------------
 
-    def attach(self, engine: Engine, *, version: Version = 0) -> None:
-        """A new engine, routable at once; `version` is what it attested."""
+    def attach(self, engine: Engine, *, version: Version = 0, error: BaseException | None = None) -> None:
+        """A new engine, routable at once; `version` is what it attested. With an `error` it has attested nothing, and is in quarantine from
+        its first moment: nothing but `served` makes it routable (I2, I7)."""
         if engine.name in self._members:
             raise ConfigError(f"attaching engine {engine.name!r}: the name is taken. Give every engine a name of its own.")
-        self._members[engine.name] = _FleetEngine(engine, version)
+        self._members[engine.name] = _FleetEngine(engine, version, error)
         self._changed()
 
-    def detach(self, engine: str) -> None:
-        """Forgets an engine; its requests are resumed elsewhere, or wait."""
+    def detach(self, engine: str) -> int:
+        """Forgets an engine; its requests, whose number is returned, are resumed elsewhere, or wait. What a handover still does to it
+        fails, so that nothing is said of a successor that has its name."""
         member = self._members.pop(engine, None)
         if member is None:
-            return
+            return 0
+        lost = len(member.leases)
         self._holds.forget(engine)
+        member.shared.detach()
         self._lose(member, EngineUnavailable(f"engine {engine} was detached"))
+        if member.emptied is not None:
+            member.emptied.set()
         self._changed()
+        return lost
+
+    async def emptied(self, engine: str) -> None:
+        """Waits for the ends of its requests, for one caller; ended by the last of them, or when it is detached. New ones are for `hold` to
+        keep away."""
+        member = self._members.get(engine)
+        if member is not None and member.leases:
+            member.emptied = asyncio.Event()
+            await member.emptied.wait()
 
     def engines(self) -> tuple[Engine, ...]:
         """All attached engines as the handover sees them: its pauses and the operator's do not end each other."""
@@ -124,6 +149,7 @@ class Fleet:
                 name=name,
                 version=m.version,
                 error=m.error,
+                is_new=m.is_new,
                 on_probation=m.on_probation,
                 reserved=self._keeps(name),
                 held_by=self._holds.owners(name),
@@ -185,7 +211,7 @@ class Fleet:
         if member is None:
             return
         rejoined = member.error is not None
-        member.version, member.error, member.on_probation = version, None, False
+        member.version, member.error, member.on_probation, member.is_new = version, None, False, False
         self._changed()
         if rejoined:
             self._record(Rejoined(engine, version))
@@ -201,13 +227,14 @@ class Fleet:
     def quarantine(self, engine: str, error: BaseException, *, probation: bool = False) -> None:
         """`probation`: nothing is known against its weights, so `HealthWatch` may let it rejoin; otherwise only `served` does.
 
-        The first error is kept, unless one that allows no probation comes after one that does. Pauses of the engine end here.
+        The first error is kept, unless one that allows no probation comes after one that does, or after having just joined. Pauses of the
+        engine end here.
         """
         member = self._members.get(engine)
         if member is None:
             return
         newly = member.error is None
-        if newly or (member.on_probation and not probation):
+        if newly or ((member.on_probation or member.is_new) and not probation):
             member.error, member.on_probation = error, probation
         member.shared.abandon()
         if newly:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from midflight.allowance import Allowance
+from midflight.errors import EngineUnavailable
 from midflight.ports import Engine
 from midflight.types import Attestation, Capabilities, Chunk, EngineHealth, GenerateRequest, PauseMode, Version, WeightManifest
 
@@ -242,6 +243,7 @@ class SharedPause:
         self._owners: set[str] = set()
         self._mode: PauseMode | None = None
         self._turn = asyncio.Lock()
+        self._is_detached = False
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -262,12 +264,20 @@ class SharedPause:
                 await self.engine.pause(self._mode)
 
     async def resume(self, owner: str) -> None:
-        """Ends this owner's pause; the engine resumes if no other owner pauses it. Idempotent. Waits as `pause` does."""
+        """Ends this owner's pause; the engine resumes if no other owner pauses it. Idempotent. Waits as `pause` does. `EngineUnavailable`
+        where it was detached meanwhile."""
         async with self._turn:
             self._owners.discard(owner)
             if not self._owners:
                 self._mode = None
                 await self.engine.resume()
+        if self._is_detached:
+            raise EngineUnavailable(f"engine {self.engine.name} was detached")
+
+    def detach(self) -> None:
+        """Nobody is told from now on that the engine goes on: its name may be another's."""
+        self._is_detached = True
+        self.abandon()
 
     def abandon(self) -> None:
         """The engine is in quarantine: every pause of it ends here. Before it is readmitted it must be made to run again."""

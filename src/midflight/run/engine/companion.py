@@ -23,6 +23,7 @@ import aiohttp
 
 from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
+from midflight.engines.about import about_route
 from midflight.engines.app import build_app, relay
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
 from midflight.engines.servers.engine import ServerEngine
@@ -57,7 +58,7 @@ async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
     with socket.socket(fileno=spec.socket_fd) as listener:
 
         async def serve(engine: ServerEngine) -> None:
-            app = build_app(engine, relay, token=spec.token)
+            app = build_app(engine, relay, token=spec.token, beside=[about_route(engine, Path(spec.model))])
             starting.close()
             await serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from midflight.config.derived import served_dtype
 from midflight.config.sections import Config
+from midflight.engines.about import about_route
 from midflight.engines.app import build_app, relay_steps
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.models.load import load_model
@@ -39,6 +40,6 @@ async def run_engine(spec: EngineSpec, launcher: Launcher) -> None:
     config = Config.model_validate_json(spec.config)
     with launcher.heart.doing("loads its model", limit=START_SECONDS, heavy=True):
         engine = await asyncio.to_thread(make_engine, config, Path(spec.model), name=spec.name, version=spec.version)
-    app = build_app(engine, relay_steps, token=spec.token, scorer=engine)
+    app = build_app(engine, relay_steps, token=spec.token, scorer=engine, beside=[about_route(engine, Path(spec.model))])
     with socket.socket(fileno=spec.socket_fd) as listener:
         await serve_while(engine.run(), serve_app(app, listener, ready=lambda: launcher.tell(Ready())))

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.derived import batch_rollouts
 from midflight.config.sections import Config
+from midflight.engines.about import About, ask_about
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
@@ -33,10 +35,12 @@ from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase, Status
 from midflight.run.api.dashboard import dashboard_route
+from midflight.run.api.membership import EngineAddress, member_routes
 from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route, tasks_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, Words, serve_while
+from midflight.run.rollout.members import Connections, Members, Terms, settings_of, standing
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
@@ -50,6 +54,8 @@ from midflight.wire.server import guarded, serve_app
 
 ATTACH_SECONDS = 120.0
 """For an engine to load its model and answer; a large one takes minutes of disk."""
+ASK_SECONDS = 60.0
+"""For an engine that wants to join to say what it is; the hash of large weights takes most of it."""
 REPORT_SECONDS = 0.5
 """Between two looks of the launcher at the run."""
 
@@ -64,7 +70,7 @@ async def run_rollout(spec: RolloutSpec, launcher: Launcher) -> None:
             Purpose.EVALUATE: process.evaluate,
             Purpose.SERVE: process.serve,
         }
-        await serve_while(mains[spec.purpose](), *(remote.run() for remote in process.remotes), process.report())
+        await serve_while(mains[spec.purpose](), process.connections.run(), process.report())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +111,17 @@ class RolloutProcess:
         self._record = Observers([*observers, self._alarms().apply]).apply
         for text in spec.alarms:
             self._record(facts.Alarmed("trainer", text))
-        self.engines = [self._remote(name, url) for name, url in spec.engines.items()]
-        self._teacher = None if spec.teacher is None else self._remote(TEACHER, spec.teacher)
+        self._engines = {name: self._remote(name, EngineAddress(url)) for name, url in spec.engines.items()}
+        self._teacher = None if spec.teacher is None else self._remote(TEACHER, EngineAddress(spec.teacher))
+        self.connections = Connections(self._remotes)
 
     @property
-    def remotes(self) -> list[RemoteEngine]:
-        """Whose connections must run: the engines, and the teacher, to whom the gateway routes nothing."""
-        return self.engines if self._teacher is None else [*self.engines, self._teacher]
+    def _remotes(self) -> list[RemoteEngine]:
+        """Whose connections must run from the start: the engines, and the teacher, to whom the gateway routes nothing."""
+        return [*self._engines.values(), *([] if self._teacher is None else [self._teacher])]
 
-    def _remote(self, name: str, url: str) -> RemoteEngine:
-        return RemoteEngine(name, url, token=self._spec.token, record=self._record)
+    def _remote(self, name: str, address: EngineAddress) -> RemoteEngine:
+        return RemoteEngine(name, address.url, token=address.token or self._spec.token, record=self._record)
 
     # --- Purposes ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +188,7 @@ class RolloutProcess:
         """Waits until every engine answers, and the teacher; ended by them, or by a deadline."""
         section = self._config.engine
         starting = 0.0 if section.kind == "embedded" else section.start_seconds
-        for remote in self.remotes:
+        for remote in self._remotes:
             with self._launcher.heart.doing(f"attaches {remote.name}", whom=remote.name, limit=ATTACH_SECONDS + starting):
                 await remote.connect(seconds=ATTACH_SECONDS + starting)
         tokenizer = Tokenizer.load(Path(self._spec.model))
@@ -189,7 +196,7 @@ class RolloutProcess:
         serving = Serving(
             self._config,
             tokenizer,
-            self.engines,
+            [*self._engines.values()],
             record=self._record,
             version=self._spec.version,
             anonymous=anonymous,
@@ -198,6 +205,7 @@ class RolloutProcess:
         serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
         self._standing = RolloutStanding(serving)
         self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.fleet.states()}
+        self._metrics.engines = lambda: Counter(standing(state) for state in serving.fleet.states())
         self._launcher.heart.ask = self._standing.now
         return serving
 
@@ -229,7 +237,7 @@ class RolloutProcess:
                 yield Hosting(host, board=board)
 
     async def _http(self, serving: Serving, routes: Sequence[BaseRoute], *, board: Board | None = None) -> None:
-        gateway = self._config.gateway
+        gateway, members = self._config.gateway, self._members(serving)
         owned = OwnedSessions(serving.gateway, session_seconds=gateway.session_seconds)
         app = build_app(
             serving.gateway,
@@ -238,7 +246,11 @@ class RolloutProcess:
             ready=serving.routable,
             metrics=self._metrics.registry,
             metrics_token=self._spec.control_token if gateway.private_metrics else None,
-            extra_routes=[*routes, *self._common_routes(serving, owned, board)],
+            extra_routes=[
+                *routes,
+                *self._common_routes(serving, owned, board),
+                *member_routes(members, token=self._spec.control_token),
+            ],
         )
         address = None if self._spec.purpose is Purpose.EVALUATE else serving.gateway.address
         await serve_while(
@@ -250,8 +262,26 @@ class RolloutProcess:
             ),
             serving.health.run(),
             serving.rejoin.run(),
+            members.run(),
             SessionExpiry(owned).run(),
         )
+
+    def _members(self, serving: Serving) -> Members:
+        config, purpose = self._config, self._spec.purpose
+
+        async def ask(address: EngineAddress, nonce: Path | None, weights: bool) -> About:
+            token = address.token or self._spec.token
+            return await ask_about(address.url, token=token, nonce=nonce, weights=weights, seconds=ASK_SECONDS)
+
+        terms = Terms(
+            Path(self._spec.model),
+            settings_of(config),
+            config.weights.transport if purpose in (Purpose.TRAIN, Purpose.ROLLOUTS) else None,
+            Path(config.run.folder) / "weights",
+            config.gateway.drain_seconds,
+        )
+        first = {name: (engine, EngineAddress(self._spec.engines[name])) for name, engine in self._engines.items()}
+        return Members(serving, self.connections, first, terms=terms, ask=ask, connect=self._remote, record=self._membership)
 
     def _common_routes(self, serving: Serving, owned: OwnedSessions, board: Board | None) -> Sequence[BaseRoute]:
         """What every purpose offers: who is here, and sessions for agents that others run."""
@@ -298,6 +328,17 @@ class RolloutProcess:
     def _shown(self, completions: facts.CompletionsShown) -> None:
         self._launcher.tell(Words(in_words(completions)))
         self._record(completions)
+
+    def _membership(self, fact: facts.Fact) -> None:
+        """Engines that come and go are something to read, too."""
+        match fact:
+            case facts.EngineJoined(engine=engine, url=url):
+                self._launcher.tell(Words(f"engine {engine} has joined from {url}; it gets the current weights first"))
+            case facts.EngineLeft(engine=engine, why=why, num_resumed=resumed):
+                self._launcher.tell(Words(f"engine {engine} {why}; {resumed} of its requests go on elsewhere"))
+            case _:
+                pass
+        self._record(fact)
 
     def _alarmed(self, alarm: facts.Alarmed) -> None:
         self._launcher.tell(Alarm(alarm.text))

@@ -1,0 +1,86 @@
+"""What an engine says of itself to a gateway that it may join: which process it is, what it can do, which model it has, and whether it sees
+a file of the gateway's. Asked once for each joining; `Hello` says the rest on each connection."""
+
+import asyncio
+import contextlib
+import secrets
+from pathlib import Path
+from urllib.parse import urlencode
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from midflight.engines.wire import PREFIX
+from midflight.errors import EngineRefused
+from midflight.models.identity import ModelIdentity
+from midflight.ports import Engine
+from midflight.types import Capabilities, Version
+from midflight.version import __version__
+from midflight.wire.client import HttpClient
+from midflight.wire.edge import json_answer, route
+
+NONCE = ".midflight-seen-"
+"""Begins the names of files that an engine may be asked to look at, and no others."""
+MAX_NONCE_BYTES = 64
+
+
+class About(msgspec.Struct, frozen=True):
+    process: str
+    """Drawn at its start: no other process has it, at the same address either."""
+    midflight: str
+    """Its version of the package."""
+    capabilities: Capabilities
+    version: Version
+    """Of the weights that it serves."""
+    model: ModelIdentity
+    sees: str | None = None
+    """What it reads in the file that it was asked to look at."""
+
+
+def about_route(engine: Engine, model: Path) -> BaseRoute:
+    """`GET /engine/v1/about`; `model` is the folder that the engine was started from."""
+    process = secrets.token_hex(8)
+
+    async def about(request: Request) -> Response:
+        weights, nonce = bool(request.query_params.get("weights")), Path(request.query_params.get("nonce", ""))
+        identity = await asyncio.to_thread(ModelIdentity.of, model, weights=weights)
+        sees = await asyncio.to_thread(_seen, nonce) if nonce.name.startswith(NONCE) else None
+        return json_answer(About(process, __version__, engine.capabilities, (await engine.health()).version, identity, sees))
+
+    return route(PREFIX + "/about", about, method="GET")
+
+
+def _seen(path: Path) -> str | None:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(MAX_NONCE_BYTES).decode(errors="replace")
+    return None
+
+
+async def ask_about(url: str, *, token: str | None, nonce: Path | None = None, weights: bool = False, seconds: float) -> About:
+    """Waits for the engine, `seconds` at most. `EngineRefused` says why what is there cannot join."""
+
+    def lost(what: str) -> EngineRefused:
+        return EngineRefused(f"the engine at {url} {what}. Start it first, and name an address that the gateway reaches.", param="url")
+
+    asked = urlencode({**({"nonce": str(nonce)} if nonce else {}), **({"weights": "1"} if weights else {})})
+    async with HttpClient(url, lost=lost, token=token) as http:
+        answer = await http.call("GET", f"{PREFIX}/about?{asked}", seconds=seconds)
+    if answer.status == 401:
+        raise EngineRefused(f"the engine at {url} does not accept the token: give the one that it was started with.", param="token")
+    with contextlib.suppress(msgspec.DecodeError):
+        if answer.status == 200:
+            return msgspec.json.decode(answer.content, type=About)
+        if answer.status < 500:
+            raise _no_engine(url, f"answered {answer.status}")
+        raise EngineRefused(f"the engine at {url} failed: {answer.content[:300].decode(errors='replace')}", param="url")
+    raise _no_engine(url, "answered something else")
+
+
+def _no_engine(url: str, what: str) -> EngineRefused:
+    return EngineRefused(
+        f"{url} is no engine of Midflight {__version__}: it {what} where one says what it is. A vLLM or SGLang server joins by "
+        "`midflight join --engine KIND --engine-url URL`.",
+        param="url",
+    )

@@ -1,0 +1,367 @@
+"""Engines that join, move and leave while the run goes on.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `Connections.run` | nothing | the ends of connections | cancellation, or a fault of ours in one of them |
+| `Members.run` | connections that are down | its interval | time |
+
+A joiner is an engine that rejoins: it is in quarantine from its first moment, and `Rejoin` brings it the current version as it does to one
+that was started again. Whatever could keep it from serving is asked before anything is changed.
+"""
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from midflight.config.sections import Config
+from midflight.engines.about import NONCE, About
+from midflight.errors import EngineRefused, EngineUnavailable, MemberConflict, NotSupported, SentAway, UnknownEngine, nearest
+from midflight.gateway.fleet.fleet import EngineState
+from midflight.models.identity import ModelIdentity
+from midflight.ports import Engine
+from midflight.run.api.membership import EngineAddress, EngineNeeds, Left, Membership, MemberState
+from midflight.run.parts import TEACHER
+from midflight.run.rollout.serving import Serving
+from midflight.types import Json
+from midflight.types.facts import EngineJoined, EngineLeft, Record
+from midflight.version import __version__
+from midflight.weights.transports.files import SHARED
+from midflight.weights.transports.receive import Address
+from midflight.wire.server import is_loopback
+
+LEAVING = "leaving"
+"""The name of the hold of an engine that is about to go."""
+CONNECT_SECONDS = 10.0
+"""For an engine that has said what it is to let itself be attached."""
+LOOK_SECONDS = 5.0
+FORGET_SECONDS = 60.0
+"""Without a connection, an engine that had joined is no member any more: its machine is gone, and whoever started it says where it is when
+it is back. A restart of a server takes longer, but its companion answers meanwhile."""
+MAX_SENT_AWAY = 1000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Attachable(Engine, Protocol):
+    """An engine behind a connection."""
+
+    @property
+    def is_attached(self) -> bool: ...
+    async def run(self) -> None: ...
+    async def connect(self, *, seconds: float) -> None: ...
+
+
+Ask = Callable[[EngineAddress, Path | None, bool], Awaitable[About]]
+"""Asks an engine what it is: whether it sees a file, and, as that takes seconds, which weights it was started with."""
+
+
+class Connections:
+    """Of all engines; each is held from `open` to `close`."""
+
+    def __init__(self, first: Iterable[Attachable]) -> None:
+        self._first = tuple(first)
+        self._tasks: dict[Attachable, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        async with asyncio.TaskGroup() as self._group:
+            for engine in self._first:
+                self.open(engine)
+            await asyncio.Event().wait()
+
+    def open(self, engine: Attachable) -> None:
+        self._tasks[engine] = self.start(engine.run())
+
+    def close(self, engine: Attachable) -> None:
+        self._tasks.pop(engine).cancel()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Something that goes on beside them, whoever asked for it."""
+        assert self._group is not None, "connections are opened while `run` runs"
+        return self._group.create_task(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the run is to an engine that wants to join."""
+
+    model: Path
+    """The folder that its engines were started from."""
+    settings: Mapping[str, Json]
+    transport: str | None
+    """How weights will come; none where they stay as they are."""
+    weights: Path
+    """Where they lie if they come as files."""
+    drain_seconds: float
+
+
+def settings_of(config: Config) -> Mapping[str, Json]:
+    """What engines of one run must have alike."""
+    return {
+        "model.max_context": config.model.max_context,
+        "model.dtype": config.model.dtype,
+        "engine.dtype": config.engine.dtype,
+        "correction.routing_replay": config.correction.routing_replay,
+    }
+
+
+@dataclass(slots=True)
+class _KnownEngine:
+    engine: Attachable
+    address: EngineAddress
+    process: str = ""
+    """As `About`; empty for those that were there from the start, which are never forgotten."""
+    seen: float = 0.0
+    """When its connection was last found up, by the loop's time."""
+
+
+class Members:
+    """Implements `Membered`. Between two waits its state is whole: what is refused or cancelled has changed nothing."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        connections: Connections,
+        first: Mapping[str, tuple[Attachable, EngineAddress]],
+        *,
+        terms: Terms,
+        ask: Ask,
+        connect: Callable[[str, EngineAddress], Attachable],
+        record: Record,
+    ) -> None:
+        """`first`: the engines that the serving side has. `connect` makes one that is not connected yet."""
+        self._fleet, self._handover, self._limits = serving.fleet, serving.handover, serving.gateway.limits
+        self._connections, self._terms, self._record = connections, terms, record
+        self._ask, self._connect = ask, connect
+        self._known = {name: _KnownEngine(engine, address) for name, (engine, address) in first.items()}
+        self._joining: set[str] = set()
+        self._leaving: dict[str, asyncio.Task[Left]] = {}
+        self._sent_away: dict[str, None] = {}
+        """Processes of engines that have left."""
+        self._identity: ModelIdentity | None = None
+
+    async def run(self) -> None:
+        """Waits for the interval to pass, for ever; ended by its task group. Forgets engines that are gone for good."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = asyncio.get_running_loop().time()
+            for name, known in list(self._known.items()):
+                if not known.process or known.engine.is_attached:
+                    known.seen = now
+                elif now - known.seen >= FORGET_SECONDS and name not in self._leaving:
+                    self._let_go(name, f"was out of reach for {FORGET_SECONDS:g} s")
+
+    def members(self) -> Membership:
+        states = tuple(self._state(state) for state in self._fleet.states() if state.name in self._known)
+        return Membership(states, EngineNeeds(__version__, str(self._terms.model), self._terms.settings))
+
+    # --- Joining and moving ------------------------------------------------------------------------------------------
+
+    async def put(self, name: str, address: EngineAddress) -> tuple[MemberState, bool]:
+        """Waits for the engine's answers, each with a deadline."""
+        self._check_name(name, address)
+        known = self._known.get(name)
+        if known is not None and known.address.place == address.place:
+            return self._state_of(name), False
+        if name in self._joining:
+            raise MemberConflict(f"an engine {name!r} is joining at this moment: ask again when that has ended.", param="name")
+        self._joining.add(name)
+        try:
+            joiner = await self._approached(name, address)
+        finally:
+            self._joining.discard(name)
+        try:
+            self._check_name(name, address)
+            self._check_process(name, joiner.process, address)
+        except MemberConflict:
+            self._connections.close(joiner.engine)
+            raise
+        if name in self._known:
+            self._let_go(name, f"moved to {address.url}")
+        self._take_in(name, joiner)
+        return self._state_of(name), known is None
+
+    async def _approached(self, name: str, address: EngineAddress) -> _KnownEngine:
+        """An engine that can join, connected. Whatever ends this, nothing is left of it."""
+        about = await self._asked(address)
+        self._check_process(name, about.process, address)
+        await self._check(name, address, about)
+        engine = self._connect(name, address)
+        self._connections.open(engine)
+        try:
+            await engine.connect(seconds=CONNECT_SECONDS)
+        except BaseException as error:
+            self._connections.close(engine)
+            if isinstance(error, EngineUnavailable):
+                raise EngineRefused(f"attaching the engine: {error}", param="url") from error
+            raise
+        return _KnownEngine(engine, address, about.process, asyncio.get_running_loop().time())
+
+    def _take_in(self, name: str, joiner: _KnownEngine) -> None:
+        self._known[name] = joiner
+        self._sent_away.pop(joiner.process, None)
+        error = EngineUnavailable("it has just joined, and gets the current weights first")
+        self._fleet.attach(joiner.engine, version=self._fleet.served_version(), error=error)
+        self._record(EngineJoined(name, joiner.address.url))
+
+    def _let_go(self, name: str, why: str) -> int:
+        """Says how many requests it still had."""
+        known = self._known.pop(name)
+        lost = self._fleet.detach(name)
+        self._connections.close(known.engine)
+        self._record(EngineLeft(name, why, lost))
+        return lost
+
+    # --- Leaving -----------------------------------------------------------------------------------------------------
+
+    async def leave(self, name: str, *, force: bool, drain_seconds: float | None) -> Left:
+        """Goes on when the caller does not wait any more. Asked again, it is the same leaving."""
+        known = self._known.get(name)
+        if known is None:
+            raise UnknownEngine(f"there is no engine {name[:80]!r}.{nearest(name, self._known)}", param="name")
+        leaving = self._leaving.get(name)
+        if leaving is None:
+            if not force:
+                self._check_others(name)
+            seconds = self._terms.drain_seconds if drain_seconds is None else drain_seconds
+            leaving = self._leaving[name] = self._connections.start(self._leave(name, known.process, seconds))
+        return await asyncio.shield(leaving)
+
+    async def _leave(self, name: str, process: str, seconds: float) -> Left:
+        """Waits for its requests, which end by themselves, or for the seconds to pass."""
+        self._fleet.hold(name, LEAVING)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._fleet.emptied(name)
+            if process:
+                self._sent_away[process] = None
+                for oldest in list(self._sent_away)[:-MAX_SENT_AWAY]:
+                    del self._sent_away[oldest]
+            return Left(name, self._let_go(name, "left"))
+        finally:
+            self._fleet.release(name, LEAVING)
+            del self._leaving[name]
+
+    def _check_others(self, name: str) -> None:
+        serving = {state.name for state in self._fleet.states() if state.error is None} - self._leaving.keys()
+        if serving == {name}:
+            raise MemberConflict(
+                f"{name} is the only engine that serves: without it requests would wait until they fail. Let another join first, or say "
+                "force=true, as one must whose machine is taken away.",
+                param="name",
+            )
+
+    # --- What must be so ---------------------------------------------------------------------------------------------
+
+    def _check_name(self, name: str, address: EngineAddress) -> None:
+        if not _NAME.fullmatch(name) or name == TEACHER:
+            raise EngineRefused(
+                f"an engine cannot be called {name[:80]!r}: take a letter or digit, then at most 63 letters, digits, '.', '_' or '-'.",
+                param="name",
+            )
+        if name in self._leaving:
+            raise MemberConflict(f"{name} is leaving: ask again when it has left.", param="name")
+        for other, known in self._known.items():
+            if other != name and known.address.url.rstrip("/") == address.url.rstrip("/"):
+                raise MemberConflict(f"the engine at {address.url} is a member already, as {other}.", param="url")
+
+    def _check_process(self, name: str, process: str, address: EngineAddress) -> None:
+        if address.again and process in self._sent_away:
+            raise SentAway(
+                f"the engine at {address.url} was told to leave this run: start another, or let it join as a new one.", param="name"
+            )
+        for other, known in self._known.items():
+            if other != name and known.process == process:
+                raise MemberConflict(f"the engine at {address.url} is a member already, as {other} at {known.address.url}.", param="url")
+
+    async def _asked(self, address: EngineAddress) -> About:
+        """What it says of itself, once it is known that weights can reach it."""
+        current = self._handover.current
+        transport, folder, location = self._terms.transport, self._terms.weights, ""
+        if current is not None:
+            transport, location = current.transport, current.location
+            folder = folder if transport == "collective" else Path(location).parent
+        with _nonce(folder if transport == "file" else SHARED) as nonce:
+            about = await self._ask(address, nonce, current is None)
+            seen = nonce is None or about.sees == _word(nonce)
+        if not seen and (obstacle := _obstacle(transport, folder, location)):
+            raise EngineRefused(f"weights cannot reach the engine at {address.url}: {obstacle}", param="url")
+        return about
+
+    async def _check(self, name: str, address: EngineAddress, about: About) -> None:
+        """Waits for the files of the run's model to be read, the first time."""
+        what = f"the engine at {address.url} cannot join"
+        if about.midflight != __version__:
+            raise EngineRefused(f"{what}: it is of Midflight {about.midflight}, the run of {__version__}; install the same.", param="url")
+        unpublished = self._handover.current is None
+        if self._identity is None or (unpublished and self._identity.weights is None):
+            self._identity = await asyncio.to_thread(ModelIdentity.of, self._terms.model, weights=unpublished)
+        if why := self._identity.difference(about.model) or self._limits.lacking(about.capabilities):
+            raise EngineRefused(f"{what}: {why}. Start it from {self._terms.model} with the run's settings.", param="url")
+        if unpublished and about.version != self._fleet.served_version():
+            raise EngineRefused(
+                f"{what}: it serves version {about.version}, and the run has published none yet; start it anew.", param="url"
+            )
+        try:
+            self._handover.check(name, about.capabilities)
+        except NotSupported as error:
+            raise EngineRefused(f"{what}: {error}", param="url") from error
+
+    # --- States ------------------------------------------------------------------------------------------------------
+
+    def _state_of(self, name: str) -> MemberState:
+        return next(self._state(state) for state in self._fleet.states() if state.name == name)
+
+    def _state(self, state: EngineState) -> MemberState:
+        word = LEAVING if state.name in self._leaving else standing(state)
+        error = None if state.error is None else str(state.error)
+        return MemberState(state.name, self._known[state.name].address.url, word, state.version, state.num_requests, error)
+
+
+def standing(state: EngineState) -> str:
+    """In one word."""
+    if LEAVING in state.held_by:
+        return LEAVING
+    if state.error is None:
+        return "serving"
+    return "joining" if state.is_new else "quarantined"
+
+
+# --- Where weights lie ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _nonce(folder: Path) -> Generator[Path | None]:
+    """A file with a word of its own; none where there can be none, and nothing can be said then."""
+    path = folder / f"{NONCE}{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(_word(path))
+    except OSError:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _word(nonce: Path) -> str:
+    return nonce.name.removeprefix(NONCE)[::-1]
+
+
+def _obstacle(transport: str | None, folder: Path, location: str) -> str:
+    """Why an engine that does not see the gateway's files gets none; empty where it does."""
+    if transport == "shared_memory":
+        return 'weights.transport is "shared_memory", and it runs on another machine; set it to "collective".'
+    if transport == "file":
+        return f'they are files in {folder}, which it does not see; share that folder, or set weights.transport to "collective".'
+    if transport == "collective" and location and is_loopback(host := Address.parse(location).host):
+        return f"the trainer sends them from {host}, which other machines do not reach; have it listen on an address of its machine."
+    return ""
