@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 from tests.observe.facts import Clock
 
-from midflight.observe.status import Bound, IdleTime, LearningStatus, Phase, SourceStatus, Status, Totals, WarmStartStatus
+from midflight.observe.progress import RunState
+from midflight.observe.status import Bound, IdleTime, LearningStatus, MemberChanges, Phase, SourceStatus, Status, Totals, WarmStartStatus
 from midflight.observe.terminal import PLAIN_SECONDS, Terminal, panel, plain_line
+from midflight.types import facts
 from midflight.types.facts import Shown
 
 TRAINING = Status(
@@ -213,3 +215,18 @@ def test_as_json_each_message_is_an_object_on_a_line_of_its_own() -> None:
     assert len(told) == 5 and all(line["process"] == "launcher" and line["time"].endswith("+00:00") for line in told)
     assert (told[0]["step"], told[0]["phase"], told[0]["failures"]["ToolError"], told[0]["reward"]) == (120, "training", 30, 0.71)
     assert told[3]["message"] == "an alarm\nof two lines [bold]" and "starting" in told[4]["message"]
+
+
+def test_the_panel_says_which_engines_have_come_and_gone() -> None:
+    state = RunState(name="run", steps=3)
+    for name in "abcde":
+        state.apply(facts.EngineJoined(name, f"http://{name}"))
+    for name in "abde":
+        state.apply(facts.Rejoined(name, 1))
+    state.apply(facts.Quarantined("a", "dead"))
+    state.apply(facts.EngineLeft("a", "was out of reach for 60 s", 0))
+    status = state.status()
+    assert status.members == MemberChanges(("b", "c", "d", "e"), ("c",), 1) and not status.quarantined
+    drawn = Console(file=io.StringIO(), width=100)
+    drawn.print(panel(status))
+    assert "b, c, d, e joined (c yet to get the weights), 1 left" in drawn.file.getvalue()  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from midflight.observe.failures import Failures
 from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.recent import Mean, Overlap, Rate
-from midflight.observe.status import TRAINER_KEYS, IdleTime, Phase, SourceStatus, Status, Totals, judge
+from midflight.observe.status import TRAINER_KEYS, IdleTime, MemberChanges, Phase, SourceStatus, Status, Totals, judge
 from midflight.types import Accounts, Kind, Version, facts
 
 RATE_SECONDS = 15.0
@@ -256,9 +256,7 @@ class RunState:
             training_rate=self._training.per_second(now),
             num_running=num_running,
             quarantined=tuple(self._quarantined),
-            joined=tuple(self._joined),
-            joining=tuple(name for name, serves in self._joined.items() if not serves),
-            num_left=self._num_left,
+            members=MemberChanges(tuple(self._joined), tuple(name for name, serves in self._joined.items() if not serves), self._num_left),
             failures=dict(self._failures.counts.most_common()),
             learning=self.learning.status(),
             trainer=self._trainer,

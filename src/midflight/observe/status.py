@@ -151,6 +151,17 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberChanges:
+    """Of the engines, since this process of the run began."""
+
+    joined: tuple[str, ...] = ()
+    """Those that came while the run went on, and are there."""
+    joining: tuple[str, ...] = ()
+    """Those of them that have yet to get the current weights."""
+    num_left: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """Everything defaults, so that a launcher can show the phases in which no rollout process lives yet."""
 
@@ -182,12 +193,7 @@ class Status:
     num_running: int = 0
     """Requests decoding now, over all engines."""
     quarantined: tuple[str, ...] = ()
-    joined: tuple[str, ...] = ()
-    """Engines that came while the run went on, and are there."""
-    joining: tuple[str, ...] = ()
-    """Those of them that have yet to get the current weights."""
-    num_left: int = 0
-    """Engines that left."""
+    members: MemberChanges = MemberChanges()
     failures: dict[str, int] = field(default_factory=dict[str, int])
     """Tries of rollouts without a reward, by the class of their error, since this process of the run began; most first."""
     learning: LearningStatus = LearningStatus()

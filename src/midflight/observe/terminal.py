@@ -19,7 +19,7 @@ from rich.text import Text
 from midflight.observe.completions import in_a_line, visible
 from midflight.observe.failures import most_common
 from midflight.observe.logs import json_line
-from midflight.observe.status import UNKNOWN, Bound, Phase, SourceStatus, Status, duration, heldout, number, percent
+from midflight.observe.status import UNKNOWN, Bound, MemberChanges, Phase, SourceStatus, Status, duration, heldout, number, percent
 from midflight.types import facts
 
 PLAIN_SECONDS = 5.0
@@ -152,8 +152,8 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
         rows.append(("speed", Text(_speed(status))))
     if status.engine_busy is not None:
         rows.append(("busy", Text(_busy(status))))
-    if status.joined or status.num_left:
-        rows.append(("engines", Text(_members(status))))
+    if status.members.joined or status.members.num_left:
+        rows.append(("engines", Text(_members(status.members))))
     if _is_lopsided(status):
         rows.append(("advice", Text(status.advice)))
     if status.waits:
@@ -261,11 +261,11 @@ def _busy(status: Status) -> str:
     return f"{shares}   {status.bound.value}"
 
 
-def _members(status: Status) -> str:
+def _members(changes: MemberChanges) -> str:
     """`b, c joined (c yet to get the weights), 2 left`."""
-    names = [*status.joined[:MAX_JOINED], *([f"{len(status.joined) - MAX_JOINED} more"] if len(status.joined) > MAX_JOINED else [])]
-    waiting = f" ({', '.join(status.joining[:MAX_JOINED])} yet to get the weights)" if status.joining else ""
-    said = [f"{', '.join(names)} joined{waiting}" if names else "", f"{status.num_left} left" if status.num_left else ""]
+    names = [*changes.joined[:MAX_JOINED], *([f"{len(changes.joined) - MAX_JOINED} more"] if len(changes.joined) > MAX_JOINED else [])]
+    waiting = f" ({', '.join(changes.joining[:MAX_JOINED])} yet to get the weights)" if changes.joining else ""
+    said = [f"{', '.join(names)} joined{waiting}" if names else "", f"{changes.num_left} left" if changes.num_left else ""]
     return ", ".join(filter(None, said))
 
 
