@@ -1,4 +1,4 @@
-"""Seconds that stand still, and can be cut."""
+"""Seconds that stand still, and can be cut; and times that others tell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from midflight.allowance import Allowance, Cut, Expired
+from midflight.allowance import DRIFT, Allowance, Cut, Expired, SenderClock
 from midflight.testing.virtual_time import run_virtual
 
 
@@ -126,3 +126,18 @@ def test_excused_seconds_do_not_count_and_are_looked_at_in_time() -> None:
         return loop.time()
 
     assert 260 <= run_virtual(main()) <= 260 + 0.6
+
+
+def test_times_of_a_machine_that_began_days_later_are_told_by_our_clock_as_well_as_the_quickest_message_says() -> None:
+    """Its clock is 1000 s behind ours. Messages take 3 s, 0.5 s and 7 s: the second is the best, and the third moves nothing."""
+    clock = SenderClock()
+    assert clock.shift(50.0, now=1053.0) == 1003.0
+    assert clock.shift(60.0, now=1060.5) == 1000.5
+    assert clock.shift(61.0, now=1068.0) == pytest.approx(1000.5 + 7.5 * DRIFT)
+
+
+def test_a_clock_that_runs_slower_than_ours_is_followed() -> None:
+    """It loses 50 microseconds a second, and every message takes 1 s: after a day the shift has grown by the 4.32 s that it lost."""
+    clock = SenderClock()
+    shifts = [clock.shift(now * (1 - 50e-6) - 1.0, now=now) for now in map(float, range(0, 86_401, 10))]
+    assert shifts[-1] == pytest.approx(1.0 + 4.32, abs=0.01)

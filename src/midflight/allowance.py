@@ -1,4 +1,7 @@
-"""The seconds that a piece of work may take. They stand still while others hold the work up, and a wait under them can be cut."""
+"""The seconds that a piece of work may take. They stand still while others hold the work up, and a wait under them can be cut.
+
+And times that another process tells, as times of this one's clock.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Final
 
 _LOOK_SHARE = 0.01
 """Part of the seconds between two looks at `excused` while it grows. The block may end late by this part at most."""
@@ -125,3 +129,30 @@ class Allowance:
     def _end_block(self) -> None:
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(self._loop.time())
+
+
+# --- Times of others -------------------------------------------------------------------------------------------------
+
+DRIFT: Final = 1e-4
+"""Seconds a second that two machines' clocks may run apart: several times what quartz does."""
+
+
+class SenderClock:
+    """One sender's CLOCK_MONOTONIC, which began when its machine did: on two machines it differs by days.
+
+        our time = its time + shift,   shift = the least (arrival - sending) of its messages so far, and DRIFT a second more
+
+    So the error is the way of the quickest message: microseconds on one machine, where what is told stays what it was. A message that
+    was late, because either side was busy, moves nothing.
+    """
+
+    def __init__(self) -> None:
+        self._shift: float | None = None
+        self._heard = 0.0
+
+    def shift(self, sent: float, *, now: float) -> float:
+        """Seconds to be added to the sender's times, after a message that it sent at `sent`, by its clock, and that is here `now`."""
+        way = now - sent
+        self._shift = way if self._shift is None else min(way, self._shift + DRIFT * (now - self._heard))
+        self._heard = now
+        return self._shift

@@ -1,7 +1,9 @@
 """The JSON control plane and the life of a connection."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -9,11 +11,12 @@ from tests.engines.models import ask, make_engine
 from tests.engines.reading import collect, ids, until_tokens
 from tests.engines.test_contract import attached, served
 
+from midflight.engines.embedded import scheduler
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.remote import RemoteEngine
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.types import PauseMode
-from midflight.types.facts import unheard
+from midflight.types.facts import EngineStepped, Fact, unheard
 
 
 def over_http(test: Callable[[aiohttp.ClientSession, EmbeddedEngine], Awaitable[None]]) -> None:
@@ -46,6 +49,21 @@ def test_bad_bodies_get_openai_errors_and_the_server_goes_on(path: str, body: ob
         assert (await session.post("/engine/v1/pause", json={"mode": "keep"})).status == 200
 
     over_http(test)
+
+
+def test_steps_of_an_engine_whose_clock_began_days_before_are_told_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6))
+    told: list[Fact] = []
+
+    async def main() -> None:
+        async with served(make_engine()) as url, attached(url, told.append) as remote:
+            began = time.monotonic()
+            assert len(ids(await collect(remote, ask("abc", max_tokens=5)))) == 5
+            steps = [fact for fact in told if isinstance(fact, EngineStepped)]
+            assert steps
+            assert all(began - 0.01 <= step.started <= step.ended <= time.monotonic() for step in steps)
+
+    asyncio.run(main())
 
 
 def test_everything_but_health_needs_the_token() -> None:

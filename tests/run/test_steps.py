@@ -47,6 +47,20 @@ def test_what_a_trainer_leaves_unsaid_is_filled_in_and_a_step_is_done_once() -> 
         book.report(DoneBody(7, 5), now=13.0)
 
 
+def test_a_step_made_on_a_machine_with_another_clock_is_told_by_ours_and_so_after_the_trainer_has_moved() -> None:
+    """The trainer's clock is 100 s behind ours; it reports half a second after the step's end. Then it is elsewhere, 40 s ahead."""
+    book = StepBook(start_version=4)
+    book.taken(batch(7, 4), now=200.0)
+    said = DoneBody(7, 5, started=101.0, ended=103.0, now=103.5)
+    step = book.report(said, now=203.5)
+    assert (step.started, step.ended) == (201.0, 203.0)
+    book.done(step, said)
+    book.restarted(5)
+    book.taken(batch(8, 5), now=300.0)
+    step = book.report(DoneBody(8, 6, started=342.0, ended=344.0, now=344.0), now=304.0)
+    assert (step.started, step.ended) == (302.0, 304.0)
+
+
 def test_versions_and_leases_out_of_turn_are_refused_and_change_nothing() -> None:
     book = StepBook(start_version=0)
     with pytest.raises(OutOfTurn, match="ask for 1 at most"):

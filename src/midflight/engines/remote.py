@@ -5,12 +5,14 @@ import contextlib
 import itertools
 import json
 import logging
+import time
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from midflight import types
+from midflight.allowance import SenderClock
 from midflight.engines import wire
 from midflight.engines.streams import ChunkStream, ChunkStreams
 from midflight.errors import EngineError, EngineUnavailable, MidflightError, Stopping
@@ -40,6 +42,7 @@ class RemoteEngine:
         self._attached = asyncio.Event()
         self._streams = ChunkStreams()
         self._counter = itertools.count(1)
+        self._clock = SenderClock()
 
     @property
     def name(self) -> str:
@@ -150,6 +153,7 @@ class RemoteEngine:
         Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
         """
         outbox = self._outbox = asyncio.Queue[msgspec.Raw](maxsize=_MAX_OUTBOX)
+        self._clock = SenderClock()  # this life of the engine may be on another machine
         error = self._unavailable("was cut off")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -185,7 +189,8 @@ class RemoteEngine:
         attested, experts = frame.attested, frame.experts
         self._streams.take(frame.version, rows, tops, kept, finishes=frame.finishes, attested=attested, experts=experts)
         if frame.num_running:
-            self._record(EngineStepped(self._name, frame.started, frame.ended, len(rows), frame.num_running))
+            shift = self._clock.shift(frame.ended, now=time.monotonic())
+            self._record(EngineStepped(self._name, frame.started + shift, frame.ended + shift, len(rows), frame.num_running))
 
     def _send(self, frame: wire.ClientFrame) -> None:
         """A frame is packed here, so that one which cannot be costs its request alone (`RequestRejected`)."""

@@ -46,7 +46,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine."""
+    """What one step did for this client. Times are CLOCK_MONOTONIC seconds of the engine's machine; it is sent as the step ends."""
 
     version: Version
     rows: bytes

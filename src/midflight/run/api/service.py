@@ -6,6 +6,7 @@ A version is one step: it begins at `train_version` and makes `train_version + 1
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Protocol, Self
 import msgspec
 from msgspec import Meta
 
+from midflight.allowance import SenderClock
 from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
 from midflight.models.sizes import served_weights
 from midflight.run.parts import PartLost
@@ -87,7 +89,7 @@ class RolloutClient:
         return from_bytes(await self._post("take", {"train_version": train_version}))
 
     async def done(self, step: Stepped) -> None:
-        await self._post("done", step)
+        await self._post("done", {**msgspec.structs.asdict(step), "now": time.monotonic()})
 
     async def publish(self, manifest: WeightManifest) -> None:
         await self._post("weights", manifest)
@@ -138,6 +140,7 @@ class StepBook:
         self._open: dict[int, _Taken] = {}
         self._last_said: DoneBody | None = None
         self._published: tuple[Version, str] | None = None
+        self._clock = SenderClock()
 
     def check_take(self, train_version: Version) -> None:
         """No version is left out: a batch follows the newest version made, or the newest batch."""
@@ -161,11 +164,12 @@ class StepBook:
                 f"lease {said.lease} is of the step that begins at version {taken.train_version} and makes {taken.train_version + 1}, "
                 f"not {said.version}: report that."
             )
-        ended = now if said.ended is None else said.ended
+        shift = 0.0 if said.now is None else self._clock.shift(said.now, now=now)
+        ended = now if said.ended is None else said.ended + shift
         return Stepped(
             lease=said.lease,
             version=said.version,
-            started=min(ended, taken.at if said.started is None else said.started),
+            started=min(ended, taken.at if said.started is None else said.started + shift),
             ended=ended,
             num_tokens=(0 if said.skipped else taken.num_tokens) if said.num_tokens is None else said.num_tokens,
             metrics=said.metrics,
@@ -202,6 +206,7 @@ class StepBook:
         """The next step begins at `version`; leases are closed."""
         self._made = self._newest_taken = version
         self._open.clear()
+        self._clock = SenderClock()  # the trainer may be on another machine now
 
     def saved(self, version: Version) -> None:
         self._saved = max(self._saved, version)
@@ -229,7 +234,8 @@ class StepBook:
 
 
 class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a trainer says of a step; what it leaves out is filled in. Times are CLOCK_MONOTONIC seconds of this machine."""
+    """What a trainer says of a step; what it leaves out is filled in. Times are CLOCK_MONOTONIC seconds: of the sender's machine where it
+    says `now`, else of this one."""
 
     lease: int
     version: Version
@@ -242,6 +248,8 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The step left the weights as they were: its groups are dropped and not trained."""
     alarms: Annotated[tuple[Annotated[str, Meta(max_length=1000)], ...], Meta(max_length=16)] = ()
     """What is out of its bounds, a sentence each."""
+    now: Seconds | None = None
+    """When it is sent."""
 
 
 class ModelTensors:
