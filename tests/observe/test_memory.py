@@ -38,6 +38,8 @@ def test_the_sum_is_of_proportional_sizes_and_the_peak_is_kept(tmp_path: Path) -
     assert memory.sample() == 3.0
     process(tmp_path, 11, 10, pss=512)
     assert memory.sample() == 1.5
+    elsewhere = PeakMemory(10, elsewhere=lambda: 2**20, proc=tmp_path)
+    assert elsewhere.sample() == elsewhere.peak_mb == 2.5, "what other machines tell is added"
     assert memory.peak_mb == 3.0
 
 

@@ -191,9 +191,38 @@ def test_parts_do_not_spend_each_others_restarts() -> None:
     assert budgets.of("engine1").spend(0.0) == 0.0
 
 
+def test_a_part_on_a_machine_whose_clock_began_days_later_is_judged_by_ours() -> None:
+    """It is at 5 s when we are at 1000 s. Its loop stands from its second 10 on, and what it does began at its second 5."""
+    ring = Ring()
+    ring.dog.begin("engine0", None)
+    found: list[Hung] = []
+    for second in range(1, 31):
+        ring.now = 1000.0 + second
+        its = 5.0 + second
+        ring.dog.hear("engine0", Beat(min(its, 10.0), (doing("makes tokens", since=5.0),), at=its))
+        found += ring.dog.look()
+        if found:
+            break
+    assert second == 15 and "engine0's event loop is blocked since 10 s" in found[0].why
+    assert "makes tokens, since 15 s" in ring.dog.report()
+
+
+def test_the_processor_time_of_a_part_elsewhere_is_what_its_beats_say() -> None:
+    for computes in (True, False):
+        ring = Ring()
+        ring.dog.begin("trainer", None)
+        found: list[Hung] = []
+        for second in range(1, 41):
+            ring.now = 1000.0 + second
+            ring.dog.hear("trainer", Beat(5.0 + second, (doing(since=5.0, computes=True),), at=5.0 + second, cpu_seconds=second * computes))
+            found += ring.dog.look()
+        assert bool(found) is not computes
+
+
 def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
     heart = Heart()
-    assert heart.beat() == Beat(None)
+    silent = heart.beat()
+    assert (silent.turned, silent.doing, silent.absences, silent.counters, silent.memory_bytes) == (None, (), (), "", 0)
     with heart.doing("makes version 3", computes=True):
         (said,) = heart.beat().doing
         assert (said.what, said.computes) == ("makes version 3", True) and time.monotonic() - said.since < 1

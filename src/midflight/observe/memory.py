@@ -4,6 +4,7 @@ Linux only; where /proc is missing the peak is that of the kernel's own accounti
 """
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -12,13 +13,15 @@ PROC = Path("/proc")
 class PeakMemory:
     """Call `sample` every so often; the peak between two samples is missed."""
 
-    def __init__(self, pid: int, *, proc: Path = PROC) -> None:
-        self._pid, self._proc = pid, proc
+    def __init__(self, pid: int, *, elsewhere: Callable[[], int] = lambda: 0, proc: Path = PROC) -> None:
+        """`elsewhere`: bytes of what belongs to it and is not below `pid` here, but on other machines for instance."""
+        self._pid, self._elsewhere, self._proc = pid, elsewhere, proc
         self._peak = 0
 
     def sample(self) -> float:
         """Megabytes (2**20 bytes) of the process tree now."""
         now = tree_bytes(self._pid, proc=self._proc) if self._proc.is_dir() else _accounted_bytes()
+        now += self._elsewhere()
         self._peak = max(self._peak, now)
         return now / 2**20
 

@@ -1,8 +1,7 @@
 """What a part of a run does and waits for, told to the launcher every second, so that one that stands still is found. Torch-free.
 
 A part beats from a thread, so that the launcher hears of it while its event loop is blocked; each beat says when the loop last turned.
-A process that is stopped, or that holds the interpreter, does not beat at all. Times are CLOCK_MONOTONIC seconds, comparable between
-the processes of one machine.
+A process that is stopped, or that holds the interpreter, does not beat at all. Times are CLOCK_MONOTONIC seconds of its machine.
 """
 
 import asyncio
@@ -57,6 +56,21 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     absences: tuple[Absence, ...] = ()
     counters: str = ""
     """What it has to do, in a few words."""
+    at: float | None = None
+    """When it was sent; none where its times are of the hearer's clock."""
+    cpu_seconds: float = 0.0
+    """Of processor time, since its start."""
+    memory_bytes: int = 0
+    """Of it and what is below it, where the launcher cannot look for itself."""
+
+    def shifted(self, seconds: float) -> "Beat":
+        """With its times on a clock that shows so much more."""
+        return msgspec.structs.replace(
+            self,
+            turned=None if self.turned is None else self.turned + seconds,
+            doing=tuple(msgspec.structs.replace(one, since=one.since + seconds) for one in self.doing),
+            absences=tuple(msgspec.structs.replace(one, since=one.since + seconds) for one in self.absences),
+        )
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -78,6 +92,8 @@ class Heart:
         self._standing = Situation()
         self.ask: Callable[[], Situation] = Situation
         """Called on the loop before each beat; must not wait."""
+        self.memory: Callable[[], int] = lambda: 0
+        """Called before each beat, beside the loop. Takes some milliseconds of a core."""
 
     @contextmanager
     def doing(
@@ -92,7 +108,8 @@ class Heart:
 
     def beat(self) -> Beat:
         standing = self._standing
-        return Beat(self._turned, (*self._doing.copy().values(), *standing.doing), standing.absences, standing.counters)
+        doing = (*self._doing.copy().values(), *standing.doing)
+        return Beat(self._turned, doing, standing.absences, standing.counters, time.monotonic(), time.process_time(), self.memory())
 
     def start(self) -> None:
         """From now on, until the process ends."""

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -23,6 +24,7 @@ from midflight import given
 from midflight.entries import load_entry
 from midflight.errors import ConfigError, MidflightError, RunFailed, StoreFailed, disk_full, every_error, first_error
 from midflight.observe import logs
+from midflight.observe.memory import tree_bytes
 from midflight.run import parts
 from midflight.run.heart import START_SECONDS
 from midflight.run.places.port import STACKS_SIGNAL
@@ -136,6 +138,8 @@ def main() -> int:
     die_with_parent()
     part = parts.ProcessKind(sys.argv[1])
     launcher = parts.Launcher()
+    if os.environ.get(parts.SEATED_VARIABLE):
+        launcher.heart.memory = partial(tree_bytes, os.getpid())
     logs.as_asked()
     faulthandler.register(STACKS_SIGNAL, file=sys.stderr)
     launcher.heart.start()

@@ -96,7 +96,8 @@ class Run:
         self._folder = Path(config.run.folder)
         self._began = time.monotonic()
         self._before = 0.0
-        self._memory = PeakMemory(os.getpid())
+        self._newest: Ring | None = None
+        self._memory = PeakMemory(os.getpid(), elsewhere=lambda: self._newest.memory_elsewhere if self._newest else 0)
         self._viewer = BesideRun(config, token=token.value, say=terminal.say)
         self._tracking = Tracking(config, terminal.say)
         self.status = Status(name=config.run.name, steps=config.run.steps)
@@ -121,7 +122,10 @@ class Run:
             self._program.hear(message)
 
         token, objects = self._token.value, self._program.objects
-        return Ring(self._config, on_message=told, control_token=token, lock=self._lock, model=model, budgets=budgets, objects=objects)
+        self._newest = Ring(
+            self._config, on_message=told, control_token=token, lock=self._lock, model=model, budgets=budgets, objects=objects
+        )
+        return self._newest
 
     async def _attempts(self, *, resume: bool) -> None:
         budgets = Budgets(self._config.run.restarts)

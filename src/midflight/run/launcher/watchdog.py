@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from midflight.allowance import SenderClock
 from midflight.observe.status import duration
 from midflight.run.heart import Beat, Doing
 
@@ -47,9 +48,9 @@ def vitals_of(pid: int) -> Vitals:
 
 
 class Pulse:
-    """What is known of one process. `now` is CLOCK_MONOTONIC everywhere."""
+    """What is known of one process. `now` is CLOCK_MONOTONIC everywhere. Without a `pid` it is where only its beats are seen of it."""
 
-    def __init__(self, name: str, pid: int, *, now: float) -> None:
+    def __init__(self, name: str, pid: int | None, *, now: float) -> None:
         self.name, self.pid = name, pid
         self.began = self.heard = now
         self.ready: float | None = None
@@ -57,9 +58,12 @@ class Pulse:
         self.beat = Beat(None)
         self.state = "?"
         self._cpu_seconds, self.computed = 0.0, now
+        self._clock = SenderClock()
 
     def hear(self, beat: Beat, *, now: float) -> None:
-        self.beat, self.heard = beat, now
+        self.beat, self.heard = beat if beat.at is None else beat.shifted(self._clock.shift(beat.at, now=now)), now
+        if self.pid is None:
+            self.feel(Vitals("?", beat.cpu_seconds), now=now)
 
     def feel(self, vitals: Vitals, *, now: float) -> None:
         self.state = vitals.state
@@ -95,7 +99,8 @@ class Watchdog:
 
     # --- What it hears -----------------------------------------------------------------------------------------------
 
-    def begin(self, name: str, pid: int) -> None:
+    def begin(self, name: str, pid: int | None) -> None:
+        """`pid` is of this machine; None where the process is on another."""
         self.pulses[name] = Pulse(name, pid, now=self._clock())
 
     def end(self, name: str) -> None:
@@ -128,7 +133,8 @@ class Watchdog:
                 pulse.excuse(late)
             return ()
         for pulse in self.pulses.values():
-            pulse.feel(self._vitals(pulse.pid), now=now)
+            if pulse.pid is not None:
+                pulse.feel(self._vitals(pulse.pid), now=now)
         for judge in (self._unheard, self._blocked, self._absent, self._idle):
             if found := [hung for pulse in self.pulses.values() if (hung := judge(pulse, now)) is not None]:
                 return found
