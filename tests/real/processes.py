@@ -146,7 +146,7 @@ def gone(found: list[int], *, seconds: float) -> bool:
 
 def segments(folder: Path) -> list[Path]:
     """What a run has in shared memory."""
-    from midflight.run.launcher.scratch import segment_name
+    from midflight.run.scratch import segment_name
 
     return list(SHARED.glob(f"{segment_name(folder)}*"))
 

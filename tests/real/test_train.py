@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight.run.launcher.scratch import remove_left
+from midflight.run.scratch import remove_left
 
 from .processes import CONFIG, Command, alive, gone, journal, segments, steps
 

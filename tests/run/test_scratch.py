@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from midflight.run.launcher import scratch
-from midflight.run.launcher.scratch import remove_left, scratch_folder, segment_name
+from midflight.run import scratch
+from midflight.run.scratch import remove_left, scratch_folder, segment_name
 from midflight.weights.transports.files import SHARED
 
 HOLDER = """
 import sys, time
-from midflight.run.launcher.scratch import scratch_folder
+from midflight.run.scratch import scratch_folder
 with scratch_folder(sys.argv[1]) as folder:
     (folder / "engine0" / "0").mkdir(parents=True)
     print(folder, flush=True)

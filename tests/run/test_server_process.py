@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.real.processes import Command, alive, free_port, gone
@@ -22,8 +23,11 @@ from midflight.config.sections import Config
 from midflight.errors import ConfigError, RunFailed
 from midflight.run.engine import companion
 from midflight.run.engine.companion import attached, check_interpreter, reserve_port, started
-from midflight.run.parts import TOKEN_VARIABLE, ServerLost
+from midflight.run.heart import Heart
+from midflight.run.parts import TOKEN_VARIABLE, EngineSpec, ServerLost
+from midflight.run.scratch import segment_name
 from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.weights.transports.files import SHARED
 
 pytestmark = pytest.mark.timeout(150)
 SIZES = {"vocab_size": 262, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}
@@ -63,6 +67,30 @@ def log(tmp_path: Path) -> str:
 def told(tmp_path: Path, word: str) -> list[int]:
     """The numbers that the fake has said of itself, the oldest first."""
     return [int(pid) for pid in re.findall(rf"^{word}: (\d+)$", log(tmp_path), re.M)]
+
+
+def test_versions_are_staged_in_memory_of_the_engines_own_machine_and_leave_with_it(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier life that was killed has left there goes first: nobody holds it any more."""
+    left = SHARED / f"{segment_name(tmp_path)}-engine0-killed.scratch"
+    left.mkdir()
+    seen: list[Path] = []
+
+    async def speak(*_: object, staging: Path, **__: object) -> None:
+        assert staging.is_dir() and not left.exists()
+        seen.append(staging)
+
+    monkeypatch.setattr(companion, "speak_for_server", speak)
+
+    async def main() -> None:
+        descriptor = socket.create_server(("127.0.0.1", 0)).detach()
+        spec = EngineSpec("engine0", "model", config().model_dump_json(), descriptor, "token", segment_name(tmp_path))
+        await companion.run_companion(spec, SimpleNamespace(heart=Heart()))
+
+    asyncio.run(main())
+    (staging,) = seen
+    assert staging.parent == SHARED and staging.name.startswith(f"{segment_name(tmp_path)}-engine0-") and not staging.exists()
 
 
 def test_a_server_answers_when_it_has_started_and_is_gone_with_its_children_after(

@@ -164,6 +164,13 @@ def test_i7_a_changed_byte_is_found(sender: CollectivePublisher):
         CollectiveReceiver().fetch(manifest)
 
 
+def test_the_publisher_is_where_the_trainers_machine_is_reached(tmp_path: Path):
+    with publisher("collective", name="x", folder=tmp_path, host="127.0.0.2") as sender:
+        manifest = sender.publish(1, tensors(1))
+        assert Address.parse(manifest.location).host == "127.0.0.2"
+        assert equal(as_tensors(manifest.tensors, receiver().fetch(manifest)), tensors(1))
+
+
 def test_differences_travel_as_well(tmp_path: Path):
     mine = receiver()
     with publisher("collective", name="x", folder=tmp_path, full_every=3) as sender:

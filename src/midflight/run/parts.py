@@ -23,6 +23,8 @@ from midflight.run.heart import Beat, Heart
 
 T = TypeVar("T")
 
+SEATED_VARIABLE: Final = "MIDFLIGHT_SEATED"
+"""Set for a part that the launcher is not the parent of: it tells in its beats what the launcher cannot see."""
 TEACHER: Final = "teacher"
 """Name of the engine process that scores what others generate."""
 
@@ -58,8 +60,8 @@ class EngineSpec(msgspec.Struct, frozen=True, tag="engine"):
     """The whole configuration, as JSON."""
     socket_fd: int
     token: str
-    staging: str
-    """Folder of this engine's own, for versions on their way into a server of other people."""
+    segment: str
+    """Begins the names of what the run keeps in memory and in temporary folders, on whichever machine; no other run has it."""
     version: int = 0
     url: str | None = None
     """Of a server that runs already; none starts one."""
@@ -69,7 +71,8 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     config: str
     model: str
     socket_fd: int
-    port: int
+    url: str
+    """Where it is reached."""
     token: str
     """Of the engines."""
     control_token: str
@@ -108,8 +111,12 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     """Begins the names of the files of shared memory; no other run has it."""
     resume: bool = False
     rank: int = 0
+    host: str = "127.0.0.1"
+    """Address of its machine, at which other parts reach it."""
     meeting: str = ""
-    """The file through which several ranks find each other; no other attempt has it."""
+    """`host:port` of the first rank, where several find each other."""
+    meeting_fd: int | None = None
+    """The first rank's socket there, inherited; no other rank has it."""
 
 
 Spec = EngineSpec | WorkerSpec | RolloutSpec | TrainerSpec

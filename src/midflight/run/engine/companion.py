@@ -36,6 +36,7 @@ from midflight.models.sizes import num_choices_of, num_experts_of, reads_more_th
 from midflight.run.engine import leash
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
+from midflight.run.scratch import remove_left, scratch_folder
 from midflight.text.tokenizer import Tokenizer
 from midflight.weights.transports.select import receiver
 from midflight.wire.server import serve_app
@@ -54,15 +55,16 @@ LAST_LINES = 25
 
 
 async def run_companion(spec: EngineSpec, launcher: Launcher) -> None:
-    """Until the launcher ends it, or the server it started dies."""
-    with socket.socket(fileno=spec.socket_fd) as listener:
+    """Until the launcher ends it, or the server it started dies. What an earlier life of it left in memory goes first."""
+    remove_left()
+    with socket.socket(fileno=spec.socket_fd) as listener, scratch_folder(f"{spec.segment}-{spec.name}") as staging:
 
         async def serve(engine: ServerEngine) -> None:
             app = build_app(engine, relay, token=spec.token, beside=[about_route(engine, Path(spec.model))])
             starting.close()
             await serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
 
-        config, staging = Config.model_validate_json(spec.config), Path(spec.staging)
+        config = Config.model_validate_json(spec.config)
         with ExitStack() as starting:
             starting.enter_context(launcher.heart.doing("starts its server", limit=START_SECONDS + config.engine.start_seconds))
             await speak_for_server(config, Path(spec.model), serve, name=spec.name, url=spec.url, version=spec.version, staging=staging)

@@ -19,9 +19,9 @@ from midflight.observe.prometheus import Metrics
 from midflight.ports import Scorer
 from midflight.run.engine.companion import speak_for_server
 from midflight.run.engine.engine_process import make_engine
-from midflight.run.launcher.scratch import remove_left, scratch_folder
 from midflight.run.parts import serve_while
 from midflight.run.rollout.serving import Serving
+from midflight.run.scratch import remove_left, scratch_folder
 from midflight.text.tokenizer import Tokenizer
 from midflight.wire.edge import RequireToken
 from midflight.wire.server import guarded, listen, serve_app

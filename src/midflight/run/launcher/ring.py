@@ -12,10 +12,8 @@ Torch-free: this process only watches.
 """
 
 import asyncio
-import os
 import secrets
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +30,6 @@ from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.observe.status import Phase
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
-from midflight.run.launcher.scratch import remove_left, scratch_folder, segment_name
 from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
 from midflight.run.parts import (
     TEACHER,
@@ -61,6 +58,7 @@ from midflight.run.parts import (
 )
 from midflight.run.places.local import LocalPlaces
 from midflight.run.places.port import Child, HasDescriptor, PartFailed, Place, Places, error_of, stop_all
+from midflight.run.scratch import remove_left, segment_name
 
 WRITING_SECONDS = 2.0
 """Of `stop_seconds`, what the launcher keeps for summary and plot after its parts have ended."""
@@ -119,6 +117,12 @@ class Ring:
         """Parts that have come up and not ended."""
         self._is_done = False
         """Nothing is left to be rolled out: parts that end now have done so because the rollout process does."""
+        self._memory: dict[str, int] = {}
+
+    @property
+    def memory_elsewhere(self) -> int:
+        """Bytes of the parts that this process cannot look at, as each told last."""
+        return sum(self._memory.values())
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
         """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its last step, evaluated and exported.
@@ -143,21 +147,20 @@ class Ring:
         self._gateway = await self._places.take(ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port)
         self._engines = await self._engine_parts(purpose)
         remove_left()
-        with scratch_folder(self._segment) as self._scratch:
-            beside = [*(self._engine(part) for part in self._engines), self._watch()]
-            rollout = self._rollout(purpose)
-            beside += [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
+        beside = [*(self._engine(part) for part in self._engines), self._watch()]
+        rollout = self._rollout(purpose)
+        beside += [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
+        try:
+            if purpose is Purpose.TRAIN:
+                await serve_while(self._trainer(resume=resume), rollout, *beside)
+            else:
+                await serve_while(rollout, *beside)
+        finally:
             try:
-                if purpose is Purpose.TRAIN:
-                    await serve_while(self._trainer(resume=resume), rollout, *beside)
-                else:
-                    await serve_while(rollout, *beside)
-            finally:
-                try:
-                    await self._end()
-                finally:  # also when that is cut short
-                    remove_left()
-                    remove_endpoint(Path(self._config.run.folder), self._control_token)
+                await self._end()
+            finally:  # also when that is cut short
+                remove_left()
+                remove_endpoint(Path(self._config.run.folder), self._control_token)
 
     async def _end(self) -> None:
         """Waits for the parts' ends, and for what they still said; a cancellation kills them at once."""
@@ -202,15 +205,18 @@ class Ring:
 
     async def _trainer(self, *, resume: bool) -> None:
         """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
-        spec = TrainerSpec(self._config.model_dump_json(), self.url, self._control_token, self._segment, resume)
-        meeting, places = str(self._scratch / "ranks"), await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
-        specs = [msgspec.structs.replace(spec, rank=rank, meeting=meeting) for rank in range(len(places))]
-        first, *others = [self._rank(spec, place) for spec, place in zip(specs, places, strict=True)]
-        await serve_while(first, *others)
+        first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
+        spec = TrainerSpec(
+            self._config.model_dump_json(), self.url, self._control_token, self._segment, resume, meeting=f"{first.host}:{first.port}"
+        )
+        ranks = [self._rank(msgspec.structs.replace(spec, rank=rank), place) for rank, place in enumerate(others, start=1)]
+        await serve_while(self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first), *ranks)
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
-        trainer = await self._start(ProcessKind.TRAINER, f"trainer{spec.rank or ''}", place, writes=True)
-        await trainer.tell(spec)
+        trainer = await self._start(
+            ProcessKind.TRAINER, f"trainer{spec.rank or ''}", place, listens=spec.meeting_fd is not None, writes=True
+        )
+        await trainer.tell(msgspec.structs.replace(spec, host=place.host))
         try:
             await self._follow(trainer)
         except PartLost as lost:
@@ -229,7 +235,7 @@ class Ring:
                 config=self._config.model_dump_json(),
                 model=model.folder,
                 socket_fd=self._gateway.fd,
-                port=self._gateway.port,
+                url=self.url,
                 token=self._engine_token,
                 control_token=self._control_token,
                 engines=addresses,
@@ -282,7 +288,7 @@ class Ring:
                 config=self._config.model_dump_json(),
                 socket_fd=part.place.fd,
                 token=self._engine_token,
-                staging=str(self._scratch / name),
+                segment=self._segment,
                 version=model.version,
                 url=part.url,
             )
@@ -318,8 +324,6 @@ class Ring:
         """`writes`: into the run's folder, so that it holds that too."""
         threads = {ProcessKind.ENGINE: self._config.engine.threads, ProcessKind.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if part is ProcessKind.TRAINER and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ and not self._places.spread:
-            environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks are on this machine: nobody else is to connect
         if self._config.observe.log_format == "json":
             environ[PROCESS_VARIABLE] = name
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"
@@ -330,7 +334,7 @@ class Ring:
         )
         self.children[name] = child
         await child.start()
-        if part is not ProcessKind.WORKER and child.pid is not None:  # the rollout process judges those, by what their agents may do
+        if part is not ProcessKind.WORKER:  # the rollout process judges those, by what their agents may do
             self._watchdog.begin(name, child.pid)
         return child
 
@@ -370,6 +374,7 @@ class Ring:
                 self._hear(child.name, message)
         finally:
             self._watchdog.end(child.name)
+            self._memory.pop(child.name, None)
         if (status := await child.ended()) != 0:
             raise child.died(status)
 
@@ -377,6 +382,7 @@ class Ring:
         match message:
             case Beat():
                 self._watchdog.hear(name, message)
+                self._memory[name] = message.memory_bytes
                 return
             case ModelReady() if not self._model.done():
                 self._model.set_result(message)

@@ -202,7 +202,7 @@ class RolloutProcess:
             anonymous=anonymous,
             without=frozenset() if wants_masks else frozenset({Feature.SAMPLING_MASKS}),
         )
-        serving.gateway.address = f"http://{self._config.gateway.host}:{self._spec.port}"
+        serving.gateway.address = self._spec.url
         self._standing = RolloutStanding(serving)
         self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.fleet.states()}
         self._metrics.engines = lambda: Counter(standing(state) for state in serving.fleet.states())
@@ -255,7 +255,7 @@ class RolloutProcess:
         address = None if self._spec.purpose is Purpose.EVALUATE else serving.gateway.address
         await serve_while(
             serve_app(
-                guarded(app, host=gateway.host, names=gateway.hosts),
+                guarded(app, host=self._listener.getsockname()[0], names=gateway.hosts),
                 self._listener,
                 ready=lambda: self._launcher.tell(Ready(address)),
                 stopping=serving.gateway.stop,

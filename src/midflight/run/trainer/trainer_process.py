@@ -178,15 +178,19 @@ def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
 def _team(config: Config, model: PreTrainedModel, layout: Layout, spec: TrainerSpec, launcher: Launcher) -> Team:
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
-        join(spec.meeting, rank=0, size=config.trainer.ranks)
+        _join(spec, size=config.trainer.ranks)
     return Team(_trainer(config, model, layout), checkpoints, keep=config.trainer.keep_checkpoints)
 
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
     """Waits for the first rank, which writes down what the others begin with before it joins them."""
-    join(spec.meeting, rank=spec.rank, size=config.trainer.ranks)
+    _join(spec, size=config.trainer.ranks)
     model = _started(config)
     return _trainer(config, model, _layout(config, model))
+
+
+def _join(spec: TrainerSpec, *, size: int) -> None:
+    join(spec.meeting, host=spec.host, rank=spec.rank, size=size, listening_fd=spec.meeting_fd)
 
 
 def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTrainer:
@@ -247,9 +251,9 @@ class ModelWeights:
 async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions, *, heart: Heart) -> None:
     section = config.weights
     full_every = section.full_every if section.delta else 1
-    engines = num_engines(config.engine)
+    engines, folder = num_engines(config.engine), Path(config.run.folder) / "weights"
     with make_publisher(
-        section.transport, name=spec.segment, folder=Path(config.run.folder) / "weights", full_every=full_every, num_engines=engines
+        section.transport, name=spec.segment, folder=folder, host=spec.host, full_every=full_every, num_engines=engines
     ) as weights:
         async with RolloutClient(spec.rollout_url, token=spec.token) as service:
             loop = TrainingLoop(

@@ -5,10 +5,15 @@ share.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +21,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -144,17 +150,46 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
 
+SIOCGIFADDR = 0x8915
+"""Asks Linux for the address of an interface: `struct ifreq` in and out, in it the address from byte 20 on."""
 PATIENCE = timedelta(days=7)
 """A rank may wait this long for another, which may be at its warm start. A death is noticed at once, by its connection."""
 
 
-def join(meeting: str, *, rank: int, size: int) -> None:
-    """Makes this process one of `size`, which meet through a file that all of them see. Waits until all have come."""
+def join(meeting: str, *, host: str, rank: int, size: int, listening_fd: int | None = None) -> None:
+    """Makes this process one of `size`, on any machines. Waits until all have come.
+
+    They meet at `meeting`, `host:port` of the first one, which brings the listening socket; it listens there only. `host` is where this
+    one is reached by the others: gloo takes that address's interface, unless `GLOO_SOCKET_IFNAME` names one. Nothing is encrypted.
+    """
     device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else None
     if device is not None:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device is not None else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=PATIENCE)
+    if (interface := interface_of(host)) is not None:  # else gloo takes the address that this machine's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    at, _, port = meeting.rpartition(":")
+    is_first = rank == 0
+    store = TCPStore(at.strip("[]"), int(port), is_master=is_first, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=listening_fd)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+
+
+def interface_of(host: str) -> str | None:
+    """Name of this machine's network interface that has the address; None where there is none, or the system does not tell (Linux does)."""
+    family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
+    if sys.platform != "linux":
+        return None
+    packed = socket.inet_pton(family, str(address))
+    if family == socket.AF_INET6:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        return next((line.split()[-1] for line in lines if line.startswith(packed.hex())), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(asking, SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                if answer[20:24] == packed:
+                    return name
+    return None
 
 
 @dataclass(frozen=True, slots=True)
