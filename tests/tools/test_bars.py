@@ -63,6 +63,15 @@ def test_a_bar_that_is_exceeded_is_named_and_fails(root: Path) -> None:
     assert exceeded == ["import lines", "functions over 40 lines", "import circles", "look-up codes"] and done.returncode == 1
 
 
+def test_a_page_aside_has_a_bar_of_its_own_and_is_not_in_the_sum(root: Path) -> None:
+    (root / "docs" / "adapters").mkdir()
+    for name, length in (("scale.md", 160), ("adapters/one.md", 161)):
+        (root / "docs" / name).write_text("x\n" * length)
+    rows = {line[:27].strip(): line[27:].split() for line in run(root).stdout.splitlines() if not line.startswith(" ")}
+    assert rows["docs lines"][0] == "50"
+    assert rows["a page aside"][0] == "161" and rows["a page aside"][-1] == "EXCEEDED"
+
+
 def test_a_tree_below_all_bars_passes(root: Path) -> None:
     for name in ("one.py", "two.py"):
         (root / "src" / "midflight" / name).write_text('"""Nothing."""\n\nSIZE = 1\n')
