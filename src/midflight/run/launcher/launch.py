@@ -97,7 +97,7 @@ class Run:
         self._began = time.monotonic()
         self._before = 0.0
         self._newest: Ring | None = None
-        self._memory = PeakMemory(os.getpid(), elsewhere=lambda: self._newest.memory_elsewhere if self._newest else 0)
+        self._memory = PeakMemory(os.getpid(), elsewhere=lambda: sum(self._newest.memory.values()) if self._newest else 0)
         self._viewer = BesideRun(config, token=token.value, say=terminal.say)
         self._tracking = Tracking(config, terminal.say)
         self.status = Status(name=config.run.name, steps=config.run.steps)

@@ -117,12 +117,8 @@ class Ring:
         """Parts that have come up and not ended."""
         self._is_done = False
         """Nothing is left to be rolled out: parts that end now have done so because the rollout process does."""
-        self._memory: dict[str, int] = {}
-
-    @property
-    def memory_elsewhere(self) -> int:
+        self.memory: dict[str, int] = {}
         """Bytes of the parts that this process cannot look at, as each told last."""
-        return sum(self._memory.values())
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
         """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its last step, evaluated and exported.
@@ -374,7 +370,7 @@ class Ring:
                 self._hear(child.name, message)
         finally:
             self._watchdog.end(child.name)
-            self._memory.pop(child.name, None)
+            self.memory.pop(child.name, None)
         if (status := await child.ended()) != 0:
             raise child.died(status)
 
@@ -382,7 +378,7 @@ class Ring:
         match message:
             case Beat():
                 self._watchdog.hear(name, message)
-                self._memory[name] = message.memory_bytes
+                self.memory[name] = message.memory_bytes
                 return
             case ModelReady() if not self._model.done():
                 self._model.set_result(message)
