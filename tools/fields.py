@@ -16,16 +16,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from midflight.errors import Blame, MidflightError
-from midflight.gateway.dialects.fields import HARMLESS, NEUTRAL, REMEDIES
-from midflight.gateway.dialects.messages_input import MessagesBody
+from midflight.gateway.dialects import policy
+from midflight.gateway.dialects.messages_input import ClientTool, ThinkingBody
 from midflight.gateway.dialects.native import NativeSampling
+from midflight.gateway.dialects.responses_input import ReasoningBody
+from midflight.gateway.dialects.tool_bodies import FunctionTool
 from midflight.gateway.http.lookups import DESCRIBED
 from midflight.types.generation import PARAMETERS, Api, Parameter
 
 INTRODUCTION = """# Fields of requests
 
 Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have
-in common. A field that is in none of these tables is refused by its name, and so is a value that the gateway cannot honour.
+in common. A field that is in none of these tables is passed over, and the answer's head names it; one that is close to a sampling parameter is
+refused by its name, and so is a value that the gateway cannot honour. With `gateway.strict` all that is passed over is refused, but for
+what is harmless.
 """
 SAMPLING = """
 ## Sampling, in every dialect
@@ -44,7 +48,7 @@ NOTES: Mapping[str, str] = {
     "logit_bias": "token id to -100 to 100; 300 ids at most",
     "seed": "choice k has seed + k; refused where an engine honours none",
     "stop": "16 strings at most; never shown, not even in part",
-    "max_tokens": "default: the room in the context, 16 in completions, 128 native; too much is refused and not cut; `max_tokens`, `max_completion_tokens` and `max_output_tokens` are below",
+    "max_tokens": "default: the room in the context, 16 in completions, 128 native; more than the room is lowered to it (`x-midflight-clamped`), or refused with `gateway.strict`; `max_tokens`, `max_completion_tokens` and `max_output_tokens` are below",
 }
 GRAMMARS = {
     "response_format",
@@ -63,11 +67,12 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         "messages": "honoured: [roles and parts](gateway.md#chat-completions)",
         "max_tokens, max_completion_tokens": "one thing under two names; two different values are refused. Default: all the room there is.",
         "logprobs, top_logprobs": "honoured, 0 to 20 alternatives; `top_logprobs` without `logprobs` is refused",
-        "tools": "honoured: type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, 0-9, `_`, `-`) that no other has, parameters that are a schema of an object. `strict` is ignored: calls are shown only when they are well formed, and sampled under their schema where one is required. Type `custom` is refused.",
-        "tool_choice": "`none`, `auto`, `required` or one function; `auto` where there are tools. `allowed_tools` is refused: send only those. With `none` the tools stay in the prompt, and what looks like a call is content.",
+        "tools": "honoured: type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, 0-9, `_`, `-`) that no other has, parameters that are a schema of an object. `strict` is ignored: calls are shown only when they are well formed, and sampled under their schema where one is required. Type `custom` is a function of one text, [told as such](tools.md); other types are left out.",
+        "tool_choice": "`none`, `auto`, `required` or one function; `auto` where there are tools. Of `allowed_tools` only those named are in the prompt. With `none` the tools stay in the prompt, and what looks like a call is content.",
         "parallel_tool_calls": "honoured: `false` shows the first call only",
         "chat_template_kwargs": "honoured: handed to the model's template. Names that the gateway fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are refused.",
         "reasoning_effort": "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed to the model's template under this name; a template that does not read it writes what it always writes",
+        "verbosity, enable_thinking, thinking, reasoning": "as the template's options `verbosity`, `enable_thinking` and `reasoning_effort`: `thinking` is true, false, or an object with the `type` `enabled` or `disabled`, `reasoning` one with `effort` and `enabled`. `chat_template_kwargs` goes before them",
         "stream": "honoured",
         "stream_options": "`include_usage` and `continuous_usage_stats` are honoured; `include_obfuscation` is ignored, since frames are not padded",
         "return_token_ids": "honoured: `prompt_token_ids`, `token_ids` and `weight_versions` in the answer",
@@ -99,28 +104,26 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         "structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar": "extras, as in chats; one of them, or `text.format`",
         "return_token_ids": "extra: the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`",
         "return_tokens_as_token_ids": "extra, as in chats",
-        "tools": "functions; `strict` is ignored, because a call is shown only when it is well formed. Hosted tools are refused.",
-        "tool_choice": '`none`, `auto`, `required`, `{"type": "function", "name": ...}`; others are refused',
+        "tools": "types `function` and `custom`, whose calls come back as `custom_tool_call`; `strict` is ignored, because a call is shown only when it is well formed. Other types are left out.",
+        "tool_choice": '`none`, `auto`, `required`, `{"type": "function", "name": ...}`, the same of a `custom` tool, `allowed_tools`; others are refused',
         "parallel_tool_calls": "false shows the first call only",
         "text.format": "`text`, `json_object`, `json_schema`: what the answer must match; [with tools](gateway.md#chat-completions) it may be calls instead.",
-        "text.verbosity": "`medium` only",
+        "text.verbosity": "given to the chat template as `verbosity`",
         "reasoning.effort": "given to the chat template as `reasoning_effort`; a template that does not know that name ignores it",
         "reasoning.summary": "accepted: the reasoning is told in full, as the item's `content`; `summary` stays empty",
-        "chat_template_kwargs": "extra: further names for the template, such as `enable_thinking`",
-        "include": "`message.output_text.logprobs`, and `reasoning.encrypted_content`, which changes nothing",
+        "chat_template_kwargs, enable_thinking": "extra: names for the template, such as `enable_thinking`, which may also stand alone",
+        "include": "`message.output_text.logprobs`, and `reasoning.encrypted_content`, which changes nothing; others are passed over",
         "top_logprobs": "0 to 20 alternatives; asks for log-probabilities too",
         "stream, stream_options": "read; frames are not padded",
-        "truncation": "`disabled` only",
+        "truncation": "`auto` is passed over: an input that does not fit is refused",
         "previous_response_id, conversation, prompt, background": "refused: nothing is stored, send the whole input; `background: false` is none",
-        "store": "accepted; the response says `store: false`",
         "metadata, user, safety_identifier, prompt_cache_key": "given back, and otherwise ignored",
-        "service_tier, prompt_cache_options, prompt_cache_retention, max_tool_calls": "ignored",
-        "n, max_tokens, max_completion_tokens, response_format, reasoning_effort": "refused, with what to send instead; `n` may be 1",
-        "anything else": "refused by name",
+        "prompt_cache_options, max_tool_calls": "no effect",
+        "n, response_format": "refused, with what to send instead; `n` may be 1",
     },
     "/v1/messages": {
         "model": "must be the name of the served model",
-        "max_tokens": "required, 1 or more; bounds thinking and text together; prompt and `max_tokens` must fit the context",
+        "max_tokens": "required, 1 or more; bounds thinking and text together; more than the room is lowered to it",
         "messages": "roles `user`, `assistant`, `system`; see [blocks](messages.md#messages). The last must not be the assistant's: an answer is not continued",
         "system": "a text or blocks of text; the first message of the chat",
         "temperature": "0, or 0.0001 to 1000; newer SDKs send this and the next two by `extra_body`",
@@ -128,12 +131,11 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         "top_k": "0 and -1 keep all tokens",
         "stop_sequences": "up to 16, none empty; the answer ends before the first that is completed",
         "stream": "[events](messages.md#answers) instead of one message",
-        "tools": "`name`, `description`, `input_schema`; `strict`, `eager_input_streaming` and `cache_control` are ignored. Tools that Anthropic's servers run are refused by their `type`",
+        "tools": "`name`, `description`, `input_schema`; `strict` has no effect, because a call is shown only when it is well formed. Tools of Anthropic's own types are left out",
         "tool_choice": "`auto`, `any`, `tool` with a `name`, `none`; `disable_parallel_tool_use` shows the first call only. `any` and `tool` sample the call under a grammar",
-        "thinking": "`enabled` and `disabled` are the template's option `enable_thinking`, `adaptive` leaves it to the template; a template that does not read the option writes what it always writes. `budget_tokens` is not enforced; `display` may be `summarized`, which shows the thinking as it is",
+        "thinking": "`enabled` and `disabled` are the template's option `enable_thinking`, `adaptive` leaves it to the template; a template that does not read the option writes what it always writes. `budget_tokens` and `display` have no effect: the thinking is shown as it is",
         "output_config": "`format` with a JSON schema: the answer is sampled under it, or [calls a tool instead](gateway.md#chat-completions). `effort` is the template's option `reasoning_effort`",
         "output_format": "the older name of `output_config.format`; both at once are refused",
-        "metadata, service_tier, cache_control, speed, diagnostics, inference_geo, user_profile_id, workspace_id": "ignored: they do not change what is sampled",
         "seed, min_p, min_tokens": "ours, by the SDK's `extra_body`; as in chat completions",
         "thread": "refused with the code by which the SDK's tool runner knows to send whole conversations, and goes on",
         "return_token_ids": "ours: the message also holds `prompt_token_ids`, `token_ids` and `weight_versions`; in a stream the first comes with `message_start`, the others with `message_delta`",
@@ -199,13 +201,21 @@ def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
 
 
 def _not_read() -> Iterator[str]:
-    yield "\n## Ignored\n\nThey cannot change which tokens are sampled.\n\n| field | why |\n|---|---|\n"
-    yield from (_row(f"`{name}`", reason) for name, reason in HARMLESS.items())
-    yield "\nOn Anthropic's routes: " + ", ".join(f"`{name}`" for name in MessagesBody.harmless) + ".\n"
-    yield "\n## Accepted with the value that says nothing\n\nAny other is refused by name. `null` is as good as absent everywhere.\n\n"
-    yield "| field | value | instead |\n|---|---|---|\n"
-    for name in sorted({*NEUTRAL, *REMEDIES}):
-        yield _row(f"`{name}`", " or ".join(f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ())) or "none", REMEDIES.get(name, ""))
+    yield "\n## Passed over\n\nThey cannot change the text that is asked for. The head of the answer names them (`x-midflight-ignored`), and the counter\n"
+    yield "`midflight_ignored_fields` counts them by route and field, names that are in no table here as `other`.\n\n"
+    yield "| field | why | with `gateway.strict` |\n|---|---|---|\n"
+    for name, reason in sorted({**policy.IGNORED, **policy.HARMLESS, **policy.HARMLESS_MESSAGES}.items()):
+        harmless = [where for where, table in (("", policy.HARMLESS), (" in messages", policy.HARMLESS_MESSAGES)) if name in table]
+        yield _row(f"`{name}`", reason, f"passed over{harmless[0]}" if harmless else "refused")
+    for body, place in ((ClientTool, "tools"), (FunctionTool, "tools"), (ThinkingBody, "thinking"), (ReasoningBody, "reasoning")):
+        for name, reason in {**body.ignored, **body.harmless}.items():
+            yield _row(f"`{place}.{name}`", reason, "passed over" if name in body.harmless else "refused")
+    yield f"\nTools of these types are left out of the prompt, with or without a date behind: {', '.join(f'`{name}`' for name in policy.TOOLS)}; so are those of types that are\nnot known here.\n"
+    yield "\n## Refused\n\nThey would change the text, or promise what no answer here has. The values that ask for nothing are accepted; `null` is as good as absent\neverywhere.\n\n"
+    yield "| field | value that asks for nothing | instead |\n|---|---|---|\n"
+    for name in sorted({*policy.NEUTRAL, *policy.REFUSED}):
+        neutral = " or ".join(f"`{json.dumps(value)}`" for value in policy.NEUTRAL.get(name, ()))
+        yield _row(f"`{name}`", neutral, policy.REFUSED.get(name, ""))
 
 
 def _errors() -> Iterator[str]:

@@ -111,7 +111,7 @@ REFUSED = [
     (NativeExchange, NATIVE | {"text": "a"}, "input_ids", "exactly one"),
     (NativeExchange, NATIVE | {"sampling_params": {"frequency_penalty": 3}}, "sampling_params.frequency_penalty", "3"),
     (NativeExchange, NATIVE | {"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "-1"),
-    (NativeExchange, NATIVE | {"lora_path": "x"}, "lora_path", "unknown field"),
+    (NativeExchange, NATIVE | {"lora_path": "x"}, "lora_path", "weights are the run's"),
 ]
 
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_done_is_refused_by_the_clients_own_name(dialect: str, fi
         call = exchange.call
         if call.tool_choice == "required" and call.asked.grammar is None:  # the gateway's grammar of the call that must come
             call = _forced(call)
-        params_for(call, 10, defaults=None, limits=EngineLimits(max_context=40, vocab_size=99))
+        params_for(call, 10, defaults=None, limits=EngineLimits(max_context=40, vocab_size=99), strict=True)
     assert caught.value.param == param
     if "max" not in param:
         assert str(caught.value).startswith(param)

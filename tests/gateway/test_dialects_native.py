@@ -65,12 +65,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling_params": {"regex": "a", "ebnf": "start: A"}}, "sampling_params.ebnf", "sampling_params.regex and sampling_params.ebnf"),
     ({"sampling_params": {"ebnf": "root ::= A"}}, "sampling_params.ebnf", "Lark"),
     ({"sampling_params": {"json_schema": "3"}}, "sampling_params.json_schema", "3"),
-    ({"sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex", "unknown field"),
+    ({"sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex", "no engine here has it"),
     ({"sampling_params": {"temperature": 1e-5}}, "sampling_params.temperature", "send 0"),
     ({"sampling_params": {"temperature": 1001}}, "sampling_params.temperature", "1000"),
     ({"sampling_params": {"top_k": 2**31}}, "sampling_params.top_k", "2147483648"),
     ({"input_ids": [10**40]}, "input_ids", "1000"),
-    ({"image_data": "x"}, "image_data", "unknown field"),
+    ({"image_data": "x"}, "image_data", "reads text"),
     ({"input_ids": [[1], [1.5]]}, "input_ids.1", "1.5"),
 ]
 

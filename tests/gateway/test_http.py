@@ -156,7 +156,7 @@ def test_without_anonymous_use_a_session_is_needed() -> None:
 
 def test_errors_have_openais_shape_and_are_counted_at_the_edge() -> None:
     async def main() -> None:
-        async with offered() as it:
+        async with offered(strict=True) as it:
             handle = it.gateway.open(KEY, sampling=DEFAULTS, tracked=True)
             client = it.sdk(base_url=handle.base_url)
             with pytest.raises(openai.BadRequestError) as caught:

@@ -11,8 +11,9 @@ from tests.gateway.offered import offered
 
 from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
-from midflight.gateway.dialects.fields import HARMLESS, NEUTRAL, REMEDIES, Body
+from midflight.gateway.dialects.fields import Body
 from midflight.gateway.dialects.native import NativeBody, NativeSampling
+from midflight.gateway.dialects.policy import HARMLESS, IGNORED, NEUTRAL, REFUSED, TOOLS
 from midflight.gateway.http.http import DIALECTS
 from midflight.gateway.http.lookups import DESCRIBED, openapi_document
 from midflight.testing.virtual_time import run_virtual
@@ -73,5 +74,5 @@ def test_the_page_of_the_gateway_names_every_field(body: type[Body]) -> None:
 
 
 def test_the_page_of_the_gateway_names_what_is_ignored_and_what_is_refused() -> None:
-    missing = [name for name in (*HARMLESS, *NEUTRAL, *REMEDIES) if f"`{name}`" not in PAGE]
+    missing = [name for name in (*HARMLESS, *IGNORED, *NEUTRAL, *REFUSED, *TOOLS) if f"`{name}`" not in PAGE]
     assert not missing

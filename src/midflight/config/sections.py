@@ -95,6 +95,8 @@ class GatewaySection(Section):
     """Begins the addresses of sessions given over HTTP, such as `https://proxy.example`; empty: the address of the connection that asked."""
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
+    strict: bool = False
+    """Refuse by name what has no effect on the text, and limits above the room there is. Without it such a field is passed over and named in the answer's head (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`)."""
     request_seconds: Seconds = 120.0
     """Deadline of one request, pauses excluded; larger tolerates slower engines."""
     max_sessions: Positive = 10_000

@@ -287,6 +287,7 @@ METRICS = (
         "",
         "Prompts whose text, tokenised anew, would have had other ids than those sampled, which are reused.",
     ),
+    ("`midflight_ignored_fields`", "`path`, `field`", "Requests with a field that has no effect; names in no table are `other`."),
     ("`midflight_failed_requests`", "`status`", "Requests that ended in an error, at the agent's edge."),
     (
         "`midflight_engine_tokens`, `midflight_engine_running`, `midflight_engine_step_seconds`",

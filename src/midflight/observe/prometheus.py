@@ -69,6 +69,7 @@ class Metrics:
 
     def _count_training(self) -> None:
         r = self.registry
+        self._ignored = Counter("midflight_ignored_fields", "Requests with a field that has no effect.", ["path", "field"], registry=r)
         self._trained = Counter("midflight_trained_tokens", "Tokens the loss was taken over.", registry=r)
         self._age = Counter("midflight_trained_tokens_by_age", "The same by age in versions.", ["age"], registry=r)
         self._version = Gauge("midflight_version", "Newest version made by the trainer.", registry=r)
@@ -161,6 +162,9 @@ class Metrics:
                 self._session(fact)
             case facts.RequestFailed(status=status):
                 self._failed.labels(str(status)).inc()
+            case facts.FieldsIgnored(path=path, fields=fields):
+                for field in fields:
+                    self._ignored.labels(path, field).inc()
             case facts.RolloutEnded():
                 self._rollout(fact)
             case facts.Alarmed(name=name):

@@ -53,6 +53,13 @@ class RequestFailed(msgspec.Struct, frozen=True):
     error: str
 
 
+class FieldsIgnored(msgspec.Struct, frozen=True):
+    """A request had fields that have no effect here: its route, and their names. Names in no table are `other`, so there are few."""
+
+    path: str
+    fields: tuple[str, ...]
+
+
 class RolloutEnded(msgspec.Struct, frozen=True):
     """One try of a rollout ended; one without a reward may be tried again. Rollouts of evaluations are told too."""
 
@@ -353,6 +360,7 @@ Fact: TypeAlias = (
     | TurnFinished
     | SessionEnded
     | RequestFailed
+    | FieldsIgnored
     | RolloutEnded
     | Waited
     | Resumed

@@ -276,8 +276,8 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
-async def start_stream(send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+async def start_stream(send: Send, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": (*_STREAM_HEADERS, *headers)})
 
 
 async def send_more(send: Send, body: bytes, *, last: bool = False) -> None:

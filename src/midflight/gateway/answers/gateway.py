@@ -5,7 +5,8 @@ A call is `prepare`d synchronously (every fault of the client shows there) and t
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from midflight.errors import ContextExceeded, MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
 from midflight.gateway.answers.answer import Answer
@@ -18,7 +19,7 @@ from midflight.gateway.sessions.session import CompletionCall, Messages, Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
-from midflight.types.facts import Record, RequestFailed, SessionEnded, TurnFinished, TurnKept
+from midflight.types.facts import FieldsIgnored, Record, RequestFailed, SessionEnded, TurnFinished, TurnKept
 
 LONG_BODY = 2**17
 """Bytes of a request from which its prompts are looked at first; shorter ones tokenise in some milliseconds."""
@@ -28,6 +29,22 @@ _PIECE = 2**14
 
 _MARGIN = 2
 """How many times the context a prompt may have here. A session's own tokens may be other ones than those of its text."""
+
+
+class PassedOver(Protocol):
+    """What of a request has no effect."""
+
+    @property
+    def fields(self) -> Collection[str]: ...
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The fields as labels of a metric, of which there are few."""
+        ...
+
+    @property
+    def refusal(self) -> RequestRejected | None:
+        """What a strict gateway says to it."""
+        ...
 
 
 class Gateway:
@@ -47,10 +64,11 @@ class Gateway:
         max_requests: int = 4096,
         orphan_seconds: float = 30.0,
         anonymous: bool = True,
+        strict: bool = False,
         count_all_choices: bool = False,
         message_format: MessageFormat | None = None,
     ) -> None:
-        """`anonymous`: requests without a session's token are answered, untracked. `message_format`: default, by the chat template."""
+        """`anonymous`: requests without a session's token are answered, untracked. `strict`: what has no effect is refused."""
         self.tokenizer = tokenizer
         self.message_format = message_format or MessageFormat(tokenizer)
         self.model = model
@@ -64,10 +82,9 @@ class Gateway:
         self.num_running = 0
         """Answers under way."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
-        self._generator = generator
-        self._record = record
-        self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run_name=run_name, run_seed=run_seed)
-        self._anonymous = anonymous
+        self._generator, self._record = generator, record
+        self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run=(run_name, run_seed), strict=strict)
+        self._anonymous, self._strict = anonymous, strict
         self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format)
         self._count_all_choices = count_all_choices
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
@@ -137,6 +154,13 @@ class Gateway:
         if not self._anonymous:
             raise Unauthorized("this endpoint serves sessions only: use the base URL or API key that was given for yours.")
         return Session("anonymous", self.tokenizer, key=None, sampling=None, tracked=False)
+
+    def pass_over(self, unread: PassedOver, *, path: str) -> None:
+        """Counts the fields of a request that have no effect; raises what a strict gateway says to them."""
+        if self._strict and unread.refusal is not None:
+            raise unread.refusal
+        if unread.fields:
+            self._record(FieldsIgnored(path, unread.labels))
 
     def prepare(self, session: Session, call: CompletionCall) -> Job:
         """Checks a call and plans its tokens. Raises `RequestRejected` and kin, and `Stopping`; nothing has been generated then."""

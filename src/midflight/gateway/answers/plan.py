@@ -73,18 +73,21 @@ def check_prompt(ids: tuple[int, ...], limits: EngineLimits, *, param: str) -> N
         )
 
 
-def params_for(call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: EngineLimits) -> SamplingParams:
-    """The client's wishes over the session's defaults over the dialect's. A default of `max_tokens` shrinks to the room there is; an explicit one must fit."""
+def params_for(
+    call: CompletionCall, num_prompt_tokens: int, *, defaults: SamplingParams | None, limits: EngineLimits, strict: bool = False
+) -> SamplingParams:
+    """The client's wishes over the session's defaults over the dialect's. `max_tokens` shrinks to the room there is; with `strict` an
+    explicit one must fit."""
     asked, own = call.asked, defaults or SamplingParams()
     _check_features(call, limits)
     room = limits.max_context - num_prompt_tokens
     default = own.max_tokens if defaults is not None else (call.default_max_tokens or room)
     explicit = asked.number("max_tokens")
-    max_tokens = min(default, room) if explicit is None else explicit
-    if max_tokens > room:
+    max_tokens = min(default if explicit is None else explicit, room)
+    if strict and explicit is not None and explicit > room:
         raise ContextExceeded(
-            f"This model's maximum context length is {limits.max_context} tokens, but you asked for {num_prompt_tokens + max_tokens}"
-            f" tokens ({num_prompt_tokens} in the {call.prompt_param}, {max_tokens} in the answer). Shorten one of them.",
+            f"This model's maximum context length is {limits.max_context} tokens, but you asked for {num_prompt_tokens + explicit}"
+            f" tokens ({num_prompt_tokens} in the {call.prompt_param}, {explicit} in the answer). Shorten one of them.",
             param=call.name_of("max_tokens"),
         )
     merged = {**asked.given, "max_tokens": max_tokens, "min_tokens": _min_tokens(call, own, max_tokens)}
@@ -107,8 +110,9 @@ def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, 
 
 def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> int:
     asked, name = call.asked.number("min_tokens"), call.name_of("min_tokens")
-    if asked is not None and asked > max_tokens:
-        raise RequestRejected(f"{name} is {asked}, above {call.name_of('max_tokens')} = {max_tokens}: lower it.", param=name)
+    most = call.asked.number("max_tokens") or max_tokens
+    if asked is not None and asked > most:
+        raise RequestRejected(f"{name} is {asked}, above {call.name_of('max_tokens')} = {most}: lower it.", param=name)
     return min(own.min_tokens if asked is None else asked, max_tokens)
 
 
@@ -150,17 +154,27 @@ class Job:
 
     request_id: str
     """The id of the first answer, by which the client knows the request."""
+    clamped: str = ""
+    """The client's limit that was above the room there is, and what it is now; empty where it fits."""
 
 
 class Planner:
     """Numbers the requests of a run, and gives each its tokens, its sampling and its seed."""
 
     def __init__(
-        self, tokenizer: Tokenizer, message_format: MessageFormat, *, model: str, limits: EngineLimits, run_name: str, run_seed: int
+        self,
+        tokenizer: Tokenizer,
+        message_format: MessageFormat,
+        *,
+        model: str,
+        limits: EngineLimits,
+        run: tuple[str, int],
+        strict: bool = False,
     ) -> None:
+        """`run`: its name and seed. `strict`: a limit above the room there is is refused, not lowered."""
         self._tokenizer, self._format = tokenizer, message_format
         self._model, self._limits = model, limits
-        self._run_name, self._run_seed = run_name, run_seed
+        (self._run_name, self._run_seed), self._strict = run, strict
         self._prefix = secrets.token_hex(4)
         self._serial = 0
 
@@ -175,7 +189,7 @@ class Planner:
             check_prompt(prompt.ids, self._limits, param=call.prompt_param)
         calls = [self._constrained(call, prompt) for prompt in prompts]
         params = [
-            params_for(each, len(prompt.ids), defaults=session.sampling, limits=self._limits)
+            params_for(each, len(prompt.ids), defaults=session.sampling, limits=self._limits, strict=self._strict)
             for each, prompt in zip(calls, prompts, strict=True)
         ]
         answers = [
@@ -184,7 +198,9 @@ class Planner:
             for number in [session.next_request()]
             for k in range(call.n)
         ]
-        return Job(session, call, tuple(answers), answers[0].request_id)
+        explicit, least = call.asked.number("max_tokens"), min(sampling.max_tokens for sampling in params)
+        clamped = "" if explicit is None or explicit <= least else f"{call.name_of('max_tokens')}={least}"
+        return Job(session, call, tuple(answers), answers[0].request_id, clamped)
 
     def _constrained(self, call: CompletionCall, prompt: Prompt) -> CompletionCall:
         """A tool call that must come is sampled under a grammar; so is a response format after thinking, or a call instead of it."""

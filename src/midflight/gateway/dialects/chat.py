@@ -1,15 +1,17 @@
 """OpenAI's chat completions, `POST /v1/chat/completions`: the body, the messages in it, and how answers are written."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, cast
 
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import Answer, Event, News
-from midflight.gateway.dialects.constraints import MAX_TOOLS, SamplingBody, ToolBody, ToolChoiceBody, choice_of, tools_of
+from midflight.gateway.dialects import options, tool_bodies
+from midflight.gateway.dialects.constraints import SamplingBody
 from midflight.gateway.dialects.exchange import Alternatives, Reply, call_id, logprob_entries, usage, usage_so_far, weight_versions
 from midflight.gateway.dialects.fields import Tokens, TopLogprobs, arguments_text, assistant, filled, parse, tool_call, tool_result
+from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Message, Tokenizer
 from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
@@ -21,16 +23,10 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which clients send thinking back. The first one that holds text counts."""
 
-_READ = {"role", "content", "tool_calls", "tool_call_id", *_REASONING}
+_READ = {"role", "content", "tool_calls", "tool_call_id", "refusal", *_REASONING}
+_PART = frozenset({"type", "text", "refusal"})
 
 JsonObject = dict[str, JsonValue]
-
-_RESERVED_OPTIONS = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-    | {f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
-    | {"additional_special_tokens"}
-)
-"""Names that templates read and that the gateway itself fills in."""
 
 _MessageBody = Annotated[
     dict[str, JsonValue],
@@ -46,8 +42,6 @@ _MessageBody = Annotated[
     ),
 ]
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
 
 class ChatBody(SamplingBody):
     messages: Annotated[list[_MessageBody], Field(min_length=1)]
@@ -55,30 +49,48 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoiceBody = None
+    tools: Annotated[list[tool_bodies.ToolBody], Field(max_length=tool_bodies.MAX_TOOLS)] | None = None
+    tool_choice: tool_bodies.ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
+    reasoning_effort: options.ReasoningEffort | None = None
+    verbosity: str | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | dict[str, JsonValue] | None = None
+    reasoning: dict[str, JsonValue] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
 
-def chat_call(body: ChatBody) -> CompletionCall:
+def chat_call(body: ChatBody, unread: Unread) -> CompletionCall:
     """The call that a chat means; raises `RequestRejected` where its fields contradict each other."""
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected(f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.", param="top_logprobs")
-    tools = tools_of((f"tools.{place}.function", tool.function) for place, tool in enumerate(body.tools or ()))
-    choice, forced = choice_of(body.tool_choice, tools)
+    chosen = tool_bodies.NONE
+    if body.tools or body.tool_choice is not None:
+        chosen = tool_bodies.choice_of(body.tool_choice, tool_bodies.tools_of(tool_bodies.placed(body.tools)))
     return CompletionCall(
-        sources=(Messages(conversation(body.messages), tools, template_options(body.chat_template_kwargs, body.reasoning_effort)),),
+        sources=(Messages(conversation(body.messages, unread), chosen.tools, _options(body, unread)),),
         asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
         n=body.n or 1,
         stream=bool(body.stream),
         model=body.model,
         prompt_param="messages",
         names=body.names("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
-        tool_choice=choice,
-        forced_tool=forced,
+        tool_choice=chosen.choice,
+        forced_tool=chosen.forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def _options(body: ChatBody, unread: Unread) -> dict[str, Json]:
+    if options.FIELDS.isdisjoint(body.model_fields_set):
+        return {}
+    effort, enabled = options.reasoning(body.reasoning, unread)
+    thinks = options.thinks(body.enable_thinking, body.thinking, unread)
+    return options.template_options(
+        body.chat_template_kwargs,
+        body.reasoning_effort or effort,
+        verbosity=body.verbosity,
+        thinks=enabled if thinks is None else thinks,
     )
 
 
@@ -89,22 +101,12 @@ def _max_tokens(body: ChatBody) -> int | None:
     return old if new is None else new
 
 
-def template_options(given: Mapping[str, JsonValue] | None, effort: str | None) -> dict[str, Json]:
-    """Options for the chat template. Names that the gateway fills in are refused."""
-    options: dict[str, Json] = dict(given or {})
-    if reserved := next((f"chat_template_kwargs.{name}" for name in options if name in _RESERVED_OPTIONS), None):
-        raise RequestRejected(f"{reserved} is set by the gateway: leave it out.", param=reserved)
-    if effort is not None:
-        options["reasoning_effort"] = effort
-    return options
-
-
-def conversation(messages: Sequence[JsonObject]) -> tuple[Message, ...]:
+def conversation(messages: Sequence[JsonObject], unread: Unread) -> tuple[Message, ...]:
     """Checks every message. A refusal names the place, such as `messages.2.tool_calls.0.function.name`."""
-    return tuple(_read_message(message, f"messages.{place}") for place, message in enumerate(messages))
+    return tuple(_read_message(message, f"messages.{place}", unread) for place, message in enumerate(messages))
 
 
-def _read_message(message: JsonObject, param: str) -> Message:
+def _read_message(message: JsonObject, param: str, unread: Unread) -> Message:
     """Drops fields without a value, and leaves unknown fields to the template."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
@@ -112,7 +114,7 @@ def _read_message(message: JsonObject, param: str) -> Message:
         raise RequestRejected(f"{param}.role is {role!r:.80}: {remedy}.", param=f"{param}.role")
     _check_fields(message, role, param)
     kept: dict[str, Json] = {name: value for name, value in message.items() if name not in _READ and value not in (None, [], {})}
-    content = _read_content(message, role, param)
+    content = _read_content(message, role, param, unread)
     match role:
         case "tool":
             return kept | tool_result(content, call_id=filled(message.get("tool_call_id"), f"{param}.tool_call_id"))
@@ -124,11 +126,11 @@ def _read_message(message: JsonObject, param: str) -> Message:
 
 def _check_fields(message: JsonObject, role: str, param: str) -> None:
     """Refuses fields that no message may hold, or none of this role."""
-    for name in ("function_call", "audio", "refusal"):
+    for name in ("function_call", "audio"):
         if message.get(name):
             remedy = "send tool_calls instead" if name == "function_call" else "send its meaning as content"
             raise RequestRejected(f"{param}.{name} is not supported here: {remedy}.", param=f"{param}.{name}")
-    for name in ("name", *_REASONING):
+    for name in ("name", "refusal", *_REASONING):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
             raise RequestRejected(f"{param}.{name} is {value!r:.80}: send a text, or leave it out.", param=f"{param}.{name}")
@@ -138,23 +140,27 @@ def _check_fields(message: JsonObject, role: str, param: str) -> None:
         )
 
 
-def _read_content(message: JsonObject, role: str, param: str) -> str:
-    """The text of a message. Only an assistant's may be missing."""
+def _read_content(message: JsonObject, role: str, param: str, unread: Unread) -> str:
+    """The text of a message. Only an assistant's may be missing; a refusal is what it said then."""
     content = message.get("content")
     if content is None and role != "assistant":
         raise RequestRejected(f"{param}.content is missing: send a text, or a list of text parts.", param=f"{param}.content")
-    if content is None or isinstance(content, str):
-        return content or ""
+    if not content and role == "assistant":
+        return str(message.get("refusal") or "")
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
         raise RequestRejected(f"{param}.content is {content!r:.80}: send a text, or a list of text parts.", param=f"{param}.content")
-    return "".join(_read_part(part, f"{param}.content.{place}") for place, part in enumerate(content))
+    return "".join(_read_part(part, f"{param}.content.{place}", unread) for place, part in enumerate(content))
 
 
-def _read_part(part: JsonValue, param: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+def _read_part(part: JsonValue, param: str, unread: Unread) -> str:
+    text = part.get(str(part["type"])) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else part
         raise RequestRejected(f'{param} is a part of type {kind!r:.80}: send parts of type "text" only.', param=param)
+    if isinstance(part, dict) and len(part) > 2:
+        unread.rest(part, _PART, param)
     return text
 
 
@@ -174,8 +180,10 @@ def _read_calls(message: JsonObject, param: str) -> list[Json]:
 def _read_call(call: JsonValue, param: str) -> Json:
     if not isinstance(call, dict):
         raise RequestRejected(f"{param} is {call!r:.80}: send an object with id, type and function.", param=param)
+    if call.get("type") == tool_bodies.CUSTOM:
+        return tool_bodies.custom_call(call.get("custom"), f"{param}.custom", call_id=filled(call.get("id"), f"{param}.id"))
     if call.get("type", "function") != "function":
-        raise RequestRejected(f'{param}.type is {call["type"]!r:.80}: send "function".', param=f"{param}.type")
+        raise RequestRejected(f'{param}.type is {call["type"]!r:.80}: send "function" or "custom".', param=f"{param}.type")
     function = call.get("function")
     if not isinstance(function, dict):
         raise RequestRejected(f"{param}.function is {function!r:.80}: send an object with name and arguments.", param=f"{param}.function")
@@ -193,8 +201,11 @@ class ChatExchange:
     """One chat request."""
 
     def __init__(self, body: bytes) -> None:
-        parsed = parse(ChatBody, body)
-        self.call = chat_call(parsed)
+        self.unread = Unread()
+        parsed = parse(ChatBody, body, unread=self.unread)
+        self.call = chat_call(parsed, self.unread)
+        self._custom = tool_bodies.custom_names(parsed.tools) if parsed.tools else frozenset[str]()
+        """Tools whose calls are told as a text."""
         self._logprobs = bool(parsed.logprobs)
         self._token_ids = bool(parsed.return_token_ids)
         self._names_as_ids = bool(parsed.return_tokens_as_token_ids)
@@ -219,13 +230,13 @@ class ChatExchange:
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Answer):
-            deltas = _deltas(event.tail_pieces, event.request_id)
+            deltas = self._deltas(event.tail_pieces, event.request_id)
             return [
                 *(self._chunk(reply, event.index, delta) for delta in deltas),
                 self._chunk(reply, event.index, {}, **self._finish(event)),
             ]
         self._num_streamed += len(event.token_ids)
-        deltas = _deltas(event.pieces, reply.job.answers[event.index].request_id)
+        deltas = self._deltas(event.pieces, reply.job.answers[event.index].request_id)
         told = self._of_tokens(reply.tokenizer, event) if self._logprobs or self._token_ids else {}
         frames: list[Json] = []
         for delta in deltas or ([{}] if told else ()):
@@ -243,7 +254,7 @@ class ChatExchange:
         turn = answer.turn
         choice: _Object = {
             "index": answer.index,
-            "message": _message(answer.message, answer.request_id),
+            "message": self._message(answer.message, answer.request_id),
             "logprobs": self._content(reply.tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs),
             **self._finish(answer),
         }
@@ -284,35 +295,41 @@ class ChatExchange:
             chunk["usage"] = None
         return chunk
 
+    def _message(self, message: AssistantMessage, request_id: str) -> Json:
+        """Content is null in a message that only calls tools."""
+        written: _Object = {"role": "assistant", "content": message.content or (None if message.tool_calls else ""), "refusal": None}
+        if message.reasoning:
+            written |= _reasoning(message.reasoning)
+        if message.tool_calls:
+            written["tool_calls"] = [self._call(call, request_id, index) for index, call in enumerate(message.tool_calls)]
+        return written
 
-def _message(message: AssistantMessage, request_id: str) -> Json:
-    """Content is null in a message that only calls tools."""
-    written: _Object = {"role": "assistant", "content": message.content or (None if message.tool_calls else ""), "refusal": None}
-    if message.reasoning:
-        written |= _reasoning(message.reasoning)
-    if message.tool_calls:
-        written["tool_calls"] = [_call(call, request_id, index) for index, call in enumerate(message.tool_calls)]
-    return written
+    def _deltas(self, pieces: Sequence[Piece], request_id: str) -> list[_Object]:
+        """A call is announced without its arguments first, because clients that gather streams expect that."""
+        deltas: list[_Object] = []
+        for piece in pieces:
+            if isinstance(piece, ContentPiece):
+                deltas.append({"content": piece.text})
+            elif isinstance(piece, ReasoningPiece):
+                deltas.append(_reasoning(piece.text))
+            else:
+                written, announced = (
+                    self._call(piece.call, request_id, piece.index),
+                    self._call(piece.call, request_id, piece.index, told=False),
+                )
+                kind = str(written["type"])
+                part = "input" if kind == tool_bodies.CUSTOM else "arguments"
+                deltas.append({"tool_calls": [{"index": piece.index, **announced}]})
+                deltas.append({"tool_calls": [{"index": piece.index, kind: {part: cast(_Object, written[kind])[part]}}]})
+        return deltas
 
-
-def _deltas(pieces: Sequence[Piece], request_id: str) -> list[_Object]:
-    """A call is announced without its arguments first, because clients that gather streams expect that."""
-    deltas: list[_Object] = []
-    for piece in pieces:
-        if isinstance(piece, ContentPiece):
-            deltas.append({"content": piece.text})
-        elif isinstance(piece, ReasoningPiece):
-            deltas.append(_reasoning(piece.text))
-        else:
-            announced = _call(ToolCall(piece.call.name, ""), request_id, piece.index)
-            arguments: _Object = {"index": piece.index, "function": {"arguments": piece.call.arguments}}
-            deltas.append({"tool_calls": [{"index": piece.index, **announced}]})
-            deltas.append({"tool_calls": [arguments]})
-    return deltas
-
-
-def _call(call: ToolCall, request_id: str, index: int) -> _Object:
-    return {"id": call_id(request_id, index), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    def _call(self, call: ToolCall, request_id: str, index: int, *, told: bool = True) -> _Object:
+        """`told`: with its arguments."""
+        if call.name in self._custom:
+            written: _Object = {"name": call.name, "input": tool_bodies.custom_input(call.arguments) if told else ""}
+            return {"id": call_id(request_id, index), "type": tool_bodies.CUSTOM, tool_bodies.CUSTOM: written}
+        function: _Object = {"name": call.name, "arguments": call.arguments if told else ""}
+        return {"id": call_id(request_id, index), "type": "function", "function": function}
 
 
 def _reasoning(text: str) -> _Object:

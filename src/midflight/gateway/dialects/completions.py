@@ -11,6 +11,7 @@ from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.constraints import SamplingBody
 from midflight.gateway.dialects.exchange import Reply, alternatives, token_name, token_text, usage, usage_so_far, weight_versions
 from midflight.gateway.dialects.fields import TopLogprobs, parse
+from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall, Source, Text, TokenIds
 from midflight.text import Tokenizer
 from midflight.types import Json
@@ -46,7 +47,8 @@ class CompletionExchange:
     """One request: a text, a list of texts, token ids, or a list of token ids."""
 
     def __init__(self, body: bytes) -> None:
-        parsed = parse(CompletionBody, body)
+        self.unread = Unread()
+        parsed = parse(CompletionBody, body, unread=self.unread)
         _check(parsed)
         self._logprobs = parsed.logprobs is not None
         self._names_as_ids = bool(parsed.return_tokens_as_token_ids)

@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias
 
 from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
+from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Json, Turn
@@ -22,6 +23,8 @@ class Reply:
     created: int
     """Unix seconds."""
     tokenizer: Tokenizer
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    """What the head of the answer says of the request."""
 
 
 class Exchange(Protocol):
@@ -29,6 +32,10 @@ class Exchange(Protocol):
 
     @property
     def call(self) -> CompletionCall: ...
+    @property
+    def unread(self) -> Unread:
+        """What of the body has no effect."""
+        ...
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
         """The body of an answer that does not stream."""

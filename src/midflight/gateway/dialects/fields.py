@@ -1,4 +1,4 @@
-"""What the request bodies have in common: fields with their ranges, fields that are not read, and how a fault is told to the client.
+"""What the request bodies have in common: fields with their ranges, how they are read, and how a fault is told to the client.
 
 And messages of a conversation as templates read them: one form, whichever dialect they came in.
 """
@@ -9,65 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, create_model
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
-from midflight.errors import RequestRejected, nearest
+from midflight.errors import RequestRejected
+from midflight.gateway.dialects import policy
+from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import Asked
 from midflight.types import Json
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_BIASES, MAX_STOPS, MAX_TOP_LOGPROBS, PARAMETERS, Api, Parameter
-
-HARMLESS: Mapping[str, str] = {
-    "user": "names the client's own user",
-    "safety_identifier": "names the client's own user",
-    "metadata": "the client's own labels",
-    "store": "nothing is stored beyond the session",
-    "prompt_cache_key": "engines find common prefixes by themselves",
-    "prompt_cache_retention": "engines find common prefixes by themselves",
-    "service_tier": "there is one tier",
-    "parallel_tool_calls": "says nothing where no tools are given",
-    "prediction": "a hint for speed",
-}
-"""Fields that are accepted and ignored, each with the reason: they do not change which tokens are sampled."""
-
-NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
-    "length_penalty": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    "include_reasoning": (True,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "prompt_logprobs": (0,),
-    "bad_words": ([],),
-    "priority": (0,),
-}
-"""Known fields, each with the values that ask for nothing. Any other value is refused, because the gateway could not do what it asks."""
-
-REMEDIES: Mapping[str, str] = {
-    "functions": "send `tools` instead",
-    "function_call": "send `tool_choice` instead",
-    "echo": "the log-probabilities of a prompt are not known here; score it with the trainer's model",
-    "suffix": "write the text to fill in into the prompt, as the model's format for it demands",
-    "audio": "answers are text",
-    "modalities": "answers are text",
-    "web_search_options": "give the model a tool of your own that searches",
-    "verbosity": "ask for short or long answers in the messages",
-}
-"""What to do instead of sending a field that is refused."""
-
 
 MAX_VALUES = 2**20
 """Values in one body, such as the ids of prompts, at most: reading them takes a few tenths of a second, in which nothing else is done."""
@@ -84,12 +33,34 @@ TokenName = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 
 
 class Body(BaseModel):
-    """A request body. Unknown fields are collected, and refused by name where they would change the answer."""
+    """A request body, or an object inside one. Its fields are honoured; what becomes of others is said here, and else by `policy`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    harmless: ClassVar[Mapping[str, str]] = HARMLESS
-    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = NEUTRAL
+    harmless: ClassVar[Mapping[str, str]] = {}
+    """Names that are passed over also where `gateway.strict` is set, each with the reason."""
+    ignored: ClassVar[Mapping[str, str]] = {}
+    """Names that are passed over, each with the reason."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Names that are refused, each with what to do instead."""
+    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {}
+    """The values of other fields that ask for nothing."""
+    samples: ClassVar[bool] = False
+    """Whether sampling parameters stand here: then a name close to one is refused."""
+
+    def passed_over(self) -> str | None:
+        """Why nothing of this object is read; `None` if something is."""
+        return None
+
+
+class RequestBody(Body):
+    """A whole body."""
+
+    harmless = policy.HARMLESS
+    ignored = policy.IGNORED
+    refused = policy.REFUSED
+    neutral = policy.NEUTRAL
+    samples = True
 
 
 B = TypeVar("B", bound=Body)
@@ -183,15 +154,55 @@ _TAG = re.compile(r"str|\[key\]|(list|dict)\[.*\]")
 """Parts that pydantic adds to the place of a fault, to say which type of a union was tried, or that a key is at fault."""
 
 
-def parse(kind: type[B], body: bytes) -> B:
-    """A checked body, or `RequestRejected` naming the field, the value and the remedy."""
+def parse(kind: type[B], body: bytes, *, unread: Unread) -> B:
+    """A checked body, or `RequestRejected` naming the field, the value and the remedy. What it does not read is noted in `unread`."""
     _check_values(body)
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
-        raise _rejected(error) from None
-    _refuse_unknown(parsed, prefix="")
+        parsed = _with_whole_numbers(kind, body, error, unread=unread)
+    _look(parsed, "", unread)
     return parsed
+
+
+def _with_whole_numbers(kind: type[B], body: bytes, error: ValidationError, *, unread: Unread) -> B:
+    """The same body, in which whole numbers that are written as `20.0` are read as such. Raises for the fault that is left."""
+    places = [
+        found["loc"] for found in error.errors(include_url=False, include_context=False, include_input=False) if found["type"] in _WHOLE
+    ]
+    if not places or error.error_count() > _MAX_WHOLE:
+        raise _rejected(error) from None
+    try:
+        read = from_json(body, allow_inf_nan=False)
+        mended = [_mend(read, place) for place in places]
+        if not any(mended):
+            raise _rejected(error)
+        parsed = kind.model_validate_json(to_json(read, inf_nan_mode="constants"))
+    except ValidationError as left:
+        raise _rejected(left) from None
+    except ValueError:
+        raise _rejected(error) from None
+    unread.refuse(_rejected(error))
+    return parsed
+
+
+_WHOLE = ("int_type", "int_from_float")
+"""Kinds of faults of a number that should be whole."""
+_MAX_WHOLE = 64
+"""Such faults in one body that are mended; there are fewer parameters that are whole numbers."""
+
+
+def _mend(read: JsonValue, place: Sequence[int | str]) -> bool:
+    """Writes the whole number that stands at this place as one; False if it is none. Parts of the place that pydantic adds lead nowhere."""
+    holder: JsonValue = None
+    key: int | str = ""
+    for part in place:
+        if (isinstance(read, dict) and part in read) or (isinstance(read, list) and isinstance(part, int) and part < len(read)):
+            holder, key, read = read, part, cast(JsonValue, read[part])  # type: ignore[index]
+    if not isinstance(read, float) or not read.is_integer():
+        return False
+    cast("dict[int | str, JsonValue]", holder)[key] = int(read)
+    return True
 
 
 def _check_values(body: bytes) -> None:
@@ -202,21 +213,35 @@ def _check_values(body: bytes) -> None:
         raise RequestRejected(f"the body holds about {marks} values: send {MAX_VALUES} at most, in several requests.")
 
 
-def _refuse_unknown(body: Body, *, prefix: str) -> None:
-    """Looks at the body, then at the bodies inside it."""
+def _look(body: Body, prefix: str, unread: Unread) -> None:
+    """Judges what the body does not read, then looks at the bodies inside it."""
     for name, value in (body.model_extra or {}).items():
-        if value is None or name in body.harmless or _is_neutral(value, body.neutral.get(name, ())):
-            continue
-        param = (prefix + name)[:80]
-        neutral = " or ".join(repr(v) for v in body.neutral.get(name, ()))
-        remedy = REMEDIES.get(name) or (neutral and f"leave it out, or send {neutral}")
-        if remedy:
-            raise RequestRejected(f"{param} is not supported here: {remedy}.", param=param)
-        raise RequestRejected(f"unknown field {param!r}: leave it out.{nearest(name, type(body).model_fields)}", param=param)
+        if value is not None and not policy.is_neutral(value, body.neutral.get(name, ())):
+            _judge(type(body), prefix + name, name, unread=unread)
     held = {name: value for name in body.model_fields_set if isinstance(value := getattr(body, name), (Body, list))}
     for name in held if len(held) < 2 else [name for name in type(body).model_fields if name in held]:
         for place, inner in _bodies(prefix + name, held[name]):
-            _refuse_unknown(inner, prefix=f"{place}.")
+            if (fault := inner.passed_over()) is None:
+                _look(inner, f"{place}.", unread)
+            else:
+                unread.note(f"{place}.{fault}", f"{place} is not supported here: leave it out", known=fault in policy.TOOLS)
+
+
+def _judge(body: type[Body], param: str, name: str, *, unread: Unread) -> None:
+    """Notes a field that is not read, or refuses it by name."""
+    shown = param[: policy.MAX_NAME]
+    if (remedy := body.refused.get(name)) is not None:
+        only = " or ".join(repr(v) for v in body.neutral.get(name, ()))
+        raise RequestRejected(f"{shown} is not supported here: {remedy}{f', or send {only}' if only else ''}.", param=shown)
+    if name in body.harmless:
+        unread.note(param)
+    elif (why := body.ignored.get(name)) is not None:
+        unread.note(param, f"{shown} is not supported here ({why}): leave it out")
+    elif body.samples and (meant := policy.misspelt(name)) is not None:
+        where = f"Did you mean {meant!r}?" if meant in body.model_fields else "This route does not have it."
+        raise RequestRejected(f"unknown field {shown!r}: leave it out. {where}", param=shown)
+    else:
+        unread.unknown(param)
 
 
 def _bodies(place: str, value: Body | list[object]) -> list[tuple[str, Body]]:
@@ -226,11 +251,6 @@ def _bodies(place: str, value: Body | list[object]) -> list[tuple[str, Body]]:
     if value and isinstance(value[0], Body):
         return [(f"{place}.{k}", item) for k, item in enumerate(cast("list[Body]", value))]
     return []
-
-
-def _is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
-    """Whether a value asks for nothing. `True` is not the same as 1 here."""
-    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
 
 
 def _rejected(error: ValidationError) -> RequestRejected:

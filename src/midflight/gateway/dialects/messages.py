@@ -11,6 +11,7 @@ from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.exchange import Reply, call_id, weight_versions
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_input import MessagesBody, messages_call
+from midflight.gateway.dialects.policy import Unread
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
 from midflight.wire.edge import Fault, retry_headers
@@ -20,10 +21,11 @@ class MessagesExchange:
     """One request."""
 
     def __init__(self, body: bytes) -> None:
-        parsed = parse(MessagesBody, body)
+        self.unread = Unread()
+        parsed = parse(MessagesBody, body, unread=self.unread)
         self._token_ids = bool(parsed.return_token_ids)
         self._stream: BlockStream | None = None
-        self.call = messages_call(parsed)
+        self.call = messages_call(parsed, self.unread)
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
         answer = answers[0]

@@ -7,11 +7,13 @@ so that its tokens are found again (I4).
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import fields
-from midflight.gateway.dialects.constraints import MAX_TOOLS, check_known, check_schema, schema_grammar, tools_of
+from midflight.gateway.dialects import fields, policy
+from midflight.gateway.dialects.constraints import check_schema, schema_grammar
+from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.dialects.tool_bodies import MAX_TOOLS, check_known, left_out, placed, tools_of
 from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, ToolChoice
 from midflight.text import Message
 from midflight.text.formats import Tool
@@ -20,54 +22,112 @@ from midflight.types.generation import Api
 
 Block: TypeAlias = Mapping[str, JsonValue]
 
+_RESULTS = ("text", "document", "search_result", "tool_reference")
 _BLOCKS: Mapping[str, tuple[str, ...]] = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "document", "search_result", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
 """What a message of each role may hold."""
 
 _FIELDS: Mapping[str, frozenset[str]] = {
-    "text": frozenset({"text", "citations"}),
-    "thinking": frozenset({"thinking", "signature"}),
-    "redacted_thinking": frozenset({"data"}),
-    "tool_use": frozenset({"id", "name", "input", "caller"}),
-    "tool_result": frozenset({"tool_use_id", "content", "is_error"}),
+    kind: frozenset({"type", *names})
+    for kind, names in {
+        "text": ("text",),
+        "document": ("source", "title", "context"),
+        "search_result": ("source", "title", "content"),
+        "tool_reference": ("tool_name",),
+        "thinking": ("thinking", "signature"),
+        "redacted_thinking": ("data",),
+        "tool_use": ("id", "name", "input", "caller"),
+        "tool_result": ("tool_use_id", "content", "is_error"),
+    }.items()
 }
-_FIELDS_OF_ALL = frozenset({"type", "cache_control"})
+_OF_MESSAGE = frozenset({"role", "content"})
 
 
-def conversation(system: JsonValue, messages: Sequence[Block]) -> tuple[Message, ...]:
-    """The whole conversation, the system text first. Raises `RequestRejected` that names the block."""
-    said = _text(_blocks(system, _BLOCKS["system"], "system")) if system is not None else ""
-    first: list[Message] = [{"role": "system", "content": said}] if said else []
-    if messages[-1].get("role") == "assistant":
-        raise RequestRejected(
-            "the last message is the assistant's: continuing it is not supported here, end with a message of the user.", param="messages"
-        )
-    return (*first, *(m for place, message in enumerate(messages) for m in _messages(message, f"messages.{place}")))
+class BlockReader:
+    """Reads one conversation, and notes what of it has no effect."""
 
+    def __init__(self, unread: Unread) -> None:
+        self._unread = unread
 
-def _messages(message: Block, param: str) -> list[Message]:
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _BLOCKS:
-        raise RequestRejected(f"{param}.role is {role!r:.80}: send one of {', '.join(_BLOCKS)}.", param=f"{param}.role")
-    _only(message, frozenset({"role", "content"}), param)
-    blocks = _blocks(message.get("content"), _BLOCKS[role], f"{param}.content")
-    match role:
-        case "assistant":
-            return [_assistant(blocks, f"{param}.content")]
-        case "user":
-            return _user(blocks, f"{param}.content")
-        case _:
-            return [{"role": role, "content": _text(blocks)}]
+    def conversation(self, system: JsonValue, messages: Sequence[Block]) -> tuple[Message, ...]:
+        """The whole conversation, the system text first. Raises `RequestRejected` that names the block."""
+        said = _text(self._blocks(system, _BLOCKS["system"], "system")) if system is not None else ""
+        first: list[Message] = [{"role": "system", "content": said}] if said else []
+        if messages[-1].get("role") == "assistant":
+            raise RequestRejected(
+                "the last message is the assistant's: continuing it is not supported here, end with a message of the user.",
+                param="messages",
+            )
+        return (*first, *(m for place, message in enumerate(messages) for m in self._messages(message, f"messages.{place}")))
 
+    def _messages(self, message: Block, param: str) -> list[Message]:
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _BLOCKS:
+            raise RequestRejected(f"{param}.role is {role!r:.80}: send one of {', '.join(_BLOCKS)}.", param=f"{param}.role")
+        if len(message) > len(_OF_MESSAGE):
+            self._unread.rest(message, _OF_MESSAGE, param)
+        blocks = self._blocks(message.get("content"), _BLOCKS[role], f"{param}.content")
+        match role:
+            case "assistant":
+                return [_assistant(blocks, f"{param}.content")]
+            case "user":
+                return self._user(blocks, f"{param}.content")
+            case _:
+                return [{"role": role, "content": _text(blocks)}]
 
-def _user(blocks: Sequence[Block], param: str) -> list[Message]:
-    """Each result of a tool is a message of its own. They come before what the user says in the same message."""
-    results = [_result(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_result"]
-    text = _text(blocks)
-    return [*results, {"role": "user", "content": text}] if text or not results else results
+    def _user(self, blocks: Sequence[Block], param: str) -> list[Message]:
+        """Each result of a tool is a message of its own. They come before what the user says in the same message."""
+        results = [self._result(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_result"]
+        text = _text(blocks)
+        return [*results, {"role": "user", "content": text}] if text or not results else results
+
+    def _result(self, block: Block, param: str) -> Message:
+        """A failed result (`is_error`) is treated like any other: its text says what failed."""
+        content = block.get("content")
+        text = "" if content is None else _text(self._blocks(content, _RESULTS, f"{param}.content"))
+        return fields.tool_result(text, call_id=fields.filled(block.get("tool_use_id"), f"{param}.tool_use_id"))
+
+    def _blocks(self, content: JsonValue, kinds: Sequence[str], param: str) -> list[Block]:
+        """Blocks of these kinds; a string is one block of text. What is told in another form is a block of text too."""
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            raise RequestRejected(f"{param} is {content!r:.80}: send a text, or a list of blocks.", param=param)
+        return [self._block(value, kinds, f"{param}.{place}") for place, value in enumerate(content)]
+
+    def _block(self, value: JsonValue, kinds: Sequence[str], param: str) -> Block:
+        kind = value.get("type") if isinstance(value, dict) else value
+        if not isinstance(value, dict) or not isinstance(kind, str) or kind not in kinds:
+            raise RequestRejected(f"{param} is a block of type {kind!r:.80}: send {' or '.join(kinds)} here.", param=param)
+        if not value.keys() <= _FIELDS[kind]:
+            self._unread.rest(value, _FIELDS[kind], param)
+        match kind:
+            case "text":
+                fields.text_of(value, "text", param)
+            case "tool_reference":
+                return {"type": "text", "text": fields.text_of(value, "tool_name", param)}
+            case "document" | "search_result":
+                return {"type": "text", "text": self._document(value, param)}
+            case _:
+                pass
+        return value
+
+    def _document(self, block: Block, param: str) -> str:
+        """A document of text, or what a search found: title, where it is from, and the text, in lines of their own."""
+        source, content = block.get("source"), block.get("content")
+        if block["type"] == "document":
+            if not isinstance(source, dict) or source.get("type") not in ("text", "content"):
+                kind = source.get("type") if isinstance(source, dict) else source
+                remedy = "the model reads text, send a source of type text or content"
+                raise RequestRejected(f"{param}.source is of type {kind!r:.80}: {remedy}.", param=f"{param}.source")
+            content = source.get("data") if source["type"] == "text" else source.get("content")
+            source = block.get("context")
+        lines = [block.get("title"), source]
+        text = _text(self._blocks(content, ("text",), f"{param}.content"))
+        return "\n".join([*(line for line in lines if isinstance(line, str) and line), text])
 
 
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
@@ -88,42 +148,9 @@ def _call(block: Block, param: str) -> Json:
     )
 
 
-def _result(block: Block, param: str) -> Message:
-    """A failed result (`is_error`) is treated like any other: its text says what failed."""
-    content = block.get("content")
-    text = "" if content is None else _text(_blocks(content, ("text",), f"{param}.content"))
-    return fields.tool_result(text, call_id=fields.filled(block.get("tool_use_id"), f"{param}.tool_use_id"))
-
-
-def _blocks(content: JsonValue, kinds: Sequence[str], param: str) -> list[Block]:
-    """Blocks of these kinds; a string is one block of text."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise RequestRejected(f"{param} is {content!r:.80}: send a text, or a list of blocks.", param=param)
-    return [_block(value, kinds, f"{param}.{place}") for place, value in enumerate(content)]
-
-
-def _block(value: JsonValue, kinds: Sequence[str], param: str) -> Block:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if not isinstance(value, dict) or not isinstance(kind, str) or kind not in kinds:
-        raise RequestRejected(f"{param} is a block of type {kind!r:.80}: send {' or '.join(kinds)} here.", param=param)
-    _only(value, _FIELDS[kind] | _FIELDS_OF_ALL, param)
-    if kind == "text":
-        fields.text_of(value, "text", param)
-    return value
-
-
 def _text(blocks: Sequence[Block]) -> str:
     """The text blocks, joined as they are."""
     return "".join(str(b["text"]) for b in blocks if b["type"] == "text")
-
-
-def _only(value: Block, known: frozenset[str], param: str) -> None:
-    """Refuses a field that nothing would read. Fields without a value are passed over."""
-    lost = next((name for name, given in value.items() if name not in known and given is not None), None)
-    if lost is not None:
-        raise RequestRejected(f"unknown field {f'{param}.{lost}'[:80]!r}: leave it out.", param=f"{param}.{lost}"[:80])
 
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
@@ -135,29 +162,36 @@ class ThreadRefused(RequestRejected):
     code = "thread_unsupported_request"
 
 
-def _of_client(kind: str) -> str:
-    if kind != "custom":
-        raise ValueError("a tool of Anthropic's own, send one that the client runs, with an input_schema")
-    return kind
-
-
 class ClientTool(fields.Body):
-    """A tool that the client runs. `type` is checked first, so that a tool of Anthropic's own is refused by its name."""
+    """A tool that the client runs."""
 
-    type: Annotated[str, AfterValidator(_of_client)] | None = None
-    name: ToolName
+    ignored: ClassVar[Mapping[str, str]] = {
+        "allowed_callers": "the model calls tools itself",
+        "cache_control": policy.IGNORED["cache_control"],
+        "defer_loading": "all tools are in the prompt",
+        "eager_input_streaming": "a call is streamed once it is known to be one",
+        "input_examples": "templates have no place for them: write them into the description",
+    }
+    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+        "input_examples": ([],),
+    }
+
+    type: str | None = None
+    name: ToolName | None = None
     description: str | None = None
-    input_schema: dict[str, JsonValue]
+    input_schema: dict[str, JsonValue] | None = None
     strict: bool | None = None
     """Ignored: a call is shown only when it is well formed. One that must come is sampled under its schema."""
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    input_examples: Annotated[list[JsonValue], Field(max_length=0)] | None = None
-    eager_input_streaming: bool | None = None
-    """Ignored: a call is streamed once it is known to be one."""
-    cache_control: JsonValue = None
+
+    def passed_over(self) -> str | None:
+        return None if self.type is None else left_out(self.type, ("custom",))
 
     def tool(self, place: str) -> Tool:
+        if self.name is None or self.input_schema is None:
+            lacking = f"{place}.{'name' if self.name is None else 'input_schema'}"
+            raise RequestRejected(f"{lacking} is missing: send it.", param=lacking)
         return Tool(self.name, self.description or "", check_schema(self.input_schema, f"{place}.input_schema", of_object=True))
 
 
@@ -168,10 +202,11 @@ class Choosing(fields.Body):
 
 
 class ThinkingBody(fields.Body):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: fields.Tokens | None = None
-    """Not enforced: `max_tokens` bounds thinking and text together."""
-    display: Literal["summarized"] | None = None
+    harmless: ClassVar[Mapping[str, str]] = {"budget_tokens": "`max_tokens` bounds thinking and text together"}
+    ignored: ClassVar[Mapping[str, str]] = {"display": "thinking is shown as it is"}
+    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {"display": ("summarized",)}
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class OutputFormat(fields.Body):
@@ -184,20 +219,11 @@ class OutputConfig(fields.Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class PromptBody(fields.Body):
+class PromptBody(fields.RequestBody):
     """What the prompt is written from. It is the whole body of `count_tokens`."""
 
-    harmless: ClassVar[Mapping[str, str]] = {
-        "metadata": "the client's own labels",
-        "cache_control": "engines find common prefixes by themselves",
-        "diagnostics": "asks about the cache of prompts",
-        "service_tier": "there is one tier",
-        "speed": "there is one speed",
-        "inference_geo": "names a place of Anthropic's",
-        "user_profile_id": "names the client's own user",
-        "workspace_id": "names the client's account",
-    }
-    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {"mcp_servers": ([],)}
+    harmless = policy.HARMLESS_MESSAGES
+    refused = policy.REFUSED_MESSAGES
 
     model: str
     messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
@@ -208,15 +234,15 @@ class PromptBody(fields.Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
-    def prompt(self) -> Messages:
+    def prompt(self, unread: Unread) -> Messages:
         """Raises `RequestRejected` that names what cannot be a prompt."""
-        tools = tools_of((f"tools.{place}", tool) for place, tool in enumerate(self.tools or ()))
-        return Messages(conversation(self.system, self.messages), tools, self._options())
+        tools = tools_of(placed(self.tools)) if self.tools else ()
+        return Messages(BlockReader(unread).conversation(self.system, self.messages), tools, self._options())
 
     def _options(self) -> dict[str, Json]:
         """Options for the chat template. Templates that do not read them write what they always write."""
         options: dict[str, Json] = {}
-        if self.thinking is not None and self.thinking.type != "adaptive":
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
             options["enable_thinking"] = self.thinking.type == "enabled"
         if self.output_config is not None and self.output_config.effort is not None:
             options["reasoning_effort"] = self.output_config.effort
@@ -269,11 +295,11 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
         return schema_grammar(form.json_schema, f"{param}.schema")
 
 
-def messages_call(body: MessagesBody) -> CompletionCall:
+def messages_call(body: MessagesBody, unread: Unread) -> CompletionCall:
     """The call that a body means; raises `RequestRejected` where its fields contradict each other."""
     if body.thread is not None:
         raise ThreadRefused("thread is not supported here: leave it out, and send the whole conversation as messages.", param="thread")
-    prompt = body.prompt()
+    prompt = body.prompt(unread)
     choice, forced = body.choice(prompt.tools)
     return CompletionCall(
         sources=(prompt,),

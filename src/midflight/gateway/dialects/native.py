@@ -10,7 +10,8 @@ from midflight.gateway.answers.answer import START, Answer, Event, News
 from midflight.gateway.dialects.completions import PROMPT_SCHEMA, sources
 from midflight.gateway.dialects.constraints import grammar_of
 from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, token_text, weight_versions
-from midflight.gateway.dialects.fields import Body, SamplingFields, TopLogprobs, parse
+from midflight.gateway.dialects.fields import RequestBody, SamplingFields, TopLogprobs, parse
+from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import Asked, CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import FinishReason, Json
@@ -23,7 +24,7 @@ _PREFIX = "sampling_params."
 _NATIVE = SamplingFields(Api.NATIVE, prefix=_PREFIX)
 
 
-class NativeSampling(_NATIVE.on(Body)):
+class NativeSampling(_NATIVE.on(RequestBody)):
     n: Annotated[int, Field(ge=1)] | None = None
     json_schema: dict[str, JsonValue] | str | None = None
     regex: str | None = None
@@ -50,7 +51,7 @@ def _single(value: object) -> object:
 _Prompt = Annotated[JsonValue, WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"], {"type": "null"}]})]
 
 
-class NativeBody(Body):
+class NativeBody(RequestBody):
     text: _Prompt = None
     input_ids: _Prompt = None
     sampling_params: Annotated[NativeSampling | None, BeforeValidator(_single)] = None
@@ -66,7 +67,8 @@ class NativeExchange:
     """One request. A single answer is an object, several are a list. Stream frames are cumulative."""
 
     def __init__(self, body: bytes) -> None:
-        parsed = parse(NativeBody, body)
+        self.unread = Unread()
+        parsed = parse(NativeBody, body, unread=self.unread)
         sampling = parsed.sampling_params or NativeSampling()
         _check(parsed)
         param = "text" if parsed.input_ids is None else "input_ids"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from midflight.gateway.answers.answer import Answer, Event, News
-from midflight.gateway.dialects.constraints import FunctionTool
 from midflight.gateway.dialects.exchange import Alternatives, Exchange, Reply, call_id, logprob_entries, weight_versions
 from midflight.gateway.dialects.fields import parse
+from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
+from midflight.gateway.dialects.tool_bodies import CUSTOM, FUNCTION, FunctionTool, custom_input
 from midflight.gateway.sessions.session import ToolChoice
 from midflight.text import Tokenizer
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
@@ -20,8 +22,10 @@ class ResponsesExchange:
     """One request for a response."""
 
     def __init__(self, body: bytes) -> None:
-        self._body = parse(ResponsesBody, body)
-        self.call = responses_call(self._body)
+        self.unread = Unread()
+        self._body = parse(ResponsesBody, body, unread=self.unread)
+        self.call = responses_call(self._body, self.unread)
+        self._custom = frozenset(str(tool.name) for tool in self._body.tools or () if tool.type == CUSTOM)
         self._items: OutputItems | None = None
         self._untold: list[Json] = []
         """Log-probabilities of streamed tokens that no text has carried yet."""
@@ -60,7 +64,7 @@ class ResponsesExchange:
         return items.event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
 
     def _growing(self, reply: Reply) -> OutputItems:
-        self._items = self._items or OutputItems(reply.job.request_id)
+        self._items = self._items or OutputItems(reply.job.request_id, custom=self._custom)
         return self._items
 
     def _end(self, items: OutputItems, reply: Reply, answer: Answer) -> Iterable[Json]:
@@ -112,10 +116,10 @@ class ResponsesExchange:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_logprobs": sampling.top_logprobs,
-            "tools": [_tool(tool) for tool in body.tools or ()],
+            "tools": [_tool(tool) for tool in body.tools or () if tool.passed_over() is None],
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.call.parallel_tool_calls,
-            "text": {"format": _format(body.format)},
+            "text": {"format": _format(body.format)} | ({"verbosity": body.text.verbosity} if body.text and body.text.verbosity else {}),
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
             "truncation": "disabled",
             "metadata": dict(body.metadata or {}),
@@ -130,9 +134,10 @@ class ResponsesExchange:
 
     def _tool_choice(self) -> Json:
         if self.call.forced_tool is not None:
-            return {"type": "function", "name": self.call.forced_tool}
+            kind = CUSTOM if self.call.forced_tool in self._custom else FUNCTION
+            return {"type": kind, "name": self.call.forced_tool}
         given = self._body.tool_choice
-        return given if isinstance(given, str) else ToolChoice.AUTO.value
+        return ToolChoice.AUTO.value if given is None else cast(Json, given)
 
 
 def broken(exchange: Exchange, fault: Fault) -> Json:
@@ -146,6 +151,8 @@ def _cut(answer: Answer) -> bool:
 
 
 def _tool(tool: FunctionTool) -> Json:
+    if tool.type == CUSTOM:
+        return {"type": CUSTOM, "name": tool.name, "description": tool.description}
     return {
         "type": "function",
         "name": tool.name,
@@ -185,11 +192,12 @@ OPENING_EVENTS = 2
 class OutputItems:
     """The items of one answer. Each event has the next sequence number."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, *, custom: frozenset[str] = frozenset()) -> None:
+        """`custom`: names of the tools whose calls are told as a text."""
         self.items: list[dict[str, Json]] = []
         """They grow with each piece, and are whole after `end`."""
         self.num_events = OPENING_EVENTS
-        self._request_id = request_id
+        self._request_id, self._custom = request_id, custom
         self._text: str | None = None
         """The text of the open item. None if all items are done."""
         self._logprobs: list[Json] = []
@@ -262,20 +270,22 @@ class OutputItems:
 
     def _add_call(self, piece: CallPiece) -> Iterator[dict[str, Json]]:
         yield from self._close()
-        name, arguments = piece.call.name, piece.call.arguments
+        name, arguments, custom = piece.call.name, piece.call.arguments, piece.call.name in self._custom
+        kind, part, told = ("custom_tool_call", "input", custom_input(arguments)) if custom else ("function_call", "arguments", arguments)
         item: dict[str, Json] = {
-            "id": f"fc_{self._request_id}_{len(self.items)}",
-            "type": "function_call",
+            "id": f"{'ctc' if custom else 'fc'}_{self._request_id}_{len(self.items)}",
+            "type": kind,
             "call_id": call_id(self._request_id, piece.index),
             "name": name,
-            "arguments": "",
+            part: "",
             "status": "in_progress",
         }
         self.items.append(item)
         yield self._of_item("response.output_item.added")
-        yield self._of_last("response.function_call_arguments.delta", delta=arguments)
-        yield self._of_last("response.function_call_arguments.done", name=name, arguments=arguments)
-        self.items[-1] = {**item, "arguments": arguments, "status": "completed"}
+        written = "custom_tool_call_input" if custom else "function_call_arguments"
+        yield self._of_last(f"response.{written}.delta", delta=told)
+        yield self._of_last(f"response.{written}.done", **({} if custom else {"name": name}), **{part: told})
+        self.items[-1] = {**item, part: told, "status": "completed"}
         yield self._of_item("response.output_item.done")
 
     def _part(self) -> Json:

@@ -6,17 +6,17 @@ tokens are found again (I4).
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import constraints
-from midflight.gateway.dialects.chat import ReasoningEffort, template_options
+from midflight.gateway.dialects import constraints, policy, tool_bodies
 from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs, arguments_text, assistant, filled, text_of, tool_call, tool_result
-from midflight.gateway.sessions.session import CompletionCall, Messages, ToolChoice
+from midflight.gateway.dialects.options import ReasoningEffort, template_options
+from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Message
-from midflight.text.formats import Tool
 from midflight.types import Grammar, Json
 
 Item: TypeAlias = Mapping[str, JsonValue]
@@ -25,12 +25,12 @@ _ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": 
 """Roles, with the names that templates know."""
 
 _TEXTS = ("input_text", "output_text")
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning")
 
 
-def conversation(given: JsonValue, *, instructions: str | None) -> tuple[Message, ...]:
+def conversation(given: JsonValue, *, instructions: str | None, unread: Unread) -> tuple[Message, ...]:
     """The whole conversation, the instructions first. Raises `RequestRejected` that names the item."""
-    reader = _ItemReader()
+    reader = _ItemReader(unread)
     if instructions:
         reader.messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
@@ -52,7 +52,8 @@ class _ItemReader:
     call it does not, because the next turn needs the call's output first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unread: Unread) -> None:
+        self._unread = unread
         self.messages: list[Message] = []
         self._reasoning = ""
         self._content = ""
@@ -65,10 +66,10 @@ class _ItemReader:
         match kind:
             case "message":
                 self._message(item, param)
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 self._calls.append(_call(item, param))
                 self._begun, self._after_message = True, False
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 self._say(tool_result(_text(item, "output", param), call_id=filled(item.get("call_id"), f"{param}.call_id")))
             case "reasoning":
                 self._next(message=False)
@@ -110,6 +111,8 @@ class _ItemReader:
 
 
 def _call(item: Item, param: str) -> Json:
+    if item["type"] == "custom_tool_call":
+        return tool_bodies.custom_call(dict(item), param, call_id=filled(item.get("call_id"), f"{param}.call_id"))
     return tool_call(
         call_id=filled(item.get("call_id"), f"{param}.call_id"),
         name=filled(item.get("name"), f"{param}.name"),
@@ -145,14 +148,6 @@ def _part(part: JsonValue, kinds: Sequence[str], param: str) -> str:
 _STORED = ("previous_response_id", "conversation", "prompt")
 """Fields that name something stored."""
 
-_OF_CHAT: Mapping[str, str] = {
-    "response_format": "text.format",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
-}
-"""Fields of chat completions, with their names here."""
-
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -174,29 +169,36 @@ class FormatBody(Body):
 
 class TextBody(Body):
     format: FormatBody | None = None
+    verbosity: str | None = None
 
 
 class ReasoningBody(Body):
+    ignored: ClassVar[Mapping[str, str]] = {
+        "generate_summary": "the reasoning is told in full",
+        "encrypted_content": "the reasoning is told in full",
+    }
+
     effort: ReasoningEffort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    """Ignored: the reasoning is told in full."""
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: str | None = None
+    """Given back: the reasoning is told in full."""
 
 
 class ResponsesBody(constraints.SamplingBody):
+    refused = policy.REFUSED_RESPONSES
+
     input: _Input
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    tools: Annotated[list[constraints.FunctionTool], Field(max_length=constraints.MAX_TOOLS)] | None = None
-    tool_choice: constraints.ToolChoiceBody = None
+    tools: Annotated[list[tool_bodies.FunctionTool], Field(max_length=tool_bodies.MAX_TOOLS)] | None = None
+    tool_choice: tool_bodies.ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Tokens | None = None
     """Ignored: it counts calls of hosted tools, and there are none."""
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[str] | None = None
     top_logprobs: TopLogprobs | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     previous_response_id: _Refused = None
     conversation: _Refused = None
@@ -208,9 +210,7 @@ class ResponsesBody(constraints.SamplingBody):
     prompt_cache_options: JsonValue = None
     """Ignored: engines find common prefixes by themselves."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
-    max_tokens: _Refused = None
-    max_completion_tokens: _Refused = None
-    reasoning_effort: _Refused = None
+    enable_thinking: bool | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -231,21 +231,27 @@ class ResponsesBody(constraints.SamplingBody):
         return "text.format", own
 
 
-def responses_call(body: ResponsesBody) -> CompletionCall:
+def responses_call(body: ResponsesBody, unread: Unread) -> CompletionCall:
     """The call that a request means. Raises `RequestRejected` where its fields contradict each other or ask for what is not supported."""
     _refuse_unkept(body)
-    tools = constraints.tools_of((f"tools.{place}", tool) for place, tool in enumerate(body.tools or ()))
-    choice, forced = _choice(body.tool_choice, tools)
-    options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
+    _note(body, unread)
+    chosen = tool_bodies.choice_of(body.tool_choice, tool_bodies.tools_of(tool_bodies.placed(body.tools)))
+    options = template_options(
+        body.chat_template_kwargs,
+        body.reasoning and body.reasoning.effort,
+        verbosity=body.text and body.text.verbosity,
+        thinks=body.enable_thinking,
+    )
+    messages = conversation(body.input, instructions=body.instructions, unread=unread)
     return CompletionCall(
-        sources=(Messages(conversation(body.input, instructions=body.instructions), tools, options),),
+        sources=(Messages(messages, chosen.tools, options),),
         asked=body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs),
         stream=bool(body.stream),
         model=body.model,
         prompt_param="input",
         names=body.names("max_output_tokens"),
-        tool_choice=choice,
-        forced_tool=forced,
+        tool_choice=chosen.choice,
+        forced_tool=chosen.forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )
 
@@ -260,23 +266,17 @@ def _refuse_unkept(body: ResponsesBody) -> None:
         raise RequestRejected(f"background is true, and nothing is stored here to be fetched later: {remedy}.", param="background")
     if body.n not in (None, 1):
         raise RequestRejected(f"n is {body.n}, and a response is one answer: send several requests.", param="n")
-    for name, own in _OF_CHAT.items():
-        if getattr(body, name) is not None:
-            raise RequestRejected(f"{name} is a field of chat completions: send {own} instead.", param=name)
+    if body.response_format is not None:
+        raise RequestRejected("response_format is a field of chat completions: send text.format instead.", param="response_format")
 
 
-def _choice(given: JsonValue, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
-    """Whether to call a tool, and the one that is forced: `{"type": "function", "name": ...}`."""
-    if not isinstance(given, dict):
-        return constraints.choice_of(given, tools)
-    kind, name = given.get("type"), given.get("name")
-    if kind != "function":
-        remedy = 'send none, auto, required or {"type": "function", "name": ...}, and only the tools allowed'
-        raise RequestRejected(f"tool_choice.type is {kind!r:.80}, which is not supported here: {remedy}.", param="tool_choice.type")
-    if not isinstance(name, str):
-        raise RequestRejected(f"tool_choice.name is {name!r:.80}: send the name of a tool.", param="tool_choice.name")
-    constraints.check_known(name, tools, param="tool_choice.name")
-    return ToolChoice.REQUIRED, name
+def _note(body: ResponsesBody, unread: Unread) -> None:
+    """Values of fields that are read, which ask for what cannot change the text."""
+    if body.truncation == "auto":
+        unread.note("truncation", "truncation is 'auto', and the input is never cut here: send the input that fits")
+    for place, name in enumerate(body.include or ()):
+        if name not in (_LOGPROBS, "reasoning.encrypted_content"):
+            unread.note(f"include.{name}", f"include.{place} is {name[:80]!r}, which no answer here has: leave it out", known=False)
 
 
 def _grammar(given: FormatBody) -> Grammar | None:

@@ -53,7 +53,7 @@ class WholeAnswer:
         if ongoing.error is None and not self._reader.gone:
             body = self._exchange.whole(self._reply, ongoing.job.answers)
             self.started = True
-            await edge.send_json(send, body)
+            await edge.send_json(send, body, headers=self._reply.headers)
             self._reader.told_all()
 
 
@@ -101,7 +101,7 @@ class AnswerStream:
     async def _send(self, send: Send, frames: bytes, *, last: bool = False) -> None:
         if not self.started:
             self.started = True
-            await edge.start_stream(send)
+            await edge.start_stream(send, headers=self._reply.headers)
             frames = b"".join(self._sse(frame) for frame in self._exchange.opening(self._reply)) + frames
         if frames or last:
             await edge.send_more(send, frames, last=last)
@@ -230,6 +230,8 @@ class CompletionEndpoint:
             session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=key)
             body = await edge.read_body(receive, declared=headers.get(b"content-length"))
             exchange = self._dialect.exchange(body)
+            if exchange.unread.fields or exchange.unread.refusal is not None:
+                self._gateway.pass_over(exchange.unread, path=self._dialect.path)
             await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
             session_id = session.session_id if session.key is not None else None
             asked = retry_ticket(headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body)
@@ -257,7 +259,8 @@ class CompletionEndpoint:
         """Waits until the client has received the answer or disconnected; and for the generation, if this visit `generates`. An
         error before the first byte is raised; a later one is the stream's last event."""
         reader = ongoing.join()
-        reply = Reply(ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer)
+        headers = exchange.unread.headers(ongoing.job.clamped) if exchange.unread.fields or ongoing.job.clamped else ()
+        reply = Reply(ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer, headers)
         streams = exchange.call.stream
         telling = self._stream(reader, exchange, reply) if streams else WholeAnswer(reader, exchange, reply)
         try:

@@ -20,6 +20,7 @@ from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages import messages_fault
 from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
+from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import ResponsesBody
 from midflight.gateway.sessions.session import CompletionCall, Session
 from midflight.types import Json
@@ -50,11 +51,15 @@ class Lookups:
         """Counts what `/v1/messages` would send. Waits for the body."""
         session = self._session(request)
         sent = await read_body(request.receive)
-        body = parse(PromptBody, sent)
+        unread = Unread()
+        body = parse(PromptBody, sent, unread=unread)
         self._check_model(body.model)
-        prompt = body.prompt()
+        prompt = body.prompt(unread)
+        self._gateway.pass_over(unread, path="/v1/messages/count_tokens")
         await self._gateway.check_lengths(CompletionCall((prompt,), prompt_param="messages"), num_bytes=len(sent))
-        return json_answer({"input_tokens": self._gateway.count(session, prompt)})
+        answer = json_answer({"input_tokens": self._gateway.count(session, prompt)})
+        answer.headers.update({name.decode(): value.decode() for name, value in unread.headers()})
+        return answer
 
     async def _models(self, request: Request) -> Response:
         """The one model, in an object that OpenAI's clients and Anthropic's both read."""
@@ -160,7 +165,7 @@ def openapi_document(model: str) -> _Object:
         "info": {
             "title": "Midflight gateway",
             "version": __version__,
-            "description": "Fields that a schema does not name are refused by name, unless they are known to change nothing.",
+            "description": "Fields that a schema does not name have no effect, and the head of the answer says so; those that would change the text are refused by name.",
         },
         "servers": [{"url": "/"}, {"url": "/s/{token}", "variables": {"token": {"default": "", "description": "The session's secret."}}}],
         "security": [{}, {"bearer": []}, {"apiKey": []}, {"session": []}],

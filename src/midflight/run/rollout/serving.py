@@ -88,6 +88,7 @@ class Serving:
             limits=EngineLimits.of([engine.capabilities for engine in engines], without=without),
             run_name=config.run.name,
             run_seed=config.run.seed,
+            strict=config.gateway.strict,
             max_sessions=config.gateway.max_sessions,
             max_requests=config.gateway.max_requests,
             orphan_seconds=config.gateway.orphan_seconds,

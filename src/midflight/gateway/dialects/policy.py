@@ -1,0 +1,348 @@
+"""What becomes of fields that the bodies do not read: ignored, or refused by name.
+
+A field is ignored where it cannot change the text that was asked for, and the answer says so. It is refused where passing over it
+would make a lie of the answer: a sampling parameter that no engine here has, a misspelt one, a picture for a model of text.
+`gateway.strict` refuses all but the harmless ones.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from pydantic import JsonValue
+
+from midflight.errors import RequestRejected
+from midflight.types.generation import PARAMETERS, Api
+
+_LABELS, _CACHE, _SERVER = "the client's own labels", "engines find common prefixes by themselves", "chooses a server of the vendor's"
+_USER, _HIDDEN, _TALLY = "names the client's own user", "names what no local model has", "tokens are always counted"
+
+HARMLESS: Mapping[str, str] = {
+    "user": _USER,
+    "safety_identifier": _USER,
+    "metadata": _LABELS,
+    "store": "a session keeps what was said in it; without one nothing is kept",
+    "prompt_cache_key": _CACHE,
+    "prompt_cache_retention": _CACHE,
+    "service_tier": "there is one tier",
+    "parallel_tool_calls": "says nothing where no tools are given",
+    "prediction": "a hint for speed",
+}
+"""On every route; also where `gateway.strict` is set."""
+
+HARMLESS_MESSAGES: Mapping[str, str] = {
+    "metadata": _LABELS,
+    "cache_control": _CACHE,
+    "diagnostics": "asks about the cache of prompts",
+    "service_tier": "there is one tier",
+    "speed": "there is one speed",
+    "inference_geo": "names a place of the vendor's",
+    "user_profile_id": _USER,
+    "workspace_id": "names the client's account",
+}
+
+IGNORED: Mapping[str, str] = {
+    "access_programs": "names the client's account",
+    "background_options": "a response is not made in the background",
+    "betas": "names features of the vendor's",
+    "billing_policy": "names the client's account",
+    "cache_control": _CACHE,
+    "cache_salt": "engines share no prefix that was sampled under other weights",
+    "client_metadata": _LABELS,
+    "compaction": "the conversation is read whole, as it was sent",
+    "container": "names a machine of the vendor's",
+    "context_management": "the conversation is read whole, as it was sent",
+    "data_parallel_rank": _SERVER,
+    "extra_headers": "belongs into the head of the request",
+    "extra_query": "belongs into the head of the request",
+    "fallback_credit_token": "names the client's account",
+    "fallbacks": "there is one model",
+    "include_reasoning": "reasoning is always told apart",
+    "kv_transfer_params": _SERVER,
+    "max_tool_calls": "counts calls of tools that servers run",
+    "mm_processor_kwargs": "is about pictures and sound",
+    "models": "there is one model",
+    "moderation": "nothing is moderated here",
+    "num_retries": "belongs to the client",
+    "plugins": _HIDDEN,
+    "priority": "requests are served in the order of arrival",
+    "prompt_cache_options": _CACHE,
+    "provider": _SERVER,
+    "request_id": "names the request for the client",
+    "route": _SERVER,
+    "separate_reasoning": "reasoning is always told apart",
+    "service": _SERVER,
+    "session_id": "names the client's own session",
+    "stream_reasoning": "reasoning is streamed where the answer is",
+    "timeout": "belongs to the client",
+    "trace": _LABELS,
+    "transforms": "the conversation is read whole, as it was sent",
+    "usage": _TALLY,
+    "web_search_options": "no server searches here: give the model a tool of your own",
+}
+"""On every route, with the reason. A name that is in no table is ignored too, unless it is close to a sampling parameter."""
+
+NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "num_beams": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "prompt_logprobs": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "image_data": ([], ""),
+    "audio_data": ([], ""),
+    "video_data": ([], ""),
+    "documents": ([],),
+    "return_hidden_states": (False,),
+    "do_sample": (True,),
+    "mcp_servers": ([],),
+}
+"""The values that ask for nothing. Any other value of a refused field is refused."""
+
+_PROMPT, _ONE = "write it into the prompt", "it would change the text, and no engine here has it: leave it out"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "typical",
+            "typical_p",
+            "top_a",
+            "tfs",
+            "tfs_z",
+            "mirostat",
+            "mirostat_mode",
+            "mirostat_eta",
+            "mirostat_tau",
+            "dry_multiplier",
+            "dry_base",
+            "dry_allowed_length",
+            "dry_penalty_last_n",
+            "dry_sequence_breakers",
+            "xtc_probability",
+            "xtc_threshold",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "dynatemp_range",
+            "dynatemp_exponent",
+            "smoothing_factor",
+            "smoothing_curve",
+            "top_n_sigma",
+            "nsigma",
+            "length_penalty",
+            "no_repeat_ngram_size",
+            "diversity_penalty",
+            "num_beams",
+            "num_beam_groups",
+            "beam_width",
+            "use_beam_search",
+            "early_stopping",
+            "repeat_last_n",
+            "penalty_alpha",
+            "encoder_repetition_penalty",
+            "guidance_scale",
+            "cfg_scale",
+            "negative_prompt",
+            "custom_logit_processor",
+            "custom_params",
+            "logits_processors",
+            "thinking_budget",
+            "thinking_token_budget",
+            "bad_words",
+            "allowed_token_ids",
+            "suppress_tokens",
+            "stop_regex",
+            "sequence_bias",
+            "temperature_last",
+            "repetition_detection",
+            "vllm_xargs",
+            "min_keep",
+        ),
+        _ONE,
+    ),
+    "random_seed": "send `seed` instead",
+    "do_sample": "send temperature 0 for the likeliest token always",
+    "repeat_penalty": "send `repetition_penalty` instead",
+    "num_predict": "send `max_tokens` instead",
+    "n_predict": "send `max_tokens` instead",
+    "max_new_tokens": "send `max_tokens` instead",
+    "max_length": "send `max_tokens` instead",
+    "max_output_tokens": "send `max_tokens` instead",
+    "max_gen_len": "send `max_tokens` instead",
+    "min_new_tokens": "send `min_tokens` instead",
+    "min_length": "send `min_tokens` instead",
+    "sampling_seed": "send `seed` instead",
+    "stop_words": "send `stop` instead",
+    "stop_token": "send `stop` instead",
+    "stop_sequences": "send `stop` instead",
+    "json_schema": "send `response_format` instead",
+    "regex": "send `guided_regex` instead",
+    "ebnf": "send `guided_grammar` instead",
+    "grammar": "send `guided_grammar` instead",
+    "guided_whitespace_pattern": _ONE,
+    "num_ctx": "the context is the model's",
+    "truncate_prompt_tokens": "shorten the prompt yourself",
+    "truncate": "shorten the prompt yourself",
+    "chat_template": "the template is the model's; its options go into `chat_template_kwargs`",
+    "documents": "write them into the messages",
+    "prompt_embeds": "send text or token ids",
+    "input_embeds": "send text or token ids",
+    "add_special_tokens": "write special tokens into the prompt",
+    "lora_path": "weights are the run's: leave it out",
+    "lora_request": "weights are the run's: leave it out",
+    "functions": "send `tools` instead",
+    "function_call": "send `tool_choice` instead",
+    "echo": "the log-probabilities of a prompt are not known here; score it with the trainer's model",
+    "prompt_logprobs": "the log-probabilities of a prompt are not known here; score it with the trainer's model",
+    "suffix": "write the text to fill in into the prompt, as the model's format for it demands",
+    "audio": "answers are text",
+    "modalities": "answers are text",
+    "image_data": "the model reads text",
+    "audio_data": "the model reads text",
+    "video_data": "the model reads text",
+    "return_hidden_states": "engines here tell no hidden states",
+    "mcp_servers": "connect to them yourself, and send their tools",
+    "best_of": "send `n`, and choose among the answers",
+    "tools": "send them to a chat",
+    "tool_choice": "send it to a chat",
+    "skip_special_tokens": "special tokens are not told as text: read `token_ids`",
+    "spaces_between_special_tokens": "special tokens are not told as text: read `token_ids`",
+    "include_stop_str_in_output": "`stop_reason` says which stop string came",
+    "no_stop_trim": "the answer says which stop string came",
+    "add_generation_prompt": "send it with `continue_final_message`",
+    "continue_final_message": "the last message must be the assistant's",
+    "image": "the model reads text",
+    "n": "send several requests",
+}
+"""On every route that does not read them, each with what to do instead: they would change the text, or promise what the answer lacks."""
+
+REFUSED_MESSAGES: Mapping[str, str] = {
+    **{name: remedy.replace("`stop`", "`stop_sequences`") for name, remedy in REFUSED.items()},
+    "stop": "send `stop_sequences` instead",
+    "max_completion_tokens": "send `max_tokens` instead",
+    "response_format": "send `output_config` instead",
+    "stop_sequence": "send `stop_sequences` instead",
+    "instructions": "send `system` instead",
+    "reasoning_effort": "send `output_config` with an `effort`",
+}
+"""The same on Anthropic's routes."""
+
+REFUSED_RESPONSES: Mapping[str, str] = {
+    **{name: remedy.replace("`max_tokens`", "`max_output_tokens`") for name, remedy in REFUSED.items()},
+    "max_tokens": "send `max_output_tokens` instead",
+    "max_completion_tokens": "send `max_output_tokens` instead",
+    "reasoning_effort": "send `reasoning` with an `effort`",
+    "messages": "send `input` instead",
+}
+"""The same on the responses route."""
+
+TOOLS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "apply_patch", "code_execution", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "local_shell",
+            "mcp", "mcp_toolset", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_fetch", "web_search",
+            "web_search_preview", "bash", "text_editor", "memory", "browser", "browser_toolset", "computer_toolset", "tool_search_tool_bm25",
+            "tool_search_tool_regex", "str_replace_editor", "advisor",
+        ),
+        "no local model can call it",
+    )
+}  # fmt: skip
+"""Types of tools that are left out of the prompt, without the dates that some end in. So are those in no table."""
+
+MAX_UNREAD = 256
+"""Fields without a meaning in one request, at most; those that SDKs and agents send are some dozens."""
+MAX_NAME = 80
+"""Letters of a name that are told."""
+_MAX_HEADER = 2048
+"""Letters of a header; proxies refuse heads above some kilobytes."""
+
+
+@dataclass(slots=True)
+class Unread:
+    """The fields of one request that nothing reads, each once and without the numbers of its place."""
+
+    fields: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Whether the name is in a table: then it may be a label of a metric."""
+    refusal: RequestRejected | None = None
+    """What a strict gateway says to the request."""
+
+    def note(self, param: str, fault: str | None = None, *, known: bool = True) -> None:
+        """A field that is passed over. `fault`: why a strict gateway refuses it; `None` if it does not."""
+        if fault is not None and self.refusal is None:
+            self.refusal = RequestRejected(f"{fault}, or set gateway.strict = false.", param=param[:MAX_NAME])
+        name = ".".join(part for part in param.split(".") if not part.isdigit())[:MAX_NAME]
+        self.fields[name] = known or self.fields.get(name, False)
+        if len(self.fields) > MAX_UNREAD:
+            raise RequestRejected(
+                f"the request holds more than {MAX_UNREAD} fields that are not read here: leave them out.", param=param[:MAX_NAME]
+            )
+
+    def unknown(self, param: str) -> None:
+        self.note(param, f"unknown field {param[:MAX_NAME]!r}: leave it out", known=False)
+
+    def rest(self, given: Mapping[str, JsonValue], read: frozenset[str], param: str) -> None:
+        """Notes what an object holds beside the names that are read."""
+        for name, value in given.items():
+            if name not in read and value is not None:
+                if name in IGNORED:
+                    self.note(f"{param}.{name}")
+                else:
+                    self.unknown(f"{param}.{name}")
+
+    def refuse(self, error: RequestRejected) -> None:
+        """What a strict gateway says to something that another one reads."""
+        self.refusal = self.refusal or error
+
+    def headers(self, clamped: str = "") -> tuple[tuple[bytes, bytes], ...]:
+        """What the head of an answer says of its request. `clamped`: what was asked for and is less, with what it is."""
+        ignored = ((b"x-midflight-ignored", self._names),) if self.fields else ()
+        return (*ignored, (b"x-midflight-clamped", clamped.encode())) if clamped else ignored
+
+    @property
+    def _names(self) -> bytes:
+        """As a header may hold them."""
+        names = ", ".join(self.fields).encode("ascii", "replace").translate(_PRINTABLE)
+        return names if len(names) <= _MAX_HEADER else names[: _MAX_HEADER - 3] + b"..."
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Their names as labels of a metric, of which there are few; names in no table are one."""
+        return tuple(dict.fromkeys(name if known else "other" for name, known in self.fields.items()))
+
+
+_PRINTABLE = bytes(letter if 32 <= letter < 127 else 63 for letter in range(256))
+
+
+def is_neutral(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
+    """Whether a value asks for nothing. `True` is not the same as 1 here."""
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
+
+
+_SAMPLING = sorted({p.names.get(api, p.name) for p in PARAMETERS.values() for api in (Api.OPENAI, Api.NATIVE)} | {
+    "max_completion_tokens", "n", "logprobs", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "stream", "tools", "tool_choice", "messages", "prompt", "input", "instructions", "system",
+} | REFUSED.keys())  # fmt: skip
+
+
+@lru_cache(4096)
+def misspelt(name: str) -> str | None:
+    """The parameter that shapes the answer and is written almost so, if there is one."""
+    plain = name.strip().lower().replace("-", "_")
+    if plain in _SAMPLING or len(plain) > 40:
+        return plain if plain in _SAMPLING else None
+    close = difflib.get_close_matches(plain, _SAMPLING, n=1, cutoff=0.86)
+    return close[0] if close and min(len(plain), len(close[0])) > 3 else None
