@@ -160,11 +160,8 @@ class Metrics:
                 self._turn(fact)
             case facts.SessionEnded():
                 self._session(fact)
-            case facts.RequestFailed(status=status):
-                self._failed.labels(str(status)).inc()
-            case facts.FieldsIgnored(path=path, fields=fields):
-                for field in fields:
-                    self._ignored.labels(path, field).inc()
+            case facts.RequestFailed() | facts.FieldsIgnored():
+                self._asked(fact)
             case facts.RolloutEnded():
                 self._rollout(fact)
             case facts.Alarmed(name=name):
@@ -202,6 +199,14 @@ class Metrics:
             self._resumes.inc(turn.num_resumes)
         if turn.num_versions > 1:
             self._spanning.inc()
+
+    def _asked(self, fact: facts.RequestFailed | facts.FieldsIgnored) -> None:
+        match fact:
+            case facts.RequestFailed(status=status):
+                self._failed.labels(str(status)).inc()
+            case facts.FieldsIgnored(path=path, fields=fields):
+                for field in fields:
+                    self._ignored.labels(path, field).inc()
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
         self._rollout_seconds.labels(rollout.source).observe(rollout.seconds)
