@@ -1,0 +1,178 @@
+"""What a cluster lacks is said before anything is started: one sentence for each thing, and all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from midflight.config.load import load_config
+from midflight.config.sections import Config
+from midflight.errors import ConfigError
+from midflight.run.places import checks
+from midflight.run.places.checks import check_cluster
+from midflight.run.places.ray import connect
+from midflight.run.places.seat import MONITOR_VARIABLE, Greeting, SeatActor
+from midflight.run.places.seated import Machine
+
+from .fake_cluster import ActorDiedError, FakeCluster
+
+HEAD = Machine("h", "127.0.0.1", {"CPU": 8.0})
+FAR = Machine("f", "10.0.0.2", {"CPU": 8.0, "GPU": 4.0})
+
+
+@pytest.fixture(autouse=True)
+def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(MONITOR_VARIABLE, "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.chdir(tmp_path)
+
+
+def config(*options: str) -> Config:
+    return load_config(None, ["cluster.kind=ray", "run.folder=runs/x", *options])
+
+
+def problems(cluster: FakeCluster, given: Config) -> list[str]:
+    async def main() -> list[str]:
+        try:
+            await check_cluster(cluster, given)
+        except ConfigError as error:
+            return str(error).splitlines()
+        return []
+
+    return asyncio.run(main())
+
+
+class Other(FakeCluster):
+    """A cluster whose second machine says other things of itself."""
+
+    def __init__(self, **said: Any) -> None:
+        super().__init__(HEAD, FAR)
+        self._said = said
+
+    def seat(self, resources: Mapping[str, float], *, machine: str = "") -> SeatActor:
+        seat = super().seat(resources, machine=machine)
+        if machine == FAR.id:
+            hello, said = seat.hello, self._said
+
+            async def other(folder: str, nonce: str, cwd: str) -> bytes:
+                greeting = msgspec.json.decode(await hello(folder, nonce, cwd), type=Greeting)
+                return msgspec.json.encode(msgspec.structs.replace(greeting, **said))
+
+            seat.hello = other  # pyright: ignore[reportAttributeAccessIssue]
+        return seat
+
+
+def test_a_sound_cluster_is_left_as_it_was(tmp_path: Path) -> None:
+    cluster = FakeCluster(HEAD, FAR)
+    assert problems(cluster, config()) == []
+    assert len(cluster.killed) == 2 and cluster.asked == [{}, {}] and list(tmp_path.iterdir()) == []
+
+
+def test_a_resource_that_no_machine_has_is_named_with_the_most_that_there_is() -> None:
+    cluster = FakeCluster(HEAD, FAR)
+    assert problems(cluster, config("cluster.engine={ GPU = 8 }")) == [
+        "cluster.engine: no machine has GPU: 8; the largest has 4. Lower it, or add a machine."
+    ]
+    assert problems(FakeCluster(HEAD), config("trainer.device=cuda")) == [
+        "cluster.trainer: no machine has GPU: 1; none has any. Lower it, or add a machine."
+    ]
+    big, gpus = Machine("b", "10.0.0.3", {"CPU": 64.0}), Machine("g", "10.0.0.4", {"CPU": 1.0, "GPU": 8.0})
+    assert problems(FakeCluster(big, gpus), config("cluster.engine={ GPU = 8, CPU = 32 }")) == [
+        "cluster.engine: no machine has all of GPU: 8, CPU: 32 together. Lower it, or add a machine."
+    ]
+
+
+def test_shared_memory_is_refused_over_machines_and_allowed_on_one() -> None:
+    (said,) = problems(FakeCluster(HEAD, FAR), config("weights.transport=shared_memory"))
+    assert said.startswith('weights.transport = "shared_memory" reaches no other machine, and the cluster has 2; set it to "collective"')
+    assert problems(FakeCluster(HEAD), config("weights.transport=shared_memory")) == []
+
+
+def test_a_cluster_that_asks_nobody_for_a_token_is_refused_unless_it_is_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    assert problems(FakeCluster(HEAD), config()) == []
+    (said,) = problems(FakeCluster(HEAD, FAR), config())
+    assert said.startswith("the cluster at 10.0.0.2 asks nobody for a token, so that whoever reaches it can run anything there")
+    assert problems(FakeCluster(HEAD, FAR), config("cluster.token_file=token")) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"midflight": "0.0.1"}, "10.0.0.2 has midflight 0.0.1, and this machine has "),
+        ({"python": "3.9.1"}, "10.0.0.2 has Python 3.9.1, and this machine has "),
+        ({"torch": "2.0.0"}, "10.0.0.2 has torch 2.0.0, and this machine has "),
+        ({"has_folder": False}, "10.0.0.2 has no folder "),
+        ({"kills_for_memory": True}, "10.0.0.2 has Ray's memory monitor on"),
+    ],
+)
+def test_a_machine_that_is_unlike_this_one_is_named_with_what_differs(said: dict[str, Any], words: str) -> None:
+    (problem,) = problems(Other(**said), config())
+    assert problem.startswith(words)
+
+
+def test_another_build_of_one_torch_is_the_same_torch() -> None:
+    assert checks._public("2.13.0+cpu") == checks._public("2.13.0+cu130")
+    assert checks._public("2.13.0") != checks._public("2.13.1")
+
+
+def test_a_folder_that_a_machine_does_not_share_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the other machine writes stays there."""
+
+    class Apart(FakeCluster):
+        def seat(self, resources: Mapping[str, float], *, machine: str = "") -> SeatActor:
+            seat = super().seat(resources, machine=machine)
+            hello = seat.hello
+            elsewhere = tmp_path.parent / "elsewhere"
+
+            async def there(folder: str, nonce: str, cwd: str) -> bytes:
+                return await hello(str(elsewhere) if machine == FAR.id else folder, nonce, cwd)
+
+            seat.hello = there  # pyright: ignore[reportAttributeAccessIssue]
+            return seat
+
+    (said,) = problems(Apart(HEAD, FAR), config())
+    assert (
+        said
+        == f"run.folder is below {tmp_path}, and what 10.0.0.2 writes there is not seen here; put it on a file system that all machines share."
+    )
+
+
+def test_a_machine_without_the_package_is_named_and_so_is_one_that_gives_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(HEAD, FAR)
+
+    async def fail(method: str) -> None:
+        raise ActorDiedError("The actor failed to be imported.\nModuleNotFoundError: No module named 'midflight'")
+
+    monkeypatch.setattr(cluster, "fail", fail)
+    (said,) = problems(cluster, config())
+    assert re.fullmatch(r"127\.0\.0\.1 and 1 more has no midflight \S+ in the Python that runs Ray there; install it\.", said)
+
+    async def crash(method: str) -> None:
+        raise ActorDiedError("worker died")
+
+    monkeypatch.setattr(cluster, "fail", crash)
+    (said,) = problems(cluster, config())
+    assert "gives no seat (ActorDiedError: worker died)" in said
+
+
+def test_a_machine_that_does_not_answer_is_not_waited_for_longer_than_it_takes_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "HELLO_SECONDS", 0.05)
+    cluster = FakeCluster(HEAD)
+    cluster.room.clear()
+    (said,) = problems(cluster, config())
+    assert said.startswith("127.0.0.1 did not answer within 0 s")
+
+
+def test_a_token_that_is_not_there_and_ray_that_is_not_installed_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.token_file is nowhere, and there is no such file"):
+        connect("auto", Path("nowhere"))
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(ConfigError, match="pip install 'midflight\\[ray\\]'"):
+        connect("auto", None)
