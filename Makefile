@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-real test-docs docs test-clients test-notebook test-view test-trackers test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-real test-docs docs test-clients test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -34,7 +34,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
-	$(MAKE) docs test-docs test-package test-clients test-notebook test-view test-trackers test-engines test-models benchmarks-smoke
+	$(MAKE) docs test-docs test-package test-clients test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
@@ -54,6 +54,14 @@ docs: $(VENV)-docs/.done
 # A notebook in a kernel of its own.
 test-notebook: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/notebook
+
+# Rings on Ray: on one node, and over machines of network namespaces, which lose power and cables. Minimal Ray, which takes 240 MB.
+test-cluster: $(VENV)/.ray
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=900' tests/real_cluster
+
+$(VENV)/.ray: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	touch $@
 
 # Weights & Biases, MLflow and Trackio, in an environment of their own: with what they bring along it takes about 1 GB.
 test-trackers: $(VENV)/.dev $(VENV)-trackers/.done

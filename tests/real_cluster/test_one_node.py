@@ -1,0 +1,175 @@
+"""A Ray of one node: a whole ring on its seats, what dies there, and what is said of a cluster that is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.real.processes import CONFIG, Command, alive, arguments_of, children, gone, journal, pids
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 240.0
+"""10 s where nothing else runs."""
+CHECK = """
+import sys
+from midflight.cli.checked import check_places
+from midflight.config.load import load_config
+from midflight.errors import MidflightError
+try:
+    check_places(load_config(None, sys.argv[1:]))
+except MidflightError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+@dataclass(frozen=True)
+class Node:
+    address: str
+    token: Path
+
+    @property
+    def options(self) -> list[str]:
+        return ["cluster.kind=ray", f"cluster.address={self.address}", f"cluster.token_file={self.token}"]
+
+
+@pytest.fixture(scope="module")
+def node() -> Generator[Node]:
+    """Started as `ray start` does; minimal Ray, without a dashboard. Its folder is short, because the names of its sockets are limited."""
+    with tempfile.TemporaryDirectory(prefix="mf", dir="/tmp") as folder, socket.create_server(("127.0.0.1", 0)) as found:
+        port, token = found.getsockname()[1], Path(folder) / "token"
+        found.close()
+        token.write_text("a-token-of-these-tests-0123456789abcdef")
+        given = ["--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--num-cpus=8"]
+        given += ["--object-store-memory=80000000", "--disable-usage-stats", f"--temp-dir={folder}/ray"]
+        environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_memory_monitor_refresh_ms": "0"}
+        environ |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        log = Path(folder) / "log"
+        with log.open("wb") as out:
+            ray = subprocess.Popen(
+                [str(Path(sys.executable).parent / "ray"), "start", *given], stdout=out, stderr=out, env={**os.environ, **environ}
+            )
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while "Ray runtime started" not in log.read_text():
+                assert ray.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+            yield Node(f"127.0.0.1:{port}", token)
+        finally:
+            started = below(ray.pid)
+            ray.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                ray.wait(20)
+            for pid in [*started, ray.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            ray.wait(10)
+
+
+def below(pid: int) -> list[int]:
+    found = [pid]
+    for one in found:  # grows while it is walked
+        found += children(one)
+    return found[1:]
+
+
+def small(folder: Path, node: Node, *, steps: int) -> Path:
+    path = folder / "run.toml"
+    path.write_text(
+        f"""{CONFIG}
+[engine]
+count = 2
+[trainer]
+checkpoint_every = 2
+[cluster]
+kind = "ray"
+address = "{node.address}"
+token_file = "{node.token}"
+engine = {{ CPU = 1 }}
+trainer = {{ CPU = 1 }}
+rollout = {{ CPU = 1 }}
+"""
+    )
+    path.write_text(path.read_text().replace('name = "small"', f'name = "small"\nsteps = {steps}'))
+    return path
+
+
+def parts(folder: Path) -> dict[str, int]:
+    """Process ids of the run's parts, wherever they are on this machine, by the name of their log."""
+    found: dict[str, int] = {}
+    for pid in pids():
+        if "midflight.run.launcher.child" in arguments_of(pid):
+            with suppress(OSError):
+                log = Path(f"/proc/{pid}/fd/2").readlink()
+                if log.is_relative_to(folder):
+                    found[log.stem] = pid
+    return found
+
+
+def check(*options: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", CHECK, *options], capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stdout.strip() or done.stderr
+
+
+def test_the_ring_runs_on_seats_and_an_engine_whose_seat_is_lost_comes_back_on_another(node: Node, tmp_path: Path) -> None:
+    run = Command("train", small(tmp_path, node, steps=40), "--folder", tmp_path / "run", folder=tmp_path, forked=False)
+    try:
+        run.until(lambda: len([line for line in journal(tmp_path / "run") if line["kind"] == "step"]) >= 3, "three steps", 240)
+        there = parts(tmp_path / "run")
+        assert set(there) == {"trainer", "rollout", "engine0", "engine1"}
+        seats = {name: parent_of(pid) for name, pid in there.items()}
+        assert len(set(seats.values())) == 4 and run.process.pid not in seats.values()
+        os.kill(seats["engine0"], signal.SIGKILL)
+        assert gone([there["engine0"]], seconds=20), "it ends with its seat"
+        run.until(lambda: "engine0" in parts(tmp_path / "run"), "engine0 on another seat", 120)
+        assert run.wait(240) == 0, run.said
+        assert "engine0 has lost its seat on 127.0.0.1: ActorDiedError" in run.said
+        steps = [line for line in journal(tmp_path / "run") if line["kind"] == "step"]
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert len(steps) == 40 and summary["failed_requests"] == 0
+        assert not parts(tmp_path / "run")
+    finally:
+        run.end()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_launcher_that_dies_takes_all_its_parts_along(node: Node, tmp_path: Path) -> None:
+    run = Command("train", small(tmp_path, node, steps=1000), "--folder", tmp_path / "run", folder=tmp_path, forked=False)
+    try:
+        run.until(lambda: any(line["kind"] == "step" for line in journal(tmp_path / "run")), "a step", 240)
+        there = [*parts(tmp_path / "run").values()]
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert len(there) == 4 and gone(there, seconds=30)
+        assert not any(alive(pid) for pid in there)
+    finally:
+        run.end()
+
+
+def test_what_is_no_cluster_for_the_run_is_said_before_anything_is_started(node: Node, tmp_path: Path) -> None:
+    status, said = check(*node.options, f"run.folder={tmp_path / 'run'}", "cluster.engine={ GPU = 8 }")
+    assert (status, said) == (2, "cluster.engine: no machine has GPU: 8; none has any. Lower it, or add a machine.")
+    assert check(*node.options, f"run.folder={tmp_path / 'run'}") == (0, "")
+    other = tmp_path / "token"
+    other.write_text("another-token-0123456789abcdef0123456789")
+    status, said = check(*node.options[:2], f"cluster.token_file={other}")
+    assert status == 2 and said.startswith(f"cluster.address is '{node.address}', and the token in {other} is not its own") and "\n" not in said
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    status, said = check("cluster.kind=ray", f"cluster.address=127.0.0.1:{port}")
+    assert status == 2 and said.startswith(f"cluster.address is '127.0.0.1:{port}', and no cluster was reached there") and "\n" not in said
+    assert not (tmp_path / "run").exists()
