@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
 from tests.real.processes import CONFIG, Command, alive, arguments_of, children, gone, journal, pids
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +166,11 @@ def test_what_is_no_cluster_for_the_run_is_said_before_anything_is_started(node:
     other = tmp_path / "token"
     other.write_text("another-token-0123456789abcdef0123456789")
     status, said = check(*node.options[:2], f"cluster.token_file={other}")
-    assert status == 2 and said.startswith(f"cluster.address is '{node.address}', and the token in {other} is not its own") and "\n" not in said
+    assert (
+        status == 2
+        and said.startswith(f"cluster.address is '{node.address}', and the token in {other} is not its own")
+        and "\n" not in said
+    )
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     status, said = check("cluster.kind=ray", f"cluster.address=127.0.0.1:{port}")

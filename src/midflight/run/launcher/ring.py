@@ -5,7 +5,6 @@
 | `Ring._rank` (one each) | a trainer process's messages | its end; that of the first is the trainer's | the process |
 | `Ring._rollout` | the rollout process's messages | its end, which is an error before the trainer's | cancellation |
 | `Ring._worker` (one each) | the worker's messages | its end; then it starts it again | cancellation, or starts that fail |
-| `Ring._engine` (one each) | the engine's messages | its end; then it starts it again | cancellation, or a spent budget |
 | `Ring._watch` | beats | its interval; the stacks of a process that hangs, which it then ends | time |
 
 Torch-free: this process only watches.
@@ -13,29 +12,27 @@ Torch-free: this process only watches.
 
 import asyncio
 import secrets
-import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from midflight import given
 from midflight.config.agent import entries_of
-from midflight.config.derived import num_engines, num_workers
+from midflight.config.derived import num_workers
 from midflight.config.sections import Config
 from midflight.errors import first_error
 from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.observe.status import Phase
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
+from midflight.run.launcher.engines import Access, EnginePart, Engines
 from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
 from midflight.run.parts import (
     TEACHER,
     Condemned,
     Endpoint,
-    EngineSpec,
     Failed,
     Message,
     ModelReady,
@@ -70,21 +67,6 @@ OWN_REASON_SECONDS = 1.0
 """For a part that was lost to say why itself: its message is on its way when its connections break."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnginePart:
-    """One engine process, in all its lives. `url` is of a server that it attaches to; `model` of the teacher, which has its own."""
-
-    name: str
-    kind: str
-    place: Place
-    url: str | None = None
-    model: str | None = None
-
-    @property
-    def address(self) -> str:
-        return f"http://{self.place.host}:{self.place.port}"
-
-
 class Ring:
     """One attempt at a run. `on_message` hears everything the parts say; it must not raise or wait."""
 
@@ -115,6 +97,7 @@ class Ring:
         """The newest process of each part."""
         self._ready = set[str]()
         """Parts that have come up and not ended."""
+        self._rank_places: Sequence[Place] = ()
         self._is_done = False
         """Nothing is left to be rolled out: parts that end now have done so because the rollout process does."""
         self.memory: dict[str, int] = {}
@@ -141,9 +124,18 @@ class Ring:
     async def _run(self, purpose: Purpose, *, resume: bool) -> None:
         gateway = self._config.gateway
         self._gateway = await self._places.take(ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port)
-        self._engines = await self._engine_parts(purpose)
+        access = Access(self.url, self._control_token, self._engine_token, self._segment)
+        self._engines = Engines(
+            *(self._config, self._places, access),
+            budgets=self._budgets,
+            serving=self._ready,
+            say=self._on_message,
+            start=self._start_engine,
+            follow=self._brief_and_follow,
+        )
+        engines = await self._engines.take(with_teacher=purpose in (Purpose.TRAIN, Purpose.ROLLOUTS))
         remove_left()
-        beside = [*(self._engine(part) for part in self._engines), self._watch()]
+        beside = [*engines, self._watch()]
         rollout = self._rollout(purpose)
         beside += [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
         try:
@@ -160,7 +152,7 @@ class Ring:
 
     async def _end(self) -> None:
         """Waits for the parts' ends, and for what they still said; a cancellation kills them at once."""
-        for place in (self._gateway, *(part.place for part in self._engines)):
+        for place in (self._gateway, *(part.place for part in self._engines.parts.values())):
             place.refuse()
         await stop_all([*self.children.values()], seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
         await self._last_words()
@@ -186,22 +178,15 @@ class Ring:
         self._on_message(Stalled(f"{hung.why}.\n{report}{stacks}"))
         child.condemn(hung.why)
 
-    async def _engine_parts(self, purpose: Purpose) -> list[EnginePart]:
-        section, teacher = self._config.engine, self._config.distillation.teacher
-        urls = section.urls or (None,) * num_engines(section)
-        taken = [await self._places.take(ProcessKind.ENGINE) for _ in urls]
-        parts = [EnginePart(f"engine{index}", section.kind, taken[index], url=url) for index, url in enumerate(urls)]
-        if teacher is not None and purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
-            parts.append(EnginePart(TEACHER, "embedded", await self._places.take(ProcessKind.ENGINE), model=str(teacher)))
-        return parts
-
     @property
     def url(self) -> str:
         return f"http://{self._gateway.host}:{self._gateway.port}"
 
     async def _trainer(self, *, resume: bool) -> None:
         """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
-        first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
+        for place in self._rank_places:  # of an earlier life
+            place.close()
+        self._rank_places = first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
         spec = TrainerSpec(
             self._config.model_dump_json(), self.url, self._control_token, self._segment, resume, meeting=f"{first.host}:{first.port}"
         )
@@ -223,7 +208,7 @@ class Ring:
         has_agents = purpose is not Purpose.SERVE and not self._num_workers(purpose)
         entries = entries_of(self._config.environment) if has_agents else ()
         rollout = await self._start(ProcessKind.ROLLOUT, "rollout", self._gateway, listens=True, writes=True, arguments=entries)
-        addresses = {part.name: part.address for part in self._engines}
+        addresses = self._engines.addresses()
         teacher = addresses.pop(TEACHER, None)
 
         def spec(model: ModelReady) -> Spec:
@@ -273,46 +258,8 @@ class Ring:
                 self._on_message(Restarted(name, error + again, None))
         raise PartFailed(f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran an agent: {error}", part=name)
 
-    async def _engine(self, part: EnginePart) -> None:
-        """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
-        name = part.name
-
-        def spec(model: ModelReady) -> Spec:
-            return EngineSpec(
-                name=name,
-                model=part.model or model.folder,
-                config=self._config.model_dump_json(),
-                socket_fd=part.place.fd,
-                token=self._engine_token,
-                segment=self._segment,
-                version=model.version,
-                url=part.url,
-            )
-
-        while True:
-            engine = await self._start(ProcessKind.ENGINE, name, part.place, listens=True, arguments=[part.kind])
-            try:
-                await self._brief_and_follow(engine, spec)
-                failure = PartFailed(f"{name} ended, though nobody asked it to", part=name)
-            except PartFailed as error:
-                failure = error
-            self._ready.discard(name)
-            engine.signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
-            await engine.ended()
-            await self._may_restart(failure)
-
-    async def _may_restart(self, failure: PartFailed) -> None:
-        """Waits for an engine's back-off. A spent budget is the failure; but while another engine serves, it is a longer wait."""
-        name, loop = failure.part, asyncio.get_running_loop()
-        while (wait := self._budgets.of(name).spend(loop.time())) is None:
-            others = ", ".join(sorted(self._ready & {part.name for part in self._engines} - {TEACHER}))
-            if not others or name == TEACHER:
-                raise failure
-            back = self._budgets.of(name).seconds_to_next(loop.time())
-            self._on_message(Restarted(name, f"{failure}\nIts restarts are spent; {others} goes on.", 0, back))
-            await asyncio.sleep(back)
-        self._on_message(Restarted(name, str(failure), self._budgets.of(name).left(loop.time()), wait))
-        await asyncio.sleep(wait)
+    async def _start_engine(self, part: EnginePart) -> Child:
+        return await self._start(ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind])
 
     async def _start(
         self, part: ProcessKind, name: str, place: Place, *, listens: bool = False, writes: bool = False, arguments: Sequence[str] = ()
@@ -385,6 +332,7 @@ class Ring:
             case Ready(url):
                 self._watchdog.ready(name)
                 self._ready.add(name)
+                self._engines.came_up(name)
                 if url is not None:
                     self._write_endpoint(url)
             case Condemned(part, why):  # a worker that hangs

@@ -64,7 +64,9 @@ def _initialise(ray: Any, address: str) -> None:
     except Exception as error:
         if type(error).__name__ == "AuthenticationError":
             token = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
-            raise ConfigError(f"cluster.address is {address!r}, and the token in {token} is not its own; set cluster.token_file to that.") from error
+            raise ConfigError(
+                f"cluster.address is {address!r}, and the token in {token} is not its own; set cluster.token_file to that."
+            ) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise ConfigError(f"cluster.address is {address!r}, and no cluster was reached there: {lines[0]}") from error
 

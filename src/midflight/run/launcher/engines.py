@@ -1,0 +1,177 @@
+"""The engines of a ring, over all their lives: started again where they live, moved where their machine is lost, joined where there was no room
+for them at first.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `Engines.keep` (one each) | the engine's messages | its end; then it starts it again | cancellation, or a spent budget |
+| `Engines.join` (one each) | nothing | a place, however long that takes; then as above | the cluster, cancellation |
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from midflight.config.derived import num_engines
+from midflight.config.seats import engines_min
+from midflight.config.sections import Config
+from midflight.errors import first_error
+from midflight.run.launcher.budgets import Budgets
+from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, PartLost, ProcessKind, Restarted, Spec, serve_while
+from midflight.run.places.port import Child, PartFailed, Place, Places
+
+JOIN_SECONDS = 600.0
+"""For the gateway to admit an engine: it first asks it what it is, and compares weights, which takes as long as they are large."""
+AGAIN_SECONDS = 2.0
+"""Between two attempts at a gateway that does not answer yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePart:
+    """One engine process, in all its lives. `url` is of a server that it attaches to; `model` of the teacher, which has its own."""
+
+    name: str
+    kind: str
+    place: Place
+    url: str | None = None
+    model: str | None = None
+    joins: bool = False
+    """The rollout process was not told of this address when it started."""
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.place.host}:{self.place.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Where engines join a run, and by which tokens."""
+
+    gateway: str
+    control_token: str
+    engine_token: str
+    segment: str
+
+
+class Engines:
+    """`start` and `follow` are the ring's: a process is started, and heard until it ends. `serving` are the parts that have come up."""
+
+    def __init__(
+        self,
+        config: Config,
+        places: Places,
+        access: Access,
+        *,
+        budgets: Budgets,
+        serving: set[str],
+        say: Callable[[Message], None],
+        start: Callable[[EnginePart], Awaitable[Child]],
+        follow: Callable[[Child, Callable[[ModelReady], Spec]], Awaitable[None]],
+    ) -> None:
+        self._config, self._places, self._access = config, places, access
+        self._budgets, self._serving, self._say, self._start, self._follow = budgets, serving, say, start, follow
+        self.parts: dict[str, EnginePart] = {}
+        self._up: dict[str, asyncio.Event] = {}
+
+    async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
+        """Places for the engines that the run starts with. Returns what keeps them, and what has the others join."""
+        section, teacher = self._config.engine, self._config.distillation.teacher
+        urls = section.urls or (None,) * num_engines(section)
+        least = engines_min(self._config)
+        taken = await asyncio.gather(*(self._places.take(ProcessKind.ENGINE) for _ in urls[:least]))
+        first = [EnginePart(f"engine{index}", section.kind, place, url=urls[index]) for index, place in enumerate(taken)]
+        if teacher is not None and with_teacher:
+            first.append(EnginePart(TEACHER, "embedded", await self._places.take(ProcessKind.ENGINE), model=str(teacher)))
+        self.parts = {part.name: part for part in first}
+        later = [self.join(f"engine{index}", url) for index, url in enumerate(urls) if index >= least]
+        return [*(self.keep(part) for part in first), *later]
+
+    def addresses(self) -> dict[str, str]:
+        return {part.name: part.address for part in self.parts.values()}
+
+    def came_up(self, name: str) -> None:
+        if (event := self._up.get(name)) is not None:
+            event.set()
+
+    async def join(self, name: str, url: str | None) -> None:
+        place = await self._places.take(ProcessKind.ENGINE)
+        await self.keep(EnginePart(name, self._config.engine.kind, place, url=url, joins=True))
+
+    async def keep(self, part: EnginePart) -> None:
+        """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
+        while True:
+            self.parts[part.name] = part
+            failure = await self._life(part)
+            self._serving.discard(part.name)
+            if not part.place.lost:
+                await self._may_restart(failure)
+            elif part.name == TEACHER:
+                raise failure  # its address is told at the start alone
+            else:
+                part.place.close()
+                self._say(Restarted(part.name, str(failure), None))
+                part = replace(part, place=await self._places.take(ProcessKind.ENGINE), joins=True)
+
+    async def _life(self, part: EnginePart) -> PartFailed:
+        """Waits for the end of one process, which nobody asked for, and returns why it ended."""
+        self._up[part.name] = asyncio.Event()
+        try:
+            engine = await self._start(part)
+        except PartFailed as failure:
+            return failure
+        try:
+            await serve_while(self._follow_on(part, engine), *([self._announce(part)] if part.joins else []))
+            failure = PartFailed(f"{part.name} ended, though nobody asked it to", part=part.name)
+        except BaseExceptionGroup as errors:
+            failure = first_error(errors)
+            if not isinstance(failure, PartFailed):
+                raise failure from errors
+        engine.signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
+        await engine.ended()
+        return failure
+
+    async def _follow_on(self, part: EnginePart, engine: Child) -> None:
+        def spec(model: ModelReady) -> Spec:
+            return EngineSpec(
+                name=part.name,
+                model=part.model or model.folder,
+                config=self._config.model_dump_json(),
+                socket_fd=part.place.fd,
+                token=self._access.engine_token,
+                segment=self._access.segment,
+                version=model.version,
+                url=part.url,
+            )
+
+        await self._follow(engine, spec)
+
+    async def _announce(self, part: EnginePart) -> None:
+        """Tells the gateway where the engine is. Waits until the engine serves, and for the gateway, which may not serve yet."""
+        from midflight.run.api.membership import EngineAddress, MembershipClient  # only here does the launcher ask anybody
+        from midflight.wire.client import HttpClient
+
+        await self._up[part.name].wait()
+        async with HttpClient(self._access.gateway, lost=PartLost, token=self._access.control_token) as http:
+            while True:
+                try:
+                    answer = await MembershipClient(http).put(part.name, EngineAddress(part.address), seconds=JOIN_SECONDS)
+                    break
+                except PartLost:
+                    await asyncio.sleep(AGAIN_SECONDS)
+        if answer.status not in (200, 201):
+            said = answer.content.decode(errors="replace")
+            raise PartFailed(f"{part.name} at {part.address} was not admitted ({answer.status}): {said}", part=part.name)
+
+    async def _may_restart(self, failure: PartFailed) -> None:
+        """Waits for an engine's back-off. A spent budget is the failure; but while another engine serves, it is a longer wait."""
+        name, loop = failure.part, asyncio.get_running_loop()
+        while (wait := self._budgets.of(name).spend(loop.time())) is None:
+            others = ", ".join(sorted(self._serving & self.parts.keys() - {TEACHER}))
+            if not others or name == TEACHER:
+                raise failure
+            back = self._budgets.of(name).seconds_to_next(loop.time())
+            self._say(Restarted(name, f"{failure}\nIts restarts are spent; {others} goes on.", 0, back))
+            await asyncio.sleep(back)
+        self._say(Restarted(name, str(failure), self._budgets.of(name).left(loop.time()), wait))
+        await asyncio.sleep(wait)
