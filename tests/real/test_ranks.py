@@ -63,7 +63,7 @@ def test_a_rank_killed_in_mid_run_and_a_resume_with_one_fewer_lose_no_adapter_an
     parts = [pid for found in command.parts().values() for pid in found]
     killed = command.kill("trainer", 1)
     assert command.wait(90) == 0, command.said
-    assert "ended with signal SIGKILL" in command.said and "goes on from its last checkpoint" in command.said
+    assert "ended with signal SIGKILL" in command.said and "The trainer goes on from its last checkpoint" in command.said
     assert killed in parts and not [pid for pid in parts if alive(pid)] and not segments(run)
     assert [line["step"] for line in steps(run)] == list(range(1, 9))
     assert not list((run / "checkpoints").glob(".writing*"))

@@ -55,6 +55,7 @@ class Service:
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
         self.said: list[object] = []
+        self.over = False
 
     async def take(self, train_version: Version) -> PackedBatch:
         await asyncio.sleep(self.seconds)
@@ -371,6 +372,10 @@ def test_a_trainer_gives_a_batch_back_skips_a_step_and_goes_back_to_its_checkpoi
             assert at.service.said[-1] == ("restart", 1)
             assert (await at.post("/take", {"train_version": 9})).status_code == 200
             assert (await at.post("/done", {"lease": 3, "version": 10})).json() == {"version": 10}
+            await at.post("/restart", {"version": 1}, **{"x-midflight-life": "1"})
+            late = await at.post("/take", {"train_version": 9}, **{"x-midflight-life": "0"})
+            assert late.status_code == 409 and "trainer 0 of this run was given up" in late.json()["error"]["message"]
+            assert (await at.post("/take", {"train_version": 9}, **{"x-midflight-life": "1"})).status_code == 200
 
     run_virtual(main)
 

@@ -39,6 +39,8 @@ between versions, so the claim for the step at c says for r what it said before:
 time, for all that had finished. A token may then be trained by weights that are younger, at most S steps behind those that sampled it
 on the lost way; it counts as of age 0. While such groups wait, admission counts them as open, so none is generated beyond what is due.
 Only a group that runs across the restart may come in excess: it was admitted for a later step, and what it samples now is of r.
+Engines that outlive the trainer serve a version v < r until r is handed over. It counts as v + r - c, along the steps, and admission by
+v_served = v grants less than that, so the bound holds meanwhile; r is the first that the trainer publishes, so it does not last.
 
 What the proof needs from outside: tokens are known here before v_served rises past their version, and steps are taken in the
 order of their versions. Where that fails (a token overtaken by its engine's attestation), more groups can be due than batches are

@@ -199,20 +199,31 @@ class Journal:
 
         Later lines are of steps that did not survive.
         """
-        self._state = state
+        self._state, self._path = state, path
         history = PastLines()
         if resume_at is not None:
             history = read_journal(path, until=resume_at)
             history.restore(state, read_journal(path))
-            resumed = ResumeLine(version=resume_at, step=state.step, seconds=state.seconds, totals=state.totals)
-            history = replace(history, resumes=(*history.resumes, resumed))
+            history = self._resumed(history, resume_at)
+        self._begin(history)
+        self._timeline = Timeline(path.with_name(TIMELINE), state, goes_on=resume_at is not None)
+
+    def _resumed(self, history: PastLines, at: Version) -> PastLines:
+        resumed = ResumeLine(version=at, step=self._state.step, seconds=self._state.seconds, totals=self._state.totals)
+        return replace(history, resumes=(*history.resumes, resumed))
+
+    def _begin(self, history: PastLines) -> None:
         self._steps = {line.version for line in history.steps}
         self._evaluations = {(line.version, line.source) for line in history.evaluations}
         self._groups: dict[Version, tuple[int, dict[int, int], Learning]] = {}
-        _rewrite(path, history)
-        self._file = path.open("ab")
-        self._timeline = Timeline(path.with_name(TIMELINE), state, goes_on=resume_at is not None)
+        _rewrite(self._path, history)
+        self._file = self._path.open("ab")
         self._forget()
+
+    def _go_back(self, checkpoint: Version) -> None:
+        """The trainer goes on from there while this process lives."""
+        self._file.close()
+        self._begin(self._resumed(read_journal(self._path, until=checkpoint), checkpoint))
 
     def close(self) -> None:
         self._file.close()
@@ -251,6 +262,8 @@ class Journal:
                 self._write(CheckpointLine(version=version, step=self._state.step, seconds=self._state.seconds))
             case facts.EngineJoined() | facts.EngineLeft():
                 self._write(self._member_line(fact))
+            case facts.WentBack(checkpoint=checkpoint):
+                self._go_back(checkpoint)
             case facts.Alarmed(name=name, text=text):
                 status = self._state.status()
                 self._write(AlarmLine(version=status.version, step=status.step, seconds=status.seconds, name=name, text=text))

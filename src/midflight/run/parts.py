@@ -110,6 +110,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     segment: str
     """Begins the names of the files of shared memory; no other run has it."""
     resume: bool = False
+    life: int = 0
+    """Above 0 it goes on beside a rollout process and engines that have outlived so many trainers."""
     rank: int = 0
     host: str = "127.0.0.1"
     """Address of its machine, at which other parts reach it."""

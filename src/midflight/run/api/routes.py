@@ -8,7 +8,7 @@ no longer work; fields may be added to answers without that.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,7 @@ from starlette.routing import BaseRoute
 from midflight.config.sections import Config
 from midflight.errors import EngineError, EngineUnavailable, NotSupported, RequestRejected, RequestTimeout
 from midflight.ports import Scorer
-from midflight.run.api.service import PREFIX, DoneBody, ModelTensors, StepBook, TrainerService
+from midflight.run.api.service import LIFE, PREFIX, DoneBody, ModelTensors, StepBook, TrainerService, WentOn
 from midflight.run.api.session_routes import WaitSeconds, batch_as_lists
 from midflight.run.heart import Heart
 from midflight.run.parts import TEACHER
@@ -140,7 +140,14 @@ class TrainerRoutes:
             "checkpointed": self._checkpointed,
             "finish": self._finish,
         }
-        return [route(f"{PREFIX}/{name}", verb, token=self._token) for name, verb in verbs.items()]
+        return [route(f"{PREFIX}/{name}", self._of_this_life(verb), token=self._token) for name, verb in verbs.items()]
+
+    def _of_this_life(self, verb: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answered(request: Request) -> Response:
+            self._book.check_life(_life(request))
+            return await verb(request)
+
+        return answered
 
     async def _take(self, request: Request) -> Response:
         body = await body_of(request, Take)
@@ -179,8 +186,8 @@ class TrainerRoutes:
         body = await body_of(request, AtVersion)
         self._book.check_restart(body.version)
         version = await self._service.restart(body.version)
-        self._book.restarted(version)
-        return json_answer({"version": version})
+        self._book.restarted(version, life=_life(request))
+        return json_answer(WentOn(version, self._service.over))
 
     async def _weights(self, request: Request) -> Response:
         """Waits until every engine serves the version, is reserved or in quarantine; `served_version` says what came of it."""
@@ -221,6 +228,14 @@ class TrainerRoutes:
         manifest = WeightManifest(body.version, body.fingerprint, body.transport, body.location, body.tensors, body.deltas)
         await asyncio.to_thread(check_readable, manifest)
         return manifest
+
+
+def _life(request: Request) -> int:
+    """A trainer that says nothing of it is the only one."""
+    said = request.headers.get(LIFE, "0")
+    if not said.isdecimal():
+        raise RequestRejected(f"{LIFE} is {said!r}; give a number, or leave it out.", param=LIFE)
+    return int(said)
 
 
 # --- Tasks ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from midflight.wire.client import HttpClient
 
 PREFIX = "/midflight/v1"
 """Of the routes by which a trainer, a harness or a worker asks."""
+LIFE = "x-midflight-life"
+"""Header: which trainer of the run speaks, counted from 0. One that was given up, and is not dead but cut off, is not heard any more."""
 
 
 class RolloutService(Protocol):
@@ -65,16 +67,31 @@ class TrainerService(RolloutService, Protocol):
     async def restart(self, checkpoint: Version) -> Version:
         """The trainer goes on from its checkpoint: groups of later steps wait again, exactly once (I8).
 
-        Returns the number under which the checkpoint's weights go on: its own, or one that no other weights have had.
+        Returns the number under which the checkpoint's weights go on: its own, or one that no other weights have had. `OutOfTurn` when the
+        last step was made and this is not its checkpoint.
         """
         ...
+
+    @property
+    def over(self) -> bool:
+        """Whether a trainer has said `finish`: no batch comes any more."""
+        ...
+
+
+class WentOn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to `restart`: the number under which the checkpoint's weights go on, and whether the last step was made before."""
+
+    version: Version
+    over: bool = False
 
 
 class RolloutClient:
     """`RolloutService` of another process. A lost connection is made anew once, because every verb may be said again: after this process
     has stood still, the connections it had are closed. What fails again is `PartLost`; the launcher ends this process with a dead one."""
 
-    def __init__(self, url: str, *, token: str) -> None:
+    def __init__(self, url: str, *, token: str, life: int = 0) -> None:
+        """`life`: see `LIFE`."""
+        self._headers = {LIFE: str(life)}
         # A batch may take as long as its slowest rollout, so answers have no deadline; connecting has one.
         self._http = HttpClient(url, lost=_lost, token=token, connect_seconds=60)
 
@@ -100,11 +117,16 @@ class RolloutClient:
     async def finish(self, version: Version) -> None:
         await self._post("finish", {"version": version})
 
+    async def restart(self, checkpoint: Version) -> WentOn:
+        """As `TrainerService`. Said twice, the second number is the one that holds."""
+        return msgspec.json.decode(await self._post("restart", {"version": checkpoint}), type=WentOn)
+
     async def _post(self, verb: str, body: object) -> bytes:
+        path, content = f"{PREFIX}/{verb}", msgspec.json.encode(body)
         try:
-            answer = await self._http.call("POST", f"{PREFIX}/{verb}", msgspec.json.encode(body))
+            answer = await self._http.call("POST", path, content, headers=self._headers)
         except PartLost:
-            answer = await self._http.call("POST", f"{PREFIX}/{verb}", msgspec.json.encode(body))
+            answer = await self._http.call("POST", path, content, headers=self._headers)
         if answer.status != 200:
             raise PartLost(f"the rollout process answered {verb} with {answer.status}: {answer.content[:500].decode(errors='replace')}")
         return answer.content
@@ -139,8 +161,14 @@ class StepBook:
         self._saved = start_version
         self._open: dict[int, _Taken] = {}
         self._last_said: DoneBody | None = None
+        self._life = 0
         self._published: tuple[Version, str] | None = None
         self._clock = SenderClock()
+
+    def check_life(self, life: int) -> None:
+        """`OutOfTurn` for a trainer in whose place another goes on."""
+        if life < self._life:
+            raise OutOfTurn(f"trainer {life} of this run was given up, and trainer {self._life} goes on in its place: end this one.")
 
     def check_take(self, train_version: Version) -> None:
         """No version is left out: a batch follows the newest version made, or the newest batch."""
@@ -202,8 +230,9 @@ class StepBook:
                 f"to {self._made}, the newest made."
             )
 
-    def restarted(self, version: Version) -> None:
-        """The next step begins at `version`; leases are closed."""
+    def restarted(self, version: Version, *, life: int = 0) -> None:
+        """The next step begins at `version`; leases are closed, and trainers before this one are not heard any more."""
+        self._life = life
         self._made = self._newest_taken = version
         self._open.clear()
         self._clock = SenderClock()  # the trainer may be on another machine now

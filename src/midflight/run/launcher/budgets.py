@@ -1,5 +1,9 @@
 """How often a part may be started again: at most so often, but what was spent comes back with time. Synchronous."""
 
+from midflight.errors import every_error, first_error
+from midflight.run.parts import Restarted
+from midflight.run.places.port import PartFailed
+
 REPLENISH_SECONDS = 600.0
 """After this a restart that was spent is there again: crashes that far apart do not end a run of a week, and a crash loop still ends."""
 FIRST_WAIT, LONGEST_WAIT = 2.0, 30.0
@@ -40,3 +44,13 @@ class Budgets:
 
     def of(self, part: str) -> Budget:
         return self._budgets.setdefault(part, Budget(self._size))
+
+    def spend_on(self, failures: BaseExceptionGroup[BaseException], *, now: float, possible: bool = True) -> Restarted:
+        """Takes a restart of the part whose failure ended the others', and says so. Raises the failure where none is left or `possible`.
+
+        Of errors of parts that ended together, one that a restart cannot mend says most.
+        """
+        failure = next((one for one in every_error(failures) if not isinstance(one, PartFailed)), first_error(failures))
+        if not isinstance(failure, PartFailed) or not possible or (wait := self.of(failure.part).spend(now)) is None:
+            raise failure from failures
+        return Restarted(failure.part, str(failure), self.of(failure.part).left(now), wait)

@@ -17,7 +17,7 @@ from midflight import given
 from midflight.config import derived
 from midflight.config.sections import Config
 from midflight.config.sources import source_names
-from midflight.errors import ConfigError, disk_full, every_error, first_error
+from midflight.errors import ConfigError, disk_full
 from midflight.observe.memory import PeakMemory
 from midflight.observe.plot import drawn_by_itself
 from midflight.observe.status import Phase, Status, WarmStartStatus, heldout
@@ -27,7 +27,7 @@ from midflight.run.launcher import opening
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.ending import Stop, main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, can_go_on, check_kept, clear, held, prepare
-from midflight.run.launcher.ring import WRITING_SECONDS, PartFailed, Ring
+from midflight.run.launcher.ring import WRITING_SECONDS, Ring
 from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
 from midflight.run.launcher.viewing import BesideRun
 from midflight.run.parts import (
@@ -108,7 +108,7 @@ class Run:
         return time.monotonic() - self._began
 
     async def train(self, *, resume: bool) -> None:
-        """Goes on from an earlier start with `resume`. Restarts the ring from its last checkpoint when a part dies, within the budget. Ended by the last step, or an error."""
+        """Goes on from an earlier start with `resume`. Restarts the ring from its last checkpoint when a part dies that the ring cannot start again by itself, within the budget. Ended by the last step, or an error."""
         self._before = past_seconds(self._folder) if resume else 0.0
         await serve_while(self._attempts(resume=resume), self._watch_memory(), self._viewer.run())
 
@@ -133,15 +133,11 @@ class Run:
             try:
                 return await self._ring(self.hear, budgets=budgets).run(Purpose.TRAIN, resume=resume)
             except BaseExceptionGroup as failures:
-                # Of parts that ended together, one that a restart cannot mend says most.
-                failure = next((one for one in every_error(failures) if not isinstance(one, PartFailed)), first_error(failures))
-                if not isinstance(failure, PartFailed) or (wait := budgets.of(failure.part).spend(time.monotonic())) is None:
-                    raise failure from failures
+                again = budgets.spend_on(failures, now=time.monotonic())
             resume = can_go_on(self._folder)
             where = "its last checkpoint" if resume else "the beginning"
-            left = budgets.of(failure.part).left(time.monotonic())
-            self._terminal.say(f"{failure}\nThe run goes on from {where}{after(wait)}; {left} restarts are left.")
-            await asyncio.sleep(wait)
+            self._terminal.say(f"{again.error}\nThe run goes on from {where}{after(again.seconds)}; {again.left} restarts are left.")
+            await asyncio.sleep(again.seconds)
             if not resume:
                 self._tracking.drop()
                 clear(self._folder)

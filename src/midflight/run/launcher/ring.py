@@ -14,6 +14,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ from midflight.observe.status import Phase
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.engines import Access, EnginePart, Engines
+from midflight.run.launcher.lives import Lives
 from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
 from midflight.run.parts import (
     TEACHER,
@@ -81,8 +83,7 @@ class Ring:
         budgets: Budgets | None = None,
         objects: bytes = given.NOTHING,
     ) -> None:
-        """`lock` holds the run's folder for as long as a part that writes there has it open. `budgets` outlive one attempt. `objects`: what
-        a Python program gives to its run, packed."""
+        """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one attempt. `objects`: of a program, packed."""
         self._objects = objects
         self._config, self._on_message = config, on_message
         self._given_model = model
@@ -91,6 +92,7 @@ class Ring:
         self._engine_token = secrets.token_urlsafe(24)
         self._budgets = budgets or Budgets(config.run.restarts)
         self._watchdog = Watchdog(stall_seconds=config.run.stall_seconds)
+        self._lives = Lives(Path(config.run.folder), self._budgets, self._watchdog, say=on_message)
         self._worker_token = secrets.token_urlsafe(24)
         self._segment = segment_name(Path(config.run.folder))
         self.children: dict[str, Child] = {}
@@ -105,9 +107,7 @@ class Ring:
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
         """Until what `purpose` ends it by, or until a part fails. With our own trainer that is its last step, evaluated and exported.
-
-        `resume`: the trainer goes on from its last checkpoint.
-        """
+        `resume`: the trainer goes on from its last checkpoint."""
         self._model: asyncio.Future[ModelReady] = asyncio.get_running_loop().create_future()
         if self._given_model is not None:
             self._model.set_result(self._given_model)
@@ -140,7 +140,7 @@ class Ring:
         beside += [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
         try:
             if purpose is Purpose.TRAIN:
-                await serve_while(self._trainer(resume=resume), rollout, *beside)
+                await serve_while(self._lives.lead(partial(self._trainer, resume), self._end_trainer), rollout, *beside)
             else:
                 await serve_while(rollout, *beside)
         finally:
@@ -182,16 +182,18 @@ class Ring:
     def url(self) -> str:
         return f"http://{self._gateway.host}:{self._gateway.port}"
 
-    async def _trainer(self, *, resume: bool) -> None:
+    async def _trainer(self, resume: bool, life: int) -> None:
         """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
         for place in self._rank_places:  # of an earlier life
             place.close()
         self._rank_places = first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
-        spec = TrainerSpec(
-            self._config.model_dump_json(), self.url, self._control_token, self._segment, resume, meeting=f"{first.host}:{first.port}"
-        )
+        config, meeting = self._config.model_dump_json(), f"{first.host}:{first.port}"
+        spec = TrainerSpec(config, self.url, self._control_token, self._segment, resume or life > 0, life, meeting=meeting)
         ranks = [self._rank(msgspec.structs.replace(spec, rank=rank), place) for rank, place in enumerate(others, start=1)]
         await serve_while(self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first), *ranks)
+
+    async def _end_trainer(self) -> None:
+        await stop_all([child for name, child in self.children.items() if name.startswith("trainer")], seconds=0.0)
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
         trainer = await self._start(
@@ -301,13 +303,6 @@ class Ring:
                         if isinstance(message, Progress):  # that connections break now alarms nobody
                             self._on_message(message)
 
-    def _write_endpoint(self, url: str) -> None:
-        """Before the address is announced: whoever waits for one may then read the other."""
-        write_endpoint(
-            Path(self._config.run.folder),
-            Endpoint(url, self._control_token, self._config.run.name, str(Path(self._model.result().folder).resolve())),
-        )
-
     async def _follow(self, child: Child) -> None:
         """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the child."""
         try:
@@ -327,14 +322,17 @@ class Ring:
                 self._watchdog.hear(name, message)
                 self.memory[name] = message.memory_bytes
                 return
-            case ModelReady() if not self._model.done():
-                self._model.set_result(message)
+            case ModelReady():
+                self._lives.came_up()
+                if not self._model.done():  # a later trainer brings what it has by a handover
+                    self._model.set_result(message)
             case Ready(url):
                 self._watchdog.ready(name)
                 self._ready.add(name)
                 self._engines.came_up(name)
-                if url is not None:
-                    self._write_endpoint(url)
+                if url is not None:  # written before the address is announced: whoever waits for one may then read the other
+                    model = str(Path(self._model.result().folder).resolve())
+                    write_endpoint(Path(self._config.run.folder), Endpoint(url, self._control_token, self._config.run.name, model))
             case Condemned(part, why):  # a worker that hangs
                 self.children[part].condemn(why)
             case Progress(status):

@@ -7,7 +7,7 @@ does not come back from quarantine, and a run in which nothing moves. Synchronou
 | silent | its last beat is as old; older, where what it did may hold the interpreter |
 | blocked | it beats, but its event loop has not turned for as long |
 | idle | what it does takes processor time, and took none for as long |
-| absent | an engine is in quarantine for as long, and started before that |
+| absent | an engine is in quarantine for as long, started before that, and a trainer could have brought it weights all the time |
 | standing | no counter of the run has moved for as long, and no limit of anything that is done has time left |
 """
 
@@ -96,6 +96,8 @@ class Watchdog:
         self._counters: object = None
         self._moved = clock()
         self._report_after = stall_seconds
+        self._weights: float | None = clock()
+        """Since when somebody hands weights out; none while the trainer is away."""
 
     # --- What it hears -----------------------------------------------------------------------------------------------
 
@@ -114,6 +116,13 @@ class Watchdog:
     def ready(self, name: str) -> None:
         if (pulse := self.pulses.get(name)) is not None:
             pulse.ready = self._clock()
+
+    def weights_lost(self) -> None:
+        """The trainer has ended: no engine can be blamed for not coming back."""
+        self._weights = None
+
+    def weights_found(self) -> None:
+        self._weights = self._clock()
 
     def progress(self, counters: object) -> None:
         """How far the run is, in any form that can be compared; nothing moves while it stays equal."""
@@ -178,10 +187,10 @@ class Watchdog:
 
     def _absent(self, pulse: Pulse, now: float) -> Hung | None:
         """`pulse` is of an engine, and the absence is known to the process that routes to it."""
-        if pulse.ready is None:
+        if pulse.ready is None or self._weights is None:
             return None
         for absence in (a for p in self.pulses.values() for a in p.beat.absences if a.engine == pulse.name):
-            seconds = now - max(absence.since, pulse.ready)
+            seconds = now - max(absence.since, pulse.ready, self._weights)
             if seconds >= self._stall_seconds:
                 return Hung(pulse.name, f"{pulse.name} was in quarantine for {seconds:.0f} s: {absence.error}")
         return None

@@ -19,6 +19,7 @@ from midflight.config import derived
 from midflight.config.sections import RolloutSection
 from midflight.environments.rows import Columns
 from midflight.environments.tasks import PostedTasks, Source, TaskStream
+from midflight.errors import OutOfTurn
 from midflight.observe.status import Phase
 from midflight.run.api.routes import Teacher
 from midflight.run.parts import serve_while
@@ -84,6 +85,9 @@ def resumed(books: Books, store: Store, unfinished: Iterable[Unfinished]) -> fac
 class RolloutSystem:
     """Implements `TrainerService`. Built complete, so that it runs alike over real engines and simulated ones, real time and virtual."""
 
+    _last_version: Version | None = None
+    """That of the last step, once the trainer has said `finish`."""
+
     def __init__(
         self,
         agents: Agents,
@@ -145,7 +149,6 @@ class RolloutSystem:
         """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8)."""
         for fact in (facts.Interrupted(), facts.WentBack(checkpoint, self._version, store.groups_after(checkpoint))):
             store.apply(fact)
-            self._observe(fact)
         for fact in store.facts():
             self.books.apply(fact)
         self._stream.seek(*store.next_position(), posted=store.next_posted())
@@ -223,6 +226,8 @@ class RolloutSystem:
 
     async def restart(self, checkpoint: Version) -> Version:
         """Reads the groups again if a step was reported meanwhile. Ended by the writer."""
+        if self.over and checkpoint != self._last_version:
+            raise OutOfTurn(f"going back to version {checkpoint}: version {self._last_version} was the last, and its rollouts have ended.")
         while True:
             groups = await self._writer.read(lambda store: store.groups_after(checkpoint))
             if frozenset(group.key for group in groups) == self.books.learnt_after(checkpoint):
@@ -231,6 +236,10 @@ class RolloutSystem:
         self.record(facts.WentBack(checkpoint, version, groups))
         await self._writer.flush()
         return version
+
+    @property
+    def over(self) -> bool:
+        return self._last_step.is_set()
 
     async def publish(self, manifest: WeightManifest) -> None:
         async with self._evaluations.making_way():
@@ -243,6 +252,7 @@ class RolloutSystem:
 
     async def finish(self, version: Version) -> None:
         """Waits for the last evaluation; ended by it."""
+        self._last_version = version
         self._last_step.set()
         await self._finished.wait()
 

@@ -18,7 +18,7 @@ from midflight.config.sections import Config, ModelSection
 from midflight.errors import ConfigError
 from midflight.models.load import add_adapters, export_model, is_adapted, load_model, lora_config, make_model, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
-from midflight.run.api.service import RolloutClient
+from midflight.run.api.service import RolloutClient, WentOn
 from midflight.run.heart import START_SECONDS, Heart
 from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec
 from midflight.run.trainer.team import Team, follow
@@ -33,6 +33,7 @@ from midflight.trainer.model.probe import proven_layout
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import Version, WeightManifest
+from midflight.weights.transports.files import remove_stale
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher as make_publisher
 
@@ -105,9 +106,9 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     published = PublishedVersions(run / "published")
     with launcher.heart.doing("makes or loads its model", limit=START_SECONDS, heavy=True):
         found: list[str] = []
-        team, resumed = await _ready(config, spec, launcher, published, found.append)
+        team, resumed, over = await _ready(config, spec, launcher, published, found.append)
     launcher.tell(ModelReady(str(run / "start"), team.version, resumed, tuple(found)))
-    await _train(config, team, spec, published, heart=launcher.heart)
+    await _train(config, team, spec, published, heart=launcher.heart, over=over)
     with launcher.heart.doing("exports its model", limit=START_SECONDS, heavy=True):
         await asyncio.to_thread(_export, config, team, run / "model", merged=True)
         await asyncio.to_thread(team.end)
@@ -115,8 +116,9 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
 
 async def _ready(
     config: Config, spec: TrainerSpec, launcher: Launcher, published: PublishedVersions, keep: Callable[[str], None]
-) -> tuple[Team, Version | None]:
-    """The trainer as it begins, and the version of the checkpoint that it goes on from, if it does. Alarms are told at once, and kept."""
+) -> tuple[Team, Version | None, bool]:
+    """The trainer as it begins; the version of the checkpoint that it goes on from, if it does; and whether the last step was made before.
+    Alarms are told at once, and kept."""
 
     def alarm(text: str) -> None:
         launcher.tell(Alarm(text))
@@ -134,11 +136,19 @@ async def _ready(
         layout = await asyncio.to_thread(_layout, config, model)
     team = await asyncio.to_thread(_team, config, model, layout, spec, launcher)
     if checkpoint is None:
-        return team, None
-    as_version = published.resumed_as(version_of(checkpoint))
-    resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=as_version))
-    await asyncio.to_thread(_export, config, team, run / "start")
-    return team, resumed
+        return team, None, False
+    goes_on = WentOn(published.resumed_as(version_of(checkpoint)))
+    if spec.life:
+        async with _service(spec) as service:
+            goes_on = await service.restart(version_of(checkpoint))
+    resumed = await asyncio.to_thread(partial(team.load, checkpoint, as_version=goes_on.version))
+    if not spec.life:  # else engines have the folder that they began with, and get these weights by a handover
+        await asyncio.to_thread(_export, config, team, run / "start")
+    return team, resumed, goes_on.over
+
+
+def _service(spec: TrainerSpec) -> RolloutClient:
+    return RolloutClient(spec.rollout_url, token=spec.token, life=spec.life)
 
 
 async def _first(config: Config, launcher: Launcher, alarm: Callable[[str], None]) -> tuple[PreTrainedModel, Layout]:
@@ -248,14 +258,20 @@ class ModelWeights:
         self._released.append(version)
 
 
-async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions, *, heart: Heart) -> None:
+async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions, *, heart: Heart, over: bool) -> None:
     section = config.weights
+    if spec.life:  # engines that were reading what a trainer before published have had the time of a start
+        remove_stale(spec.segment)
+    if over:
+        async with _service(spec) as service:
+            await service.finish(team.version)
+        return
     full_every = section.full_every if section.delta else 1
     engines, folder = num_engines(config.engine), Path(config.run.folder) / "weights"
     with make_publisher(
         section.transport, name=spec.segment, folder=folder, host=spec.host, full_every=full_every, num_engines=engines
     ) as weights:
-        async with RolloutClient(spec.rollout_url, token=spec.token) as service:
+        async with _service(spec) as service:
             loop = TrainingLoop(
                 team,
                 ModelWeights(team.weights, weights, published, dtype=served_dtype(config)),

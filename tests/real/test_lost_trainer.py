@@ -1,0 +1,92 @@
+"""A trainer of two processes of which one is killed, then the other: engine, gateway, agents and an open stream stay (I1, I3, I8)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from midflight.archive.ledger import ledger_of
+
+from .processes import CONFIG, Command, alive, segments, steps
+from .test_train import check_no_step_twice, check_store
+
+pytestmark = pytest.mark.timeout(180)
+NUM_STEPS, NUM_TOKENS = 60, 800
+STAY = ("engine", "rollout", "worker")
+
+
+class Stream:
+    """An answer of `NUM_TOKENS` tokens, as it comes."""
+
+    def __init__(self) -> None:
+        self.num_chunks, self.ended = 0, ""
+
+    async def read(self, client: openai.AsyncOpenAI) -> None:
+        extra = {"min_tokens": NUM_TOKENS, "ignore_eos": True}
+        stream = await client.completions.create(model="policy", prompt="go", max_tokens=NUM_TOKENS, stream=True, extra_body=extra)
+        async for chunk in stream:
+            self.num_chunks += 1
+            self.ended = chunk.choices[0].finish_reason or "" if chunk.choices else self.ended
+
+
+def test_i8_a_killed_rank_of_the_trainer_costs_steps_and_no_request_engine_or_gateway(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(CONFIG.replace("max_context = 64", "max_context = 4096"))
+    run = tmp_path / "run"
+    sets = (f"run.steps={NUM_STEPS}", "trainer.ranks=2", "trainer.checkpoint_every=3", "trainer.micro_batch_tokens=4096")
+    command = Command("train", "small.toml", "--folder", "run", *(w for s in sets for w in ("--set", s)), folder=tmp_path)
+    try:
+        command.until(lambda: len(steps(run)) >= 4, "step 4")
+        asyncio.run(asyncio.wait_for(killed_in_mid_stream(command, run), 120))
+        before = command.parts()
+        killed = min(before["trainer"])
+        made = steps(run)[-1]["version"]
+        command.kill("trainer", 0)
+        again(command, run, above=made)
+        assert not alive(killed) and {part: command.parts()[part] for part in STAY} == {part: before[part] for part in STAY}
+        everything = [pid for pids in command.parts().values() for pid in pids]
+        assert command.wait(90) == 0, command.said
+    finally:
+        command.end()
+    assert command.said.count("The trainer goes on from its last checkpoint; engines, gateway and agents stay.") == 2
+    assert "The run goes on from" not in command.said and not [pid for pid in everything if alive(pid)] and not segments(run)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["failed_requests"], summary["failed_rollouts"], summary["steps"]) == (0, 0, NUM_STEPS)
+    assert summary["max_token_staleness"] <= 4
+    check_no_step_twice(run, num_steps=NUM_STEPS)
+    check_store(run)
+    found = ledger_of(run)
+    assert found.balanced and found.accounts.trained == 2 * NUM_STEPS, found.mistakes
+
+
+def again(command: Command, run: Path, *, above: int) -> None:
+    """Waits for a step of the next trainer: its versions are above all that there were."""
+    command.until(lambda: any(line["version"] > above + 1 for line in steps(run)), "step of the next trainer")
+
+
+async def killed_in_mid_stream(command: Command, run: Path) -> None:
+    endpoint = json.loads((run / "endpoint.json").read_text())
+    headers = {"Authorization": f"Bearer {endpoint['control_token']}"}
+    async with httpx2.AsyncClient(base_url=endpoint["url"], headers=headers, timeout=120) as http:
+        session: dict[str, Any] = (await http.post("/midflight/v1/sessions", json={})).json()
+        stream = Stream()
+        async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none", max_retries=0) as client, asyncio.TaskGroup() as group:
+            group.create_task(stream.read(client))
+            while not stream.num_chunks:
+                await asyncio.sleep(0.01)
+            before, made = command.parts(), steps(run)[-1]["version"]
+            command.kill("trainer", 1)
+            at_kill = stream.num_chunks
+            assert not stream.ended
+            await asyncio.to_thread(again, command, run, above=made)
+            after = command.parts()
+        assert stream.ended == "length" and stream.num_chunks > at_kill
+        record = (await http.post(f"/midflight/v1/sessions/{session['session_id']}/end", json={})).json()
+        assert record["failed_requests"] == 0
+    assert {part: after[part] for part in STAY} == {part: before[part] for part in STAY}
+    assert len(after["trainer"]) == 2 and not set(after["trainer"]) & set(before["trainer"]), "both ranks are new"
