@@ -16,7 +16,7 @@ from midflight.archive.ledger import ledger_of
 from .processes import CONFIG, Command, alive, segments, steps
 from .test_train import check_no_step_twice, check_store
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 NUM_STEPS, NUM_TOKENS = 60, 800
 STAY = ("engine", "rollout", "worker")
 
