@@ -9,6 +9,7 @@ costs nothing: configuration and commands never need torch, and only `Objective`
 | `Trainer` | a run from a script, a thread or a notebook; docs/python.md |
 | `train`, `serve` | what `midflight train` and `midflight serve` do; each returns an exit status |
 | `environment` | the decorator that marks a function or class as an environment |
+| `sandbox` | where an agent may run code that a model wrote |
 | `Task` | one problem: id, source and data |
 | `Client` | what an agent talks to: `openai.AsyncOpenAI`, bound to one session |
 | `Reward`, `Result` | what an environment returns: a number, or more than that |
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from midflight.config import load_config
     from midflight.environments.registry import environment
+    from midflight.environments.sandboxes.port import sandbox
     from midflight.ports import Engine
     from midflight.python.trainer import Trainer
     from midflight.run.launcher.launch import serve, train
@@ -52,6 +54,7 @@ __all__ = [
     "Trainer",
     "environment",
     "load_config",
+    "sandbox",
     "serve",
     "train",
 ]
@@ -65,6 +68,7 @@ _HOMES = {
     "Task": "midflight.types:Task",
     "Trainer": "midflight.python.trainer:Trainer",
     "environment": "midflight.environments.registry:environment",
+    "sandbox": "midflight.environments.sandboxes.port:sandbox",
     "load_config": "midflight.config:load_config",
     "serve": "midflight.run.launcher.launch:serve",
     "train": "midflight.run.launcher.launch:train",

@@ -261,6 +261,10 @@ class ConfigError(MidflightError):
     code = "invalid_config"
 
 
+class SandboxUnavailable(ConfigError):
+    """Nothing here can isolate a program, or what could is down."""
+
+
 class ModelNotFound(ConfigError):
     """No model at the given place, or not one that can be loaded."""
 

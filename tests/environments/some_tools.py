@@ -117,6 +117,10 @@ def wants_more(completion: str, difficulty: int) -> float:
     return difficulty
 
 
+async def passes(completion: str, tests: str, sandbox: Any) -> float:
+    return float((await sandbox.python(f"{completion}\n{tests}")).ok)
+
+
 def of_group(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     GROUPS.append(list(completions))
     return [float(said == right) + 0.5 * (said == max(completions)) for said, right in zip(completions, answer, strict=True)]

@@ -8,12 +8,13 @@ import pytest
 from tests.environments import some_tools
 
 from midflight import Result
+from midflight.config.agents import SandboxSection
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.registry import AgentProgram, ScoredAgents
-from midflight.environments.reward_functions import Rewards
+from midflight.environments.reward_functions import Dialogue, Rewards
 from midflight.environments.rollout import GroupRunner
 from midflight.environments.scoring import Unjudged
-from midflight.errors import BadReward, ConfigError, EnvironmentFailed, TaskFieldMissing
+from midflight.errors import BadReward, ConfigError, EnvironmentFailed, SandboxUnavailable, TaskFieldMissing
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Task
 
@@ -27,7 +28,10 @@ def program(**section) -> AgentProgram:
 
 
 def rewards_of(*names: str, **options) -> Rewards:
-    return Rewards(EnvironmentSection.model_validate({"rewards": [{"entry": f"{MADE}:{name}", **options} for name in names]}).rewards)
+    return Rewards(
+        EnvironmentSection.model_validate({"rewards": [{"entry": f"{MADE}:{name}", **options} for name in names]}).rewards,
+        SandboxSection(kind="trusted"),
+    )
 
 
 def line_of(name: str) -> str:
@@ -169,3 +173,25 @@ def test_i10_a_function_that_returns_too_few_numbers_scores_none_of_the_group():
     assert "expected a list of 2 numbers, one for each of completions" in (found[0].error or "") and BadReward.__name__ in (
         found[0].error or ""
     )
+
+
+def test_a_reward_function_that_asks_for_a_sandbox_gets_one_and_others_need_none() -> None:
+    section = EnvironmentSection.model_validate({"rewards": [{"entry": f"{MADE}:passes"}], "sandbox": {"kind": "trusted"}})
+    rewards = Rewards(section.rewards, section.sandbox)
+    assert rewards.functions[0].columns == ("tests",)
+
+    def scored(said: str) -> object:
+        messages = [{"role": "user", "content": "2 * 4"}, {"role": "assistant", "content": said}]
+        attempt = Dialogue(task(question="2 * 4", tests="assert found == 8"), messages, 1)
+        return asyncio.run(rewards.score(attempt))
+
+    assert scored("found = 2 * 4") == {"passes": 1.0}
+    assert scored("found = 7") == {"passes": 0.0}
+
+
+def test_a_sandbox_that_cannot_be_made_is_said_before_the_run_and_only_where_it_is_asked_for(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    section = EnvironmentSection.model_validate({"rewards": [{"entry": f"{MADE}:passes"}]})
+    with pytest.raises(SandboxUnavailable, match="not installed"):
+        Rewards(section.rewards, section.sandbox)
+    Rewards(EnvironmentSection.model_validate({"rewards": [{"entry": f"{MADE}:correct"}]}).rewards, section.sandbox)

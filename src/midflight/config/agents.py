@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from midflight.config.section import Seconds, Section
+from midflight.config.section import Positive, Seconds, Section
 
 
 class RewardSection(Section):
@@ -44,3 +44,22 @@ class McpSection(Section):
     def label(self) -> str:
         words = [word for word in self.command if not word.startswith("-")]
         return self.name or self.url or (words or [""])[-1]
+
+
+class SandboxSection(Section):
+    """Where code that a model wrote runs: `sandbox` of a reward function, and `midflight.sandbox`."""
+
+    kind: str = "bubblewrap"
+    """bubblewrap: namespaces of this machine, without network and without our files; refused where the machine has none. trusted: as this user, with limits and without isolation, for code that is trusted. Or `module:Class` of one's own, called with this section, which may run it elsewhere."""
+    seconds: Seconds = 10.0
+    """After which a program is ended; larger waits longer for one that hangs."""
+    memory_mb: Positive = 512
+    """MiB that its processes may hold together; larger lets it take more."""
+    disk_mb: Positive = 64
+    """MiB of each folder that it may write to, which are in memory; larger lets it write more."""
+    processes: Positive = 32
+    """Processes and threads at once; larger lets it start more."""
+    output_bytes: Positive = 1_000_000
+    """Of its output and of its errors, past which it is ended; larger keeps more."""
+    network: bool = False
+    """Whether it reaches the network that this machine reaches."""

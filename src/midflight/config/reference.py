@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import operator
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,8 +50,9 @@ def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _section_keys() -> list[str]:
-    """Sections in the order of `Config`, each followed by the lists of tables in it."""
-    inner = sorted(key for key in tables() if "." in key and key.endswith("*"))
+    """Sections in the order of `Config`, each followed by the tables and lists of tables in it that have options of their own."""
+    owners = {option.key.rpartition(".")[0] for option in options().values()}
+    inner = sorted(key for key in tables() if "." in key and key in owners)
     return [key for name in Config.model_fields for key in (name, *(k for k in inner if k.startswith(f"{name}.")))]
 
 
@@ -71,7 +73,7 @@ def section_class(key: str) -> type[Section]:
     of_lists = {"sources": sources.SourceSection, "rewards": agents.RewardSection, "mcp": agents.McpSection}
     if key.endswith(".*"):
         return of_lists[key.split(".")[1]]
-    return type(getattr(Config(), key))
+    return type(operator.attrgetter(key)(Config()))
 
 
 def _row(option: Option, text: str) -> str:

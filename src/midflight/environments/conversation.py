@@ -48,7 +48,7 @@ class BuiltInLoop:
         """`ConfigError` names what cannot be used. `stateful` is the class that `environment.entry` names, if it names one. `post` is
         needed to run."""
         self._section, self._post = section, post
-        self.rewards = Rewards(section.rewards)
+        self.rewards = Rewards(section.rewards, section.sandbox)
         found = [*load_tools(section.tools), *([] if stateful is None else [stateful])]
         classes = [
             StatefulClass(each, where="environment.entry" if stateful else "environment.tools") for each in found if isinstance(each, type)

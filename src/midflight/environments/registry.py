@@ -100,7 +100,7 @@ class AgentProgram:
         self.is_built_in = found is None or self._stateful is not None
         self.environment: Environment | None = None if self.is_built_in else environment_at(found, agent_of(section))
         self._loop = BuiltInLoop(section, stateful=self._stateful) if self.is_built_in else None
-        self.rewards = Rewards(section.rewards) if self._loop is None else self._loop.rewards
+        self.rewards = Rewards(section.rewards, section.sandbox) if self._loop is None else self._loop.rewards
 
     @property
     def cancels(self) -> bool:

@@ -6,17 +6,18 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from midflight.config.agents import RewardSection
+from midflight.config.agents import RewardSection, SandboxSection
 from midflight.entries import load_entry
 from midflight.environments.agents import in_thread
+from midflight.environments.sandboxes.port import Sandbox, sandbox_of
 from midflight.environments.scoring import number_in
 from midflight.errors import BadReward, ConfigError, TaskFieldMissing, first_error, nearest
 from midflight.types import Json, Result, Task
 
 T = TypeVar("T")
-OF_ONE = ("task", "messages", "completion", "prompt", "environment", "log_metric")
+OF_ONE = ("task", "messages", "completion", "prompt", "environment", "log_metric", "sandbox")
 """What a function may ask for by name, beside the columns of the task and the fields of the environment's result."""
-OF_MANY = ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_metric", "log_extra")
+OF_MANY = ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_metric", "log_extra", "sandbox")
 """The same of a function of TRL's shape, whose columns are lists."""
 SHAPE = (
     "a reward is `def name(completion, answer) -> float` with the parameters it needs of task, messages, completion and the task's columns, "
@@ -66,6 +67,9 @@ def place_of(function: object) -> str:
 class RewardFunction:
     """One of `environment.rewards`."""
 
+    sandbox: Sandbox | None = None
+    """Where one that asks for it runs what the model wrote."""
+
     def __init__(self, section: RewardSection, function: Callable[..., object]) -> None:
         """`ConfigError` names file, line and function if it cannot be called."""
         self.label, self.weight, self._options = section.label, section.weight, section.options
@@ -104,6 +108,7 @@ class RewardFunction:
             "prompt": attempt.task.prompt,
             "environment": attempt.environment,
             "log_metric": attempt.metrics.__setitem__,
+            "sandbox": self.sandbox,
             **self._options,
         }
         found = await self._called({name: values[name] for name in self._wanted(values, attempt)})
@@ -126,6 +131,7 @@ class RewardFunction:
             "trainer_state": None,
             "log_metric": log_metric,
             "log_extra": ignored,
+            "sandbox": self.sandbox,
             **self._options,
         }
         found = await self._called({name: values[name] for name in self._wanted(values, attempts[0])})
@@ -191,14 +197,18 @@ async def together(running: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 class Rewards:
     """All reward functions of a run."""
 
-    def __init__(self, sections: Sequence[RewardSection]) -> None:
-        """`ConfigError` if one cannot be imported or called."""
+    def __init__(self, sections: Sequence[RewardSection], sandbox: SandboxSection) -> None:
+        """`ConfigError` if one cannot be imported or called, or asks for a sandbox that cannot be made here."""
         such_as = "midflight.rewards:exact_match"
         found = [(section, load_entry(section.entry, option="environment.rewards", such_as=such_as)) for section in sections]
         for section, function in found:
             if not callable(function):
                 raise ConfigError(f"environment.rewards: {section.entry} is {function!r:.200}, which cannot be called; {SHAPE}.")
         self.functions = [RewardFunction(section, cast("Callable[..., object]", function)) for section, function in found]
+        if asking := [function for function in self.functions if "sandbox" in function.named]:
+            made = sandbox_of(sandbox)
+            for function in asking:
+                function.sandbox = made
         self.of_one = [function for function in self.functions if not function.is_of_group]
         self.of_group = [function for function in self.functions if function.is_of_group]
 

@@ -1,0 +1,156 @@
+"""The port: what a sandbox is given, what it says, and which one a run has."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal, Protocol, cast
+
+from midflight.config.agents import SandboxSection
+from midflight.entries import load_entry
+from midflight.errors import ConfigError
+
+LOOK_SECONDS = 0.1
+Ended = Literal["time", "memory", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What became of a program."""
+
+    status: int | None
+    """Its exit status, below 0 the number of a signal; None if a limit ended it."""
+    stdout: str
+    """What it wrote, cut to the limit; bytes that are no UTF-8 are replaced."""
+    stderr: str
+    seconds: float
+    ended_by: Ended | None = None
+    """Which limit ended it."""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 0
+
+
+class Sandbox(Protocol):
+    """Runs programs that nobody trusts. One object serves any number at once."""
+
+    def check(self) -> None:
+        """Tries once whether it can isolate. `SandboxUnavailable` says why not, and what to do."""
+        ...
+
+    async def run(self, command: Sequence[str], *, files: Mapping[str, str | bytes] = ..., stdin: str = "") -> Ran:
+        """Waits for the program's end; ended by it, by a limit, or by cancellation, after which nothing of it runs any more.
+
+        `files` lie in its working folder, by path relative to that. What it leaves behind is gone with it.
+        `SandboxUnavailable` if there is no sandbox to run it in: that says nothing about the program, so nothing must be scored by it.
+        """
+        ...
+
+    async def python(self, code: str, *, files: Mapping[str, str | bytes] = ..., stdin: str = "") -> Ran:
+        """The same of a Python program, with this interpreter's packages where the sandbox has them."""
+        ...
+
+
+def checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
+    """As bytes. `ValueError` for a path that leads out of the folder."""
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"files of a sandbox lie in its working folder: {name!r} does not; give a relative path without '..'.")
+    return {name: text.encode() if isinstance(text, str) else text for name, text in files.items()}
+
+
+class Limited:
+    """A process with three pipes that was just started, under its limits."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, limits: SandboxSection, *, held: Callable[[], int], kill: Callable[[], None]
+    ) -> None:
+        """`held`: bytes of memory that it and all below it have now. `kill` ends them all."""
+        self._process, self._limits, self._held, self._kill = process, limits, held, kill
+        self._why: Ended | None = None
+
+    async def ended(self, stdin: str) -> Ran:
+        """Waits for its end; ended by it, by a limit, or by cancellation. Then nothing of it runs any more."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                out, err = (tasks.create_task(self._read(stream)) for stream in (self._process.stdout, self._process.stderr))
+                beside = [tasks.create_task(self._write(stdin)), tasks.create_task(self._watch())]
+                try:
+                    async with asyncio.timeout(self._limits.seconds):
+                        await self._process.wait()
+                except TimeoutError:
+                    self._end("time")
+                self._kill()  # what it left behind
+                await self._process.wait()
+                for task in beside:
+                    task.cancel()
+        finally:
+            self._kill()
+            await self._process.wait()  # at once
+        status = None if self._why else self._process.returncode
+        return Ran(status, out.result(), err.result(), loop.time() - began, self._why)
+
+    def _end(self, why: Ended) -> None:
+        self._why = self._why or why
+        self._kill()
+
+    async def _read(self, stream: asyncio.StreamReader | None) -> str:
+        """Waits for the stream's end, or for more than may be."""
+        assert stream is not None
+        found, most = b"", self._limits.output_bytes
+        while more := await stream.read(65536):
+            found += more[: most - len(found) + 1]
+            if len(found) > most:
+                self._end("output")
+        return found[:most].decode(errors="replace")
+
+    async def _write(self, text: str) -> None:
+        """Waits until all is read, or nobody reads it any more."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(text.encode())
+            await self._process.stdin.drain()
+        except ConnectionError:
+            pass
+        finally:
+            self._process.stdin.close()
+
+    async def _watch(self) -> None:
+        """Waits for the interval to pass, until it is too much; ended by its task group."""
+        while True:
+            if self._held() > self._limits.memory_mb * 2**20:
+                return self._end("memory")
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def sandbox(**limits: Any) -> Sandbox:
+    """One of an agent's own: the options are those of `[environment.sandbox]`, and errors as those of `sandbox_of`."""
+    return sandbox_of(SandboxSection(**limits))
+
+
+def sandbox_of(section: SandboxSection) -> Sandbox:
+    """`SandboxUnavailable` where this machine cannot isolate as it is told to; `ConfigError` for a class that cannot be had."""
+    if section.kind == "bubblewrap":
+        from midflight.environments.sandboxes.bubblewrap import Bubblewrap
+
+        found: Sandbox = Bubblewrap(section)
+    elif section.kind == "trusted":
+        from midflight.environments.sandboxes.trusted import Trusted
+
+        found = Trusted(section)
+    else:
+        made = load_entry(section.kind, option="environment.sandbox.kind", such_as="my_sandbox:Remote")
+        if not callable(made):
+            raise ConfigError(f"environment.sandbox.kind is {section.kind!r}, which cannot be called with the section; name a class.")
+        found = cast("Sandbox", made(section))
+    found.check()
+    return found
+
+
+PYTHON = (sys.executable, "-I", "-B", "main.py")
+"""On this machine: nothing of the surroundings is imported, and nothing compiled is kept."""

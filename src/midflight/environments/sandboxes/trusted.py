@@ -1,0 +1,54 @@
+"""No isolation: programs run as this user, with limits, in a folder of their own, without our environment. For code that is trusted."""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from midflight.config.agents import SandboxSection
+from midflight.environments.sandboxes.bubblewrap import resident
+from midflight.environments.sandboxes.port import PYTHON, Limited, Ran, checked
+
+
+class Trusted:
+    """Implements `Sandbox`."""
+
+    def __init__(self, limits: SandboxSection) -> None:
+        self._limits = limits
+
+    def check(self) -> None:
+        """There is nothing to try."""
+
+    async def python(self, code: str, *, files: Mapping[str, str | bytes] = {}, stdin: str = "") -> Ran:
+        return await self.run(PYTHON, files={**files, "main.py": code}, stdin=stdin)
+
+    async def run(self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = "") -> Ran:
+        most = self._limits.memory_mb * 2**20
+        words = [
+            "prlimit",
+            f"--as={most}",
+            f"--fsize={self._limits.disk_mb * 2**20}",
+            f"--cpu={max(1, round(self._limits.seconds))}",
+            "--core=0",
+            "--",
+        ]
+        with tempfile.TemporaryDirectory(prefix="midflight-") as folder:
+            for name, data in checked(files).items():
+                path = Path(folder) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            process = await asyncio.create_subprocess_exec(
+                *words, *command, cwd=folder, env={"PATH": f"{sys.prefix}/bin:{os.defpath}", "HOME": folder, "LANG": "C.UTF-8"},
+                start_new_session=True, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            return await Limited(process, self._limits, held=lambda: resident(process.pid), kill=lambda: _kill(process.pid)).ended(stdin)
+
+
+def _kill(pid: int) -> None:
+    """Its session, so also what it has left behind in that."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
