@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from midflight.config import load_config
     from midflight.environments.registry import environment
-    from midflight.environments.sandboxes.port import sandbox
+    from midflight.environments.sandboxes.choice import sandbox
     from midflight.ports import Engine
     from midflight.python.trainer import Trainer
     from midflight.run.launcher.launch import serve, train
@@ -68,7 +68,7 @@ _HOMES = {
     "Task": "midflight.types:Task",
     "Trainer": "midflight.python.trainer:Trainer",
     "environment": "midflight.environments.registry:environment",
-    "sandbox": "midflight.environments.sandboxes.port:sandbox",
+    "sandbox": "midflight.environments.sandboxes.choice:sandbox",
     "load_config": "midflight.config:load_config",
     "serve": "midflight.run.launcher.launch:serve",
     "train": "midflight.run.launcher.launch:train",

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from midflight.config.agents import SandboxSection
-from midflight.environments.sandboxes.port import Ran, Sandbox, sandbox_of
+from midflight.environments.sandboxes.choice import sandbox_of
+from midflight.environments.sandboxes.port import Ran, Sandbox
 from midflight.errors import ConfigError, SandboxUnavailable
 
 LIMITS = {"seconds": 30.0, "memory_mb": 256, "disk_mb": 4, "processes": 12, "output_bytes": 10_000}

@@ -1,15 +1,13 @@
-"""The port: what a sandbox is given, what it says, and which one a run has."""
+"""The port: what a sandbox is given, and what it says; and the limits that any process is held to."""
 
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, Protocol
 
 from midflight.config.agents import SandboxSection
-from midflight.entries import load_entry
-from midflight.errors import ConfigError
 
 LOOK_SECONDS = 0.1
 Ended = Literal["time", "memory", "output"]
@@ -126,30 +124,6 @@ class Limited:
             if self._held() > self._limits.memory_mb * 2**20:
                 return self._end("memory")
             await asyncio.sleep(LOOK_SECONDS)
-
-
-def sandbox(**limits: Any) -> Sandbox:
-    """One of an agent's own: the options are those of `[environment.sandbox]`, and errors as those of `sandbox_of`."""
-    return sandbox_of(SandboxSection(**limits))
-
-
-def sandbox_of(section: SandboxSection) -> Sandbox:
-    """`SandboxUnavailable` where this machine cannot isolate as it is told to; `ConfigError` for a class that cannot be had."""
-    if section.kind == "bubblewrap":
-        from midflight.environments.sandboxes.bubblewrap import Bubblewrap
-
-        found: Sandbox = Bubblewrap(section)
-    elif section.kind == "trusted":
-        from midflight.environments.sandboxes.trusted import Trusted
-
-        found = Trusted(section)
-    else:
-        made = load_entry(section.kind, option="environment.sandbox.kind", such_as="my_sandbox:Remote")
-        if not callable(made):
-            raise ConfigError(f"environment.sandbox.kind is {section.kind!r}, which cannot be called with the section; name a class.")
-        found = cast("Sandbox", made(section))
-    found.check()
-    return found
 
 
 PYTHON = (sys.executable, "-I", "-B", "main.py")

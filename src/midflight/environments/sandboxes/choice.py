@@ -1,0 +1,30 @@
+"""Which sandbox a run has, or an agent."""
+
+from typing import Any, cast
+
+from midflight.config.agents import SandboxSection
+from midflight.entries import load_entry
+from midflight.environments.sandboxes.bubblewrap import Bubblewrap
+from midflight.environments.sandboxes.port import Sandbox
+from midflight.environments.sandboxes.trusted import Trusted
+from midflight.errors import ConfigError
+
+
+def sandbox(**limits: Any) -> Sandbox:
+    """One of an agent's own: the options are those of `[environment.sandbox]`, and errors as those of `sandbox_of`."""
+    return sandbox_of(SandboxSection(**limits))
+
+
+def sandbox_of(section: SandboxSection) -> Sandbox:
+    """`SandboxUnavailable` where this machine cannot isolate as it is told to; `ConfigError` for a class that cannot be had."""
+    if section.kind == "bubblewrap":
+        found: Sandbox = Bubblewrap(section)
+    elif section.kind == "trusted":
+        found = Trusted(section)
+    else:
+        made = load_entry(section.kind, option="environment.sandbox.kind", such_as="my_sandbox:Remote")
+        if not callable(made):
+            raise ConfigError(f"environment.sandbox.kind is {section.kind!r}, which cannot be called with the section; name a class.")
+        found = cast("Sandbox", made(section))
+    found.check()
+    return found
