@@ -302,6 +302,11 @@ METRICS = (
     ),
     ("`midflight_handovers`", "`engine`", "Versions that an engine took."),
     (
+        "`midflight_engines`, `midflight_engines_joined`, `midflight_engines_left`",
+        "`state`",
+        "A gauge of the engines, and those that came or went while the run went on; a moved one does both.",
+    ),
+    (
         "`midflight_stage_seconds`, `midflight_commit_pause_seconds`",
         "",
         "Histograms of handovers: bringing a version into an engine, and its pause for the swap.",
