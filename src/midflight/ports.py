@@ -4,7 +4,7 @@ And how an engine is paused, for an operator or for a commit: in which mode, and
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -56,6 +56,16 @@ class Scorer(Protocol):
 
         Row r has the tokens [row_offsets[r], row_offsets[r + 1]), at least one. `RequestRejected` blames the rows;
         `EngineUnavailable` says that trying again may help.
+        """
+        ...
+
+
+class PromptScorer(Protocol):
+    """An engine with `Feature.PROMPT_LOGPROBS`."""
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
+        """Of each token but the first: it, then the `top` likeliest at its place, at temperature 1 under the weights served. Waits
+        for the engine. `RequestRejected` blames the tokens; `EngineUnavailable` says that trying again may help.
         """
         ...
 

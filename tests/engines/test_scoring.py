@@ -21,7 +21,7 @@ from tests.real.processes import free_port
 from transformers import PreTrainedModel
 
 from midflight.engines.app import build_app, relay, relay_steps
-from midflight.engines.embedded.scoring import portions, token_logprobs
+from midflight.engines.embedded.scoring import likely_tokens, portions, token_logprobs
 from midflight.engines.wire import decode_rows, decode_scores, encode_rows, encode_scores
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, NotSupported, RequestRejected
 from midflight.ports import Scorer
@@ -70,6 +70,20 @@ def test_a_row_goes_through_in_stretches_where_its_logits_would_be_too_many(name
     token_ids, offsets = ragged((4, 21, 13))
     rows = token_logprobs(model, np.split(token_ids, offsets[1:-1]), temperature=1.0, max_logits=max_logits)
     np.testing.assert_allclose(np.concatenate(rows), reference(plain, token_ids, offsets, temperature=1.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("max_logits", [1, 2**26])
+def test_tokens_of_a_prompt_come_with_the_likeliest_at_their_places(max_logits: int) -> None:
+    model, row = tiny_model(), ragged()[0][:21].tolist()
+    make_engine(model)
+    with torch.no_grad():
+        plain = tiny_model()(input_ids=torch.tensor([row])).logits[0].double().log_softmax(-1)
+    found = likely_tokens(model, row, top=3, max_logits=max_logits)
+    assert [at[0][0] for at in found] == row[1:] and {len(at) for at in found} == {4}
+    for at, scores in zip(found, plain[:-1], strict=True):
+        assert at[0][1] == pytest.approx(float(scores[at[0][0]]), abs=1e-5)
+        best = scores.topk(3)
+        assert [i for i, _ in at[1:]] == best.indices.tolist() and [p for _, p in at[1:]] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 def test_scoring_changes_nothing_that_is_generated_and_goes_on_in_a_pause() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
 
-from midflight.gateway.answers.answer import Answer, TopLogprobs
+from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.sessions.history import Prompt
 from midflight.gateway.sessions.session import Session
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage, Piece
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, SamplingParams, Turn
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Likely, SamplingParams, Turn
 
 TOKENIZER = scripted_tokenizer()
 
@@ -58,7 +58,7 @@ def closed(
     message: AssistantMessage,
     tail: str = "",
     tail_pieces: Sequence[Piece] = (),
-    top_logprobs: Sequence[TopLogprobs] = (),
+    top_logprobs: Sequence[Likely] = (),
 ) -> Answer:
     """The answer as if it had become this turn, of which `tail` was not told."""
     answer.output_ids, answer.logprobs, answer.top_logprobs = list(turn.output_ids), list(turn.logprobs), list(top_logprobs)

@@ -85,6 +85,12 @@ class RecordingControl:
     async def resume(self) -> None:
         self.acts.append(("resume", None))
 
+    num_active = 0
+    paused = False
+
+    def served_version(self) -> int:
+        return 3
+
     async def abort(self, request_id: str | None) -> int:
         self.acts.append(("abort", request_id))
         return 1

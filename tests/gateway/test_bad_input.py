@@ -32,6 +32,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
     "/v1/responses": {"model": "policy", "input": "hi", "max_output_tokens": 2},
     "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 2}},
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
 }
 FIELDS = [
     "model",

@@ -99,7 +99,6 @@ REFUSED = [
     (ChatExchange, CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "image_url"),
     (ChatExchange, CHAT | {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "5"),
     (ChatExchange, CHAT | {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function", "None"),
-    (CompletionExchange, TEXT | {"echo": True}, "echo", "not supported"),
     (CompletionExchange, TEXT | {"suffix": "x"}, "suffix", "not supported"),
     (CompletionExchange, TEXT | {"best_of": 2}, "best_of", "not supported"),
     (CompletionExchange, TEXT | {"prompt": []}, "prompt", "[]"),

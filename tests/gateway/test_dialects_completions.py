@@ -48,8 +48,8 @@ def test_a_sampling_field_reaches_the_call(fields: dict[str, Any], asked: Asked)
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"echo": True}, "echo", "not supported"),
-    ({"echo": True, "max_tokens": 0, "logprobs": 1}, "echo", "not supported"),
+    ({"echo": True, "logprobs": 1}, "echo", "score no prompts"),
+    ({"max_tokens": 0}, "max_tokens", "echo"),
     ({"max_tokens": 0}, "max_tokens", "send 1 or more"),
     ({"suffix": "end"}, "suffix", "not supported"),
     ({"best_of": 3}, "best_of", "send n = 1"),

@@ -11,18 +11,23 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
+import torch
 from tests.engines.models import MemoryReceiver, ask, make_engine
 from tests.engines.reading import collect, ids
 from tests.engines.sites import tiny_version
 from tests.engines.test_contract import attached, running
+from tests.models.tiny import tiny_model
 
 from midflight.config.sections import Config
 from midflight.engines.app import relay_steps
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.errors import RequestRejected
 from midflight.run.launcher.one_engine import OneEngineSite
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.types import PauseMode
+from midflight.weights.transports.select import receiver
 from midflight.wire.server import listen
 
 
@@ -236,6 +241,53 @@ def test_weights_from_outside_are_served_and_named_in_answers_also_after_a_pause
             assert (await (await session.get("/model_info")).json())["weight_version"] == str(version)
 
     over_http(test)
+
+
+def test_tokens_of_prompts_are_scored(over_http: Any) -> None:
+    async def test(session: aiohttp.ClientSession, engine: EmbeddedEngine) -> None:
+        prompt = list(b"hello")
+        scores = await engine.score(np.array(prompt, np.int32), np.array([0, 5], np.int32), temperature=1.0)
+        async with session.post("/generate", json=BODY | {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}) as answer:
+            told = (await answer.json())["meta_info"]["input_token_logprobs"]
+        assert [i for _, i, _ in told] == prompt and told[0][0] is None
+        assert [p for p, _, _ in told[1:]] == pytest.approx(scores[1:].tolist())
+        async with attached(str(session._base_url)) as remote:
+            likely = await remote.prompt_logprobs(prompt, top=2)
+            assert [(at[0][0], len(at)) for at in likely] == [(i, 3) for i in prompt[1:]]
+            with pytest.raises(RequestRejected, match="300"):
+                await remote.prompt_logprobs([1, 300], top=0)
+
+    over_http(test)
+
+
+def test_weights_are_taken_from_a_folder_as_sglangs_clients_ask(tmp_path: Path) -> None:
+    async def main() -> None:
+        model, new = tmp_path / "model", tmp_path / "new"
+        tiny_model().save_pretrained(model)
+        changed = tiny_model()
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter.mul_(1.5)
+        changed.save_pretrained(new)
+        engine = make_engine(receiver=receiver())
+        async with alone(engine, model, token=None) as url, aiohttp.ClientSession(url) as session:
+
+            async def update(status: int, **body: object) -> Any:
+                async with session.post("/update_weights_from_disk", json=body) as answer:
+                    told = await answer.json()
+                    assert answer.status == status, told
+                    return told
+
+            assert "no model.safetensors" in (await update(400, model_path=str(tmp_path)))["error"]["message"]
+            assert (await update(200, model_path=str(new), abort_all_requests=True))["success"] is True
+            async with session.post("/generate", json=BODY) as answer:
+                told = await answer.json()
+            assert told["meta_info"]["weight_version"] == "1"
+            assert tuple(told["output_ids"]) == make_engine(changed).generate_all([ask(seed=5, max_tokens=6)])[0].token_ids
+            assert (await update(200, model_path=str(model), weight_version="7"))["weight_version"] == "7"
+            assert "version 7 is served" in (await update(400, model_path=str(model), weight_version="7"))["error"]["message"]
+
+    asyncio.run(main())
 
 
 def test_a_rollout_process_can_attach_to_it(over_http: Any) -> None:

@@ -15,7 +15,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Generic, Protocol, TypeVar
+from typing import Annotated, Generic, Protocol, TypeVar, cast
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -31,9 +31,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from midflight.engines import wire
 from midflight.engines.streams import Outlet, StepOutput
 from midflight.errors import EngineError, EngineUnavailable, MidflightError, NotSupported, Overloaded, RequestRejected
-from midflight.ports import Engine, Scorer
+from midflight.ports import Engine, PromptScorer, Scorer
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Capabilities, Chunk, EngineHealth, GenerateRequest, PauseMode, Version, WeightManifest
+from midflight.types import Chunk, EngineHealth, Feature, GenerateRequest, PauseMode, Version, WeightManifest
 from midflight.wire import edge
 from midflight.wire.edge import PACKED, RequireToken, body_of, json_answer, metrics_route, read_body, route, with_client
 
@@ -268,14 +268,13 @@ class EngineAbort(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
+class EnginePrompt(msgspec.Struct, frozen=True):
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
+    top: Annotated[int, msgspec.Meta(ge=0, le=20)]
+
+
 class EngineCommit(msgspec.Struct, frozen=True):
     version: Annotated[Version, msgspec.Meta(ge=0, lt=wire.END_OF_INTS)]
-
-
-class ModelInfo(msgspec.Struct, frozen=True):
-    model_path: str
-    weight_version: str
-    capabilities: Capabilities
 
 
 def build_app(
@@ -321,6 +320,7 @@ class EngineRoutes(Generic[E]):
             "stage": self._stage,
             "commit": self._commit,
             "score": self._score,
+            "prompt_logprobs": self._prompt_logprobs,
         }
 
         async def stream(socket: WebSocket) -> None:
@@ -330,12 +330,8 @@ class EngineRoutes(Generic[E]):
         return [*routes, self.health(f"{wire.PREFIX}/health"), WebSocketRoute(wire.STREAM_PATH, stream)]
 
     def operator(self) -> Sequence[BaseRoute]:
-        """Weight updates and what is served, for whoever runs one engine without a trainer."""
-        return [
-            route("/stage_weights", self._stage),
-            route("/commit_weights", self._commit),
-            route("/model_info", self._model_info, method="GET"),
-        ]
+        """Weight updates, for whoever runs one engine without a trainer."""
+        return [route("/stage_weights", self._stage), route("/commit_weights", self._commit)]
 
     def health(self, path: str) -> BaseRoute:
         """200 while the engine lives, 503 after; the numbers show progress."""
@@ -379,9 +375,12 @@ class EngineRoutes(Generic[E]):
         scores = await with_client(request.receive, self._scorer.score(token_ids, row_offsets, temperature=temperature))
         return Response(wire.encode_scores(scores), media_type=PACKED)
 
-    async def _model_info(self, request: Request) -> Response:
-        version = (await self._engine.health()).version
-        return json_answer(ModelInfo(self._engine.name, str(version), self._engine.capabilities))
+    async def _prompt_logprobs(self, request: Request) -> Response:
+        asked = await body_of(request, EnginePrompt)
+        if Feature.PROMPT_LOGPROBS not in self._engine.capabilities.features:
+            raise NotSupported(f"scoring a prompt: engine {self._engine.name!r} only generates. Ask an embedded engine.")
+        scoring = cast(PromptScorer, self._engine).prompt_logprobs(asked.token_ids, top=asked.top)
+        return json_answer(await with_client(request.receive, scoring))
 
 
 class EngineCollector(Collector):

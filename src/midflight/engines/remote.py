@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 import aiohttp
@@ -99,6 +100,10 @@ class RemoteEngine:
         await self._attached.wait()
         content = await self._request("POST", "/score", wire.encode_rows(token_ids, row_offsets, temperature=temperature))
         return wire.decode_scores(content, num_tokens=len(token_ids))
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
+        """As the port's `PromptScorer`. Waits for the engine's answer; ended by the caller's deadline."""
+        return _decoded(await self._post("/prompt_logprobs", {"token_ids": token_ids, "top": top}), list[types.Likely])
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ It ships with the library: tests of agents, gateways and handovers run on it, on
 import asyncio
 import bisect
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +16,7 @@ from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, No
 from midflight.testing.script import Script, ScriptedAnswer, ScriptedPolicy, ScriptedRun, likeliest, play, scripted_tokenizer
 from midflight.text import Tokenizer
 
-Call: TypeAlias = Literal["generate", "abort", "pause", "resume", "stage", "commit", "health"]
+Call: TypeAlias = Literal["generate", "abort", "pause", "resume", "stage", "commit", "health", "prompt_logprobs"]
 
 CAPABLE = types.Capabilities(
     pause_modes=frozenset(types.PauseMode),
@@ -251,6 +251,11 @@ class ScriptedEngine:
             self._served = types.Attestation(version, "corrupt")
         self._staged = None
         return self._served
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
+        """Each token is as likely as its id says: -1/8, -2/8, ... by id modulo 8; the alternatives are the ids from 0 on."""
+        await self._enter("prompt_logprobs")
+        return [tuple((i, -(1 + i % 8) / 8) for i in (token, *range(top))) for token in token_ids[1:]]
 
     async def health(self) -> types.EngineHealth:
         await self._enter("health")

@@ -10,6 +10,8 @@ Version: TypeAlias = int
 """The number of a published set of weights: 0, 1, 2, ... (not a step, not a checkpoint)."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Likely: TypeAlias = tuple[tuple[int, float], ...]
+"""Token ids that may stand at one place, each with its log-probability."""
 Int32: TypeAlias = NDArray[np.int32]
 UInt8: TypeAlias = NDArray[np.uint8]
 Float32: TypeAlias = NDArray[np.float32]
@@ -61,6 +63,8 @@ class Feature(StrEnum):
     LOGIT_BIAS = "logit_bias"
     TOP_LOGPROBS = "top_logprobs"
     GRAMMARS = "grammars"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """It says how likely the tokens of a prompt are; see `ports.PromptScorer`."""
     SAMPLING_MASKS = "sampling_masks"
     """It says of each token what top-p, top-k and min-p kept, where it is asked to; see `types.kept`."""
 

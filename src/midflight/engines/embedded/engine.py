@@ -16,7 +16,7 @@ from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
 from midflight.engines.embedded.probe import served
 from midflight.engines.embedded.scheduler import Scheduler
-from midflight.engines.embedded.scoring import portions, token_logprobs
+from midflight.engines.embedded.scoring import likely_tokens, portions, token_logprobs
 from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights
 from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput, check_request, check_rows
@@ -229,6 +229,16 @@ class EmbeddedEngine:
                 raise EngineError(f"scoring {len(token_ids)} tokens: {error}. Lower engine.max_batch_tokens if memory ran out.") from error
             found[np.concatenate([places[row] for row in portion])] = np.concatenate(scores)
         return found
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int) -> Sequence[types.Likely]:
+        """As the port's `PromptScorer`. Waits for the decode thread, which generates nothing meanwhile."""
+        row, c = np.asarray(token_ids, dtype=np.int32), self._capabilities
+        check_rows(row, np.array([0, len(row)], dtype=np.int32), temperature=1.0, vocab_size=c.vocab_size, max_context=c.max_context)
+        scoring = partial(likely_tokens, self._model, token_ids, top=top, resumes=self._manner.resumes)
+        try:
+            return await asyncio.wrap_future(self._thread.call(scoring))
+        except RuntimeError as error:
+            raise EngineError(f"scoring a prompt of {len(row)} tokens: {error}. Send a shorter one if memory ran out.") from error
 
     # --- Pauses and weights ------------------------------------------------------------------------------------------
 

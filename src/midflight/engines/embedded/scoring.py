@@ -1,7 +1,7 @@
 """Rows of tokens scored by a model: the log-probability of each token after those before it."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.types import Float32, Int32
+from midflight.types import Float32, Int32, Likely
 
 MAX_LOGITS = 2**26
 """Logits that are there at once: 256 MiB in float32, and as much again for their softmax."""
@@ -32,14 +32,39 @@ def token_logprobs(
 ) -> list[Float32]:
     """log softmax(logits / temperature) of each token after those before it in its row; 0 for the first, which nothing predicts.
 
-    Padding stands behind the tokens, where causal attention never looks. The logits of a long row need not all be there at once:
-    its columns go through the model a stretch at a time over the keys of those before, or, where the model does not go on rightly
-    from those (`resumes`), with all columns before them again.
+    Padding stands behind the tokens, where causal attention never looks.
     """
     ids = _padded(rows, model.device)
     found = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    for places, logits in _stretches(model, ids, max_logits=max_logits, resumes=resumes):
+        found[:, places] = _chosen(_log_softmax(logits, temperature), ids[:, places])
+    scores = found.cpu().numpy()
+    return [scores[number, : len(row)] for number, row in enumerate(rows)]
+
+
+@torch.inference_mode()
+def likely_tokens(
+    model: PreTrainedModel, row: Sequence[int], *, top: int, max_logits: int | None = None, resumes: bool = True
+) -> list[Likely]:
+    """Of each token but the first: it, then the `top` likeliest at its place, each with its log-probability at temperature 1."""
+    ids = torch.tensor([row], device=model.device)
+    found: list[Likely] = []
+    for places, logits in _stretches(model, ids, max_logits=max_logits, resumes=resumes):
+        scores, own = _log_softmax(logits, 1.0), ids[:, places]
+        best, which = scores[0].topk(min(top, scores.shape[-1]), dim=-1)
+        pairs = zip(own[0].tolist(), _chosen(scores, own)[0].tolist(), which.tolist(), best.tolist(), strict=True)
+        found += [((token, logprob), *zip(others, theirs, strict=True)) for token, logprob, others, theirs in pairs]
+    return found
+
+
+def _stretches(model: PreTrainedModel, ids: Tensor, *, max_logits: int | None, resumes: bool) -> Iterator[tuple[slice, Tensor]]:
+    """The places from the second on, a stretch at a time, and the logits that predict them: [b, k, V].
+
+    The logits of long rows need not all be there at once: their columns go through the model over the keys of those before, or,
+    where the model does not go on rightly from those (`resumes`), with all columns before them again.
+    """
     max_logits = MAX_LOGITS if max_logits is None else max_logits
-    width = max(1, max_logits // (len(rows) * int(model.config.get_text_config().vocab_size)))
+    width = max(1, max_logits // (len(ids) * int(model.config.get_text_config().vocab_size)))
     takes = frozenset(inspect.signature(model.forward).parameters)
     past = None
     for start in range(0, ids.shape[1] - 1, width):
@@ -47,14 +72,12 @@ def token_logprobs(
         first = start if resumes else 0
         options: dict[str, object] = {"past_key_values": past} if resumes else {}
         if "position_ids" in takes:
-            options["position_ids"] = torch.arange(first, end, device=ids.device).expand(len(rows), -1)
+            options["position_ids"] = torch.arange(first, end, device=ids.device).expand(len(ids), -1)
         if "logits_to_keep" in takes and not resumes:
             options["logits_to_keep"] = end - start
         out = model(input_ids=ids[:, first:end], use_cache=resumes, **options)
         past = out.past_key_values if resumes else None
-        found[:, start + 1 : end + 1] = _chosen(out.logits[:, start - end :], ids[:, start + 1 : end + 1], temperature=temperature)
-    scores = found.cpu().numpy()
-    return [scores[number, : len(row)] for number, row in enumerate(rows)]
+        yield slice(start + 1, end + 1), out.logits[:, start - end :]
 
 
 def _padded(rows: Sequence[Int32], device: torch.device) -> Tensor:
@@ -65,7 +88,12 @@ def _padded(rows: Sequence[Int32], device: torch.device) -> Tensor:
     return torch.from_numpy(ids).to(device)
 
 
-def _chosen(logits: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
-    """[b, k, V] and [b, k] -> [b, k], computed in float32, or float64 for a float64 model."""
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Computed in float32, or float64 for a float64 model."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return (logits / temperature).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    return (logits / temperature).log_softmax(-1)
+
+
+def _chosen(scores: Tensor, targets: Tensor) -> Tensor:
+    """[b, k, V] and [b, k] -> [b, k]."""
+    return scores.gather(-1, targets[..., None])[..., 0]

@@ -13,13 +13,10 @@ from midflight.gateway.sessions.history import Prompt
 from midflight.text import StopMatcher, Tokenizer
 from midflight.text.formats import AssistantMessage, CallPiece, MessageParser, Piece
 from midflight.text.formats.assistant import joined
-from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Segment, Turn, UInt8, Version, fill_unknown
+from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Likely, Segment, Turn, UInt8, Version, fill_unknown
 
 _MAX_LOGPROB = 1e-3
 """Rounding may lift the log-probability of a certain token a little above 0."""
-
-TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one position, with their log-probabilities."""
 
 Mark: TypeAlias = tuple[int, int, int]
 """How much of an answer a reader has been told: tokens, texts, pieces."""
@@ -37,7 +34,7 @@ class News:
     logprobs: tuple[float, ...]
     pieces: tuple[Piece, ...] = ()
     """Of a chat: the text, parsed."""
-    top_logprobs: tuple[TopLogprobs, ...] = ()
+    top_logprobs: tuple[Likely, ...] = ()
     """One for each token where they were asked for, else empty."""
 
 
@@ -71,6 +68,8 @@ class Answer:
     num_attempts = 0
     num_gained = 0
     """Output tokens of the current attempt."""
+    prompt_logprobs: Sequence[Likely] = ()
+    """Where they were asked for, as `ports.PromptScorer` gives them."""
     ended = False
     """Whether the engine has said that the current attempt is over."""
     is_closed = False
@@ -102,7 +101,7 @@ class Answer:
         self.request, self.request_id = request, request.request_id
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.top_logprobs: list[TopLogprobs] = []
+        self.top_logprobs: list[Likely] = []
         self.kept: list[bytes] = []
         self.clock: Callable[[], float] = time.monotonic
         self.placed: list[tuple[str, float]] = []
@@ -271,7 +270,7 @@ class Answer:
         return (len(token_ids), None) if len(token_ids) <= room else (room, Finish(FinishReason.LENGTH))
 
     def _add(
-        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], top_logprobs: tuple[TopLogprobs, ...], kept: tuple[bytes, ...]
+        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], top_logprobs: tuple[Likely, ...], kept: tuple[bytes, ...]
     ) -> None:
         self.output_ids += token_ids
         self.logprobs += logprobs

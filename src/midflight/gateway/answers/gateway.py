@@ -193,6 +193,8 @@ class Gateway:
                 self._scopes[session.session_id].add(scope)
                 ongoing.runs_in(scope)
                 try:
+                    if ongoing.job.call.prompt_logprobs is not None:
+                        await self._score_prompts(ongoing.job, top=ongoing.job.call.prompt_logprobs)
                     if len(answers) == 1:
                         await self._answer(ongoing, answers[0])
                     else:
@@ -236,6 +238,14 @@ class Gateway:
         self._record(RequestFailed(session_id, status, f"{type(error).__name__}: {error}"))
 
     # --- Inside ------------------------------------------------------------------------------------------------------
+
+    async def _score_prompts(self, job: Job, *, top: int) -> None:
+        """Waits for the engines. The choices of a prompt share what is known of it."""
+        affinity = job.session.session_id if job.session.key is not None else ""
+        for first in job.answers[:: job.call.n]:
+            scores = await self._generator.prompt_logprobs(first.prompt.ids, top=top, affinity=affinity)
+            for answer in job.answers[first.index : first.index + job.call.n]:
+                answer.prompt_logprobs = scores
 
     async def _answer_all(self, ongoing: Ongoing) -> None:
         """Waits for all answers; the first failure ends the others and is raised as it is."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from typing import cast
 
 from midflight.allowance import Allowance, Cut, Expired
 from midflight.errors import EngineError, EngineUnavailable, NoEngine, Overloaded, RequestTimeout
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.fleet.fleet import Fleet, Lease
-from midflight.types import Chunk, Finish, FinishReason
+from midflight.ports import PromptScorer
+from midflight.types import Chunk, Finish, FinishReason, Likely
 
 _MAX_FRUITLESS = 16
 """Attempts in a row without one new token. More than a fleet's usual deaths and aborts at once; each is on another engine or
@@ -51,6 +53,32 @@ class Generator:
         for attempts in found:
             attempts.cancel()
         return len(found)
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, top: int, affinity: str) -> Sequence[Likely]:
+        """As the port's `PromptScorer`, of an engine that takes requests. Waits for one and for its answer, `request_seconds` at most;
+        where it dies another is asked."""
+        ticket, allowance, trouble = self.fleet.ticket(), Allowance(self.request_seconds), None
+        for _ in range(_MAX_FRUITLESS):
+            lease: Lease | None = None
+            try:
+                lease = await self.fleet.place(ticket, tokens=len(token_ids), affinity=affinity, allowance=allowance)
+                async with allowance:
+                    return await cast(PromptScorer, lease.engine).prompt_logprobs(token_ids, top=top)
+            except Cut:
+                trouble = trouble if lease is None else lease.lost
+            except Expired:
+                break
+            except (EngineUnavailable, OSError) as error:
+                trouble = error
+                if lease is not None:
+                    self.fleet.quarantine(lease.engine.name, error, probation=True)
+            finally:
+                if lease is not None:
+                    self.fleet.leave(lease)
+        raise NoEngine(
+            f"scoring a prompt of {len(token_ids)} tokens: no engine did in {allowance.age:g} s, the last trouble was {trouble}: "
+            f"{self.fleet.describe()}. Restart an engine or raise gateway.request_seconds."
+        ) from trouble
 
     def forget(self, affinity: str) -> None:
         """The session is over: its engine is remembered no longer."""

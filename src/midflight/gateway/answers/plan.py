@@ -184,6 +184,9 @@ class Planner:
             raise UnknownModel(f"the model {call.model!r} does not exist.{nearest(call.model, [self._model])}", param="model")
         if not 1 <= len(call.sources) * call.n <= MAX_CHOICES:
             raise RequestRejected(f"{len(call.sources)} prompts with n = {call.n}: ask for 1 to {MAX_CHOICES} choices at once.", param="n")
+        if call.prompt_logprobs is not None and Feature.PROMPT_LOGPROBS not in self._limits.features:
+            param = call.name_of("prompt_logprobs")
+            raise RequestRejected(f"{param}: the engines behind this endpoint score no prompts. Leave it out.", param=param)
         prompts = [session.plan(source) for source in call.sources]
         for prompt in prompts:
             check_prompt(prompt.ids, self._limits, param=call.prompt_param)

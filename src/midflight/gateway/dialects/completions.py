@@ -9,8 +9,17 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.constraints import SamplingBody
-from midflight.gateway.dialects.exchange import Reply, alternatives, token_name, token_text, usage, usage_so_far, weight_versions
-from midflight.gateway.dialects.fields import TopLogprobs, parse
+from midflight.gateway.dialects.exchange import (
+    Reply,
+    alternatives,
+    prompt_logprobs,
+    token_name,
+    token_text,
+    usage,
+    usage_so_far,
+    weight_versions,
+)
+from midflight.gateway.dialects.fields import PromptTop, TopLogprobs, parse
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall, Source, Text, TokenIds
 from midflight.text import Tokenizer
@@ -32,6 +41,9 @@ PROMPT_SCHEMA = {
 }
 """One prompt or several, as text or as token ids."""
 
+PROMPT_IDS = Annotated[JsonValue, WithJsonSchema(_IDS)]
+"""One prompt as token ids, for a body."""
+
 _Object = dict[str, Json]
 
 
@@ -39,6 +51,7 @@ class CompletionBody(SamplingBody):
     prompt: Annotated[JsonValue, WithJsonSchema(PROMPT_SCHEMA)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: TopLogprobs | None = None
+    prompt_logprobs: PromptTop | None = None
     best_of: int | None = None
     echo: bool | None = None
 
@@ -53,6 +66,7 @@ class CompletionExchange:
         self._logprobs = parsed.logprobs is not None
         self._names_as_ids = bool(parsed.return_tokens_as_token_ids)
         self._token_ids = bool(parsed.return_token_ids)
+        self._echo, self._prompt_logprobs = bool(parsed.echo), parsed.prompt_logprobs is not None
         self._include_usage = parsed.include_usage
         self._usage_so_far = parsed.continuous_usage
         self._num_streamed = 0
@@ -62,8 +76,9 @@ class CompletionExchange:
         self.call = CompletionCall(
             sources=sources(parsed.prompt),
             asked=parsed.asked(parsed.max_tokens, top_logprobs=parsed.logprobs),
-            names=parsed.names(top_logprobs="logprobs"),
+            names={**parsed.names(top_logprobs="logprobs"), "prompt_logprobs": "prompt_logprobs" if self._prompt_logprobs else "echo"},
             n=parsed.n or 1,
+            prompt_logprobs=_scored(parsed),
             stream=bool(parsed.stream),
             default_max_tokens=DEFAULT_MAX_TOKENS,
             model=parsed.model,
@@ -73,10 +88,12 @@ class CompletionExchange:
         return {**_envelope(reply, [self._choice(reply, answer) for answer in answers]), "usage": usage(answers)}
 
     def opening(self, reply: Reply) -> Iterable[Json]:
-        if self._token_ids:
-            for answer in reply.job.answers:
-                ids: _Object = {"prompt_token_ids": list(answer.prompt.ids), "token_ids": []}
-                yield self._chunk(reply, answer.index, "", **ids)
+        for answer in reply.job.answers if self._token_ids or self._echo or self._prompt_logprobs else ():
+            ids: _Object = {"prompt_token_ids": list(answer.prompt.ids), "token_ids": []} if self._token_ids else {}
+            if self._echo and self._logprobs:
+                ids["logprobs"] = self._spread_prompt(reply.tokenizer, answer)
+                self._offsets[answer.index] = sum(len(token_text(reply.tokenizer, i)) for i in answer.prompt.ids)
+            yield self._chunk(reply, answer.index, self._echoed(reply.tokenizer, answer), **ids, **self._of_prompt(reply.tokenizer, answer))
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Answer):
@@ -103,10 +120,12 @@ class CompletionExchange:
 
     def _choice(self, reply: Reply, answer: Answer) -> Json:
         ids = answer.turn.output_ids
+        echoed = self._echoed(reply.tokenizer, answer)
         choice: _Object = {
             "index": answer.index,
-            "text": answer.text,
-            "logprobs": self._spread(reply.tokenizer, answer, ids, start=0) if self._logprobs else None,
+            "text": echoed + answer.text,
+            "logprobs": self._all_logprobs(reply.tokenizer, answer) if self._logprobs else None,
+            **self._of_prompt(reply.tokenizer, answer),
             **self._finish(answer),
         }
         if self._token_ids:
@@ -122,7 +141,37 @@ class CompletionExchange:
             ended["weight_versions"] = weight_versions(answer.turn)
         return ended
 
-    def _spread(self, tokenizer: Tokenizer, event: Event, token_ids: Sequence[int], *, start: int) -> Json:
+    def _echoed(self, tokenizer: Tokenizer, answer: Answer) -> str:
+        """The prompt as it was sent, where it is to be told again."""
+        if not self._echo:
+            return ""
+        return tokenizer.decode(answer.prompt.ids) if answer.prompt.text is None else answer.prompt.text
+
+    def _of_prompt(self, tokenizer: Tokenizer, answer: Answer) -> _Object:
+        return {"prompt_logprobs": prompt_logprobs(tokenizer, answer.prompt_logprobs)} if self._prompt_logprobs else {}
+
+    def _all_logprobs(self, tokenizer: Tokenizer, answer: Answer) -> Json:
+        """Those of the answer, behind those of the prompt where it is told again."""
+        ids = answer.turn.output_ids
+        if not self._echo:
+            return self._spread(tokenizer, answer, ids, start=0)
+        first = self._spread_prompt(tokenizer, answer)
+        second = self._spread(tokenizer, answer, ids, start=sum(len(token_text(tokenizer, i)) for i in answer.prompt.ids))
+        return {name: [*one, *_listed(second[name])] if isinstance(one, list) else None for name, one in first.items()}
+
+    def _spread_prompt(self, tokenizer: Tokenizer, answer: Answer) -> _Object:
+        """As `_spread`, of the prompt's tokens; nothing predicts the first."""
+        ids, scored, top = answer.prompt.ids, answer.prompt_logprobs, self.call.asked.number("top_logprobs")
+        lengths = [len(token_text(tokenizer, i)) for i in ids]
+        named: list[Json] = [None, *(dict(self._named(tokenizer, (at[0], *reversed(at[1 : 1 + (top or 0)])))) for at in scored)]
+        return {
+            "tokens": [token_name(tokenizer, i, as_id=self._names_as_ids) for i in ids],
+            "token_logprobs": [None, *(at[0][1] for at in scored)],
+            "top_logprobs": named if top else None,
+            "text_offset": cast("list[Json]", list(accumulate(lengths[:-1], initial=0))),
+        }
+
+    def _spread(self, tokenizer: Tokenizer, event: Event, token_ids: Sequence[int], *, start: int) -> _Object:
         """OpenAI's four parallel lists. Offsets count letters of the tokens' own texts. Alternatives also hold the sampled token."""
         logprobs = event.logprobs if isinstance(event, News) else event.turn.logprobs
         lengths = [len(token_text(tokenizer, i)) for i in token_ids]
@@ -161,16 +210,22 @@ def _envelope(reply: Reply, choices: list[Json]) -> _Object:
 
 def _check(body: CompletionBody) -> None:
     """Refuses fields that contradict each other or ask for what is not supported."""
-    if body.echo:
-        raise RequestRejected(
-            "echo is not supported here: leave it out. Log-probabilities of a prompt are not known to the gateway.", param="echo"
-        )
-    if body.max_tokens == 0:
-        raise RequestRejected("max_tokens is 0: send 1 or more.", param="max_tokens")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise RequestRejected("max_tokens is 0: send 1 or more, or ask for the prompt by `echo`.", param="max_tokens")
     if body.best_of not in (None, body.n or 1):
         raise RequestRejected(
             f"best_of is {body.best_of}, which is not supported here: leave it out, or send n = {body.n or 1}.", param="best_of"
         )
+
+
+def _listed(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
+
+
+def _scored(body: CompletionBody) -> int | None:
+    """How many alternatives are told of each token of a prompt; `None` where it is not scored."""
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((top for top in asked if top is not None), default=None)
 
 
 def sources(prompt: JsonValue, *, param: str = "prompt") -> tuple[Source, ...]:

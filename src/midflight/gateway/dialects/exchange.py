@@ -10,7 +10,7 @@ from midflight.gateway.answers.plan import Job
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall
 from midflight.text import Tokenizer
-from midflight.types import Json, Turn
+from midflight.types import Json, Likely, Turn
 from midflight.wire.edge import Fault, fault_of
 
 
@@ -74,7 +74,7 @@ class Dialect:
     """Frames are preceded by an `event:` line with their `type`, and no `[DONE]` ends the stream."""
 
 
-Alternatives: TypeAlias = Sequence[tuple[tuple[int, float], ...]]
+Alternatives: TypeAlias = Sequence[Likely]
 """For each token the likeliest ones at its place, with their log-probabilities."""
 
 
@@ -123,6 +123,19 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> Json:
 def alternatives(top: Alternatives, num_tokens: int) -> Alternatives:
     """One entry for each token, empty where no alternatives are known."""
     return (*top[:num_tokens], *((),) * (num_tokens - len(top)))
+
+
+def prompt_logprobs(tokenizer: Tokenizer, scored: Sequence[Likely]) -> Json:
+    """vLLM's list: for each token of a prompt an object by id of what may stand there, itself first; nothing for the first token."""
+
+    def at(likely: Likely) -> Json:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(likely[1:], 1)}
+        return {
+            str(token_id): {"logprob": logprob, "rank": ranks.get(token_id), "decoded_token": token_text(tokenizer, token_id)}
+            for token_id, logprob in likely
+        }
+
+    return [None, *map(at, scored)]
 
 
 def logprob_entries(

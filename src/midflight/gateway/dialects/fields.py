@@ -28,6 +28,8 @@ _KEY = re.compile(rb'"\s*:')
 
 Tokens = Annotated[int, Field(ge=1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+PromptTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+"""Alternatives at each place of a prompt."""
 TokenName = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 """A token id as a key of a JSON object."""
 

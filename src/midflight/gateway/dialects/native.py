@@ -14,7 +14,7 @@ from midflight.gateway.dialects.fields import RequestBody, SamplingFields, TopLo
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import Asked, CompletionCall
 from midflight.text import Tokenizer
-from midflight.types import FinishReason, Json
+from midflight.types import Finish, FinishReason, Json
 from midflight.types.generation import Api
 
 DEFAULT_MAX_TOKENS = 128
@@ -25,10 +25,18 @@ _NATIVE = SamplingFields(Api.NATIVE, prefix=_PREFIX)
 
 
 class NativeSampling(_NATIVE.on(RequestBody)):
+    max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """0 generates nothing: the prompt is counted, and scored where that is asked for."""
+    stop_regex: Annotated[list[str], Field(max_length=0)] | None = None
+    """None: here a stop is a text."""
     n: Annotated[int, Field(ge=1)] | None = None
     json_schema: dict[str, JsonValue] | str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Changes nothing: only tokenizers that are slow ever wrote such spaces."""
 
     def call_parts(self, *, top_logprobs: int | None) -> tuple[Asked, Mapping[str, str]]:
         """What is asked for, and what the client calls it."""
@@ -36,7 +44,7 @@ class NativeSampling(_NATIVE.on(RequestBody)):
         return _NATIVE.asked(self, top_logprobs=top_logprobs, grammar=grammar), {**_NAMES, "grammar": param}
 
 
-_NAMES: Mapping[str, str] = {**_NATIVE.names, "top_logprobs": "top_logprobs_num"}
+_NAMES: Mapping[str, str] = {**_NATIVE.names, "top_logprobs": "top_logprobs_num", "prompt_logprobs": "logprob_start_len"}
 
 
 def _single(value: object) -> object:
@@ -48,6 +56,39 @@ def _single(value: object) -> object:
     return value
 
 
+class Wording:
+    """How output tokens become the text that is told. By default it is what every other client of the gateway is told: without special
+    tokens and without what ended the answer."""
+
+    def __init__(self, sampling: NativeSampling) -> None:
+        self._skips_special = sampling.skip_special_tokens is not False
+        self._trims = not sampling.no_stop_trim
+        self._is_default = self._skips_special and self._trims
+
+    def text(self, tokenizer: Tokenizer, answer: Answer) -> str:
+        """Of a closed answer."""
+        return answer.text if self._is_default else self._ended(tokenizer, answer.turn.output_ids, answer.turn.finish)
+
+    def so_far(self, tokenizer: Tokenizer, answer: Answer, told: News) -> str:
+        """Of an answer that goes on: nothing that may have to be taken back."""
+        if self._is_default:
+            return told.text
+        if answer.finish is not None:
+            return self._ended(tokenizer, told.token_ids, answer.finish)
+        text = tokenizer.decode(told.token_ids, skip_special=self._skips_special).rstrip(_REPLACEMENT)
+        stops = answer.request.sampling.stop if self._trims else ()
+        held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        return text[: len(text) - held]
+
+    def _ended(self, tokenizer: Tokenizer, ids: Sequence[int], finish: Finish) -> str:
+        if self._trims and isinstance(finish.matched, int):
+            ids = ids[:-1]
+        text = tokenizer.decode(ids, skip_special=self._skips_special)
+        return text.rpartition(finish.matched)[0] if self._trims and isinstance(finish.matched, str) else text
+
+
+_REPLACEMENT = "\ufffd"
+
 _Prompt = Annotated[JsonValue, WithJsonSchema({"anyOf": [*PROMPT_SCHEMA["anyOf"], {"type": "null"}]})]
 
 
@@ -57,7 +98,7 @@ class NativeBody(RequestBody):
     sampling_params: Annotated[NativeSampling | None, BeforeValidator(_single)] = None
     rid: Annotated[Annotated[str, Field(min_length=1, max_length=256)] | None, BeforeValidator(_single)] = None
     return_logprob: Annotated[bool | None, BeforeValidator(_single)] = None
-    logprob_start_len: Annotated[int, Field(ge=-1, le=-1)] | None = None
+    logprob_start_len: Annotated[Annotated[int, Field(ge=-1)] | None, BeforeValidator(_single)] = None
     top_logprobs_num: Annotated[TopLogprobs | None, BeforeValidator(_single)] = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
@@ -75,12 +116,15 @@ class NativeExchange:
         prompt = parsed.text if parsed.input_ids is None else parsed.input_ids
         self._logprobs, self._texts = bool(parsed.return_logprob), bool(parsed.return_text_in_logprobs)
         self._top_logprobs = bool(parsed.top_logprobs_num)
+        start, self._wording = parsed.logprob_start_len, Wording(sampling)
+        self._scored_from = start if self._logprobs and start is not None and start >= 0 else None
         self._listed = (sampling.n or 1) > 1 or _is_batch(prompt)
         asked, names = sampling.call_parts(top_logprobs=parsed.top_logprobs_num)
         self.call = CompletionCall(
             sources=sources(prompt, param=param),
             asked=asked,
             n=sampling.n or 1,
+            prompt_logprobs=None if self._scored_from is None else (parsed.top_logprobs_num or 0),
             stream=bool(parsed.stream),
             default_max_tokens=DEFAULT_MAX_TOKENS,
             request_id=parsed.rid,
@@ -110,32 +154,46 @@ class NativeExchange:
         told = answer.since(START)
         meta = _meta(answer.request_id, len(answer.prompt.ids), len(told.token_ids))
         meta |= self._of_tokens(tokenizer, told.token_ids, told.logprobs, told.top_logprobs)
-        return {"index": answer.index, "text": told.text, "output_ids": list(told.token_ids), "meta_info": meta | {"finish_reason": None}}
+        meta |= self._of_prompt(tokenizer, answer) | {"finish_reason": None}
+        text = self._wording.so_far(tokenizer, answer, told)
+        return {"index": answer.index, "text": text, "output_ids": list(told.token_ids), "meta_info": meta}
 
     def _answer(self, tokenizer: Tokenizer, answer: Answer) -> Json:
         turn = answer.turn
         meta = _meta(answer.request_id, len(turn.prompt_ids), len(turn.output_ids))
         meta |= self._of_tokens(tokenizer, turn.output_ids, turn.logprobs, answer.top_logprobs)
+        meta |= self._of_prompt(tokenizer, answer)
         meta |= {
             "finish_reason": _finish_reason(answer),
             "weight_versions": weight_versions(turn),
             "weight_version": str(turn.segments[-1].version) if turn.segments else None,
             "num_retractions": turn.num_resumes,
         }
-        return {"index": answer.index, "text": answer.text, "output_ids": list(turn.output_ids), "meta_info": meta}
+        text = self._wording.text(tokenizer, answer)
+        return {"index": answer.index, "text": text, "output_ids": list(turn.output_ids), "meta_info": meta}
+
+    def _triple(self, tokenizer: Tokenizer, token_id: int, logprob: float | None) -> Json:
+        """Log-probability, id and, where wanted, text."""
+        return [logprob, token_id, token_text(tokenizer, token_id) if self._texts else None]
 
     def _of_tokens(self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> dict[str, Json]:
-        """Triples of log-probability, id and, where wanted, text."""
-
-        def triple(token_id: int, logprob: float) -> Json:
-            return [logprob, token_id, token_text(tokenizer, token_id) if self._texts else None]
-
         told: dict[str, Json] = {}
-        pairs = list(zip(ids, logprobs, strict=True))
         if self._logprobs:
-            told["output_token_logprobs"] = [triple(*pair) for pair in pairs]
+            told["output_token_logprobs"] = [self._triple(tokenizer, *pair) for pair in zip(ids, logprobs, strict=True)]
         if self._top_logprobs:
-            told["output_top_logprobs"] = [[triple(*other) for other in others] for others in alternatives(top, len(pairs))]
+            told["output_top_logprobs"] = [[self._triple(tokenizer, *other) for other in at] for at in alternatives(top, len(ids))]
+        return told
+
+    def _of_prompt(self, tokenizer: Tokenizer, answer: Answer) -> dict[str, Json]:
+        """Its tokens from `logprob_start_len` on; nothing predicts the first."""
+        if self._scored_from is None:
+            return {}
+        own = [self._triple(tokenizer, answer.prompt.ids[0], None)]
+        own += [self._triple(tokenizer, *likely[0]) for likely in answer.prompt_logprobs]
+        told: dict[str, Json] = {"input_token_logprobs": own[self._scored_from :]}
+        if self._top_logprobs:
+            top: list[Json] = [None, *([self._triple(tokenizer, *other) for other in at[1:]] for at in answer.prompt_logprobs)]
+            told["input_top_logprobs"] = top[self._scored_from :]
         return told
 
 

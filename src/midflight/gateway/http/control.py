@@ -13,7 +13,7 @@ from midflight.errors import EngineError, EngineUnavailable, RequestRejected, fi
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.ports import Engine, pause_mode, verified_pause
-from midflight.types import PauseMode
+from midflight.types import PauseMode, Version
 from midflight.wire.edge import body_of, json_answer, route
 
 OPERATOR = "operator"
@@ -60,6 +60,14 @@ class Control:
     def paused_since(self) -> float | None:
         """When the operator began to hold requests, in the loop's time; none while requests are not held."""
         return self._held_since
+
+    @property
+    def num_active(self) -> int:
+        """Answers that engines have, or that wait for one."""
+        return self._generator.num_active
+
+    def served_version(self) -> Version:
+        return self._fleet.served_version()
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         """Holds new requests at the gate and pauses every engine; returns when no token is made any more.
@@ -171,21 +179,40 @@ class OperatorAbort(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
+class OperatorAborts(msgspec.Struct, frozen=True):
+    """As vLLM's clients send it; without ids all requests are meant."""
+
+    request_ids: list[str] | None = None
+
+
 class ControlRoutes:
-    """`/pause_generation`, `/continue_generation` and `/abort_request`, for whoever has `token`, where there is one."""
+    """SGLang's `/pause_generation`, `/continue_generation`, `/abort_request` and `/flush_cache`, vLLM's `/pause`, `/resume`,
+    `/is_paused`, `/abort_requests` and `/reset_prefix_cache`, for whoever has `token`, where there is one."""
 
     def __init__(self, control: Control, *, token: str | None) -> None:
         self._control, self._token = control, token
 
     def routes(self) -> Sequence[BaseRoute]:
-        verbs = {"/pause_generation": self._pause, "/continue_generation": self._resume, "/abort_request": self._abort}
-        return [route(path, verb, token=self._token) for path, verb in verbs.items()]
+        verbs = {
+            **dict.fromkeys(("/pause_generation", "/pause"), self._pause),
+            **dict.fromkeys(("/continue_generation", "/resume"), self._resume),
+            **dict.fromkeys(("/abort_requests", "/inference/v1/abort_requests"), self._abort_several),
+            **dict.fromkeys(("/flush_cache", "/reset_prefix_cache"), self._flush),
+            "/abort_request": self._abort,
+        }
+        asked = {"/is_paused": self._is_paused, "/flush_cache": self._flush}
+        found = [route(path, verb, token=self._token) for path, verb in verbs.items()]
+        return [*found, *(route(path, verb, token=self._token, method="GET") for path, verb in asked.items())]
 
     async def _pause(self, request: Request) -> Response:
-        name = (await body_of(request, OperatorPause)).mode
+        """vLLM's clients name the mode in the address. Without one each engine pauses in the mode that costs it least, on either route."""
+        name = (await body_of(request, OperatorPause)).mode or request.query_params.get("mode")
         if name is not None and name not in PAUSE_NAMES:
             raise RequestRejected(f"mode is {name[:80]!r}: not a way to pause.{nearest(name, PAUSE_NAMES)}", param="mode")
-        await self._control.pause(None if name is None else PAUSE_NAMES[name])
+        mode = None if name is None else PAUSE_NAMES[name]
+        await self._control.pause(mode)
+        if mode is PauseMode.ABORT:
+            await self._control.abort(None)
         return json_answer({"status": "ok", "message": "Generation is paused."})
 
     async def _resume(self, request: Request) -> Response:
@@ -198,3 +225,15 @@ class ControlRoutes:
             raise RequestRejected('rid is missing: send the id of a request, or "abort_all": true.', param="rid")
         found = await self._control.abort(None if asked.abort_all else asked.rid)
         return json_answer({"status": "ok", "num_aborted": found})
+
+    async def _abort_several(self, request: Request) -> Response:
+        wanted = (await body_of(request, OperatorAborts)).request_ids
+        found = sum([await self._control.abort(each) for each in wanted or (None,)])
+        return json_answer({"status": "aborted", "aborted": found})
+
+    async def _is_paused(self, request: Request) -> Response:
+        return json_answer({"is_paused": self._control.paused})
+
+    async def _flush(self, request: Request) -> Response:
+        """Cached keys belong to the weights that made them: engines never use them under others, so there is nothing to do."""
+        return json_answer({"status": "ok", "message": "Nothing is to be flushed: keys are used under their own weights only."})

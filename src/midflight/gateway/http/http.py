@@ -24,8 +24,10 @@ from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.responses import ResponsesExchange, broken
+from midflight.gateway.dialects.tokens import TokensExchange
 from midflight.gateway.http.control import Control, ControlRoutes
 from midflight.gateway.http.lookups import Lookups
+from midflight.gateway.http.servers import ServerRoutes
 from midflight.gateway.sessions.session import Session
 from midflight.types import Json
 from midflight.wire import edge
@@ -159,6 +161,7 @@ DIALECTS = (
     Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True),
     Dialect("/v1/responses", ResponsesExchange, broken=broken, named_events=True),
     Dialect("/generate", NativeExchange),
+    Dialect("/inference/v1/generate", TokensExchange),
 )
 
 
@@ -183,7 +186,8 @@ def build_app(
     for prefix in ("/s/{token}", ""):
         routes += [Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     routes += [*Lookups(gateway, now=now).routes(), *ControlRoutes(control, token=control_token).routes()]
-    routes += [_health_route(ready), *extra_routes]
+    servers = ServerRoutes(gateway, control, ready=ready, token=control_token)
+    routes += [_health_route(ready), *servers.routes(), *extra_routes, *servers.not_here()]
     if metrics is not None:
         routes.append(metrics_route(metrics, token=metrics_token))
     return Direct(endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception}))

@@ -22,6 +22,7 @@ from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import ResponsesBody
+from midflight.gateway.dialects.tokens import TokensBody
 from midflight.gateway.sessions.session import CompletionCall, Session
 from midflight.types import Json
 from midflight.version import __version__
@@ -111,6 +112,7 @@ DESCRIBED: Mapping[str, Described] = {
     "/v1/messages": Described(MessagesBody, "A message, as Anthropic's SDK speaks it", fault="NamedFault"),
     "/v1/messages/count_tokens": Described(PromptBody, "How long a prompt is", fault="NamedFault", streams=False),
     "/generate": Described(NativeBody, "Generation from text or token ids, as SGLang's clients speak it"),
+    "/inference/v1/generate": Described(TokensBody, "Generation from token ids, as vLLM's clients speak it"),
 }
 """Every dialect's route, with the body it parses."""
 

@@ -80,6 +80,8 @@ class CompletionCall:
     sources: tuple[Source, ...]
     asked: Asked = Asked()
     n: int = 1
+    prompt_logprobs: int | None = None
+    """Alternatives to tell of each token of a prompt; `None`: prompts are not scored."""
     stream: bool = False
     """Whether news are wanted before the answers are whole."""
     default_max_tokens: int | None = None
@@ -228,11 +230,13 @@ class Session:
         self._open.add(answer)
 
     def finished(self, answer: UnderWay, turn: Turn, *, reply: str, message: AssistantMessage) -> bool:
-        """False if it was abandoned before, in `begin_again`: it belongs to no turn."""
+        """False if it was abandoned before, in `begin_again`, or if no token was wanted: it belongs to no turn."""
         if answer not in self._open:
             return False
         self._end(answer)
         self._num_answered = max(self._num_answered, answer.number)
+        if not turn.output_ids and answer.room == 0:
+            return False
         if turn.policy_sampled:
             self._room = answer.room if self._room is None else min(self._room, answer.room)
         if self.key is not None:

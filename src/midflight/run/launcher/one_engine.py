@@ -17,6 +17,7 @@ from midflight.observe.alarms import Alarms
 from midflight.observe.journal import Observers
 from midflight.observe.prometheus import Metrics
 from midflight.ports import Scorer
+from midflight.run.api.disk_weights import DiskWeights
 from midflight.run.engine.companion import speak_for_server
 from midflight.run.engine.engine_process import make_engine
 from midflight.run.parts import serve_while
@@ -77,7 +78,7 @@ class OneEngineSite:
     ) -> None:
         self._config, self._listener, self._url = config, listener, url
         self._token, self._ready, self._alarmed = token, ready, alarmed
-        self._tokenizer = Tokenizer.load(model)
+        self._model, self._tokenizer = model, Tokenizer.load(model)
 
     async def serve(self, engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], *, scorer: Scorer | None = None) -> None:
         """Waits for clients, for ever; ended by cancellation. A version that is committed from outside is one that the fleet serves."""
@@ -93,7 +94,7 @@ class OneEngineSite:
             serving.control,
             ready=serving.routable,
             metrics=metrics.registry,
-            extra_routes=[*routes.wire(), *routes.operator()],
+            extra_routes=[*routes.wire(), *routes.operator(), DiskWeights(self._model, serving.fleet, serving.handover).route(None)],
         )
         app = guarded(app, host=self._listener.getsockname()[0], names=self._config.gateway.hosts)
         await serve_while(

@@ -35,6 +35,7 @@ from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import Phase, Status
 from midflight.run.api.dashboard import dashboard_route
+from midflight.run.api.disk_weights import DiskWeights
 from midflight.run.api.membership import EngineAddress, member_routes
 from midflight.run.api.routes import Teacher, TrainerRoutes, info_route, score_route, tasks_route
 from midflight.run.api.session_routes import SessionRoutes
@@ -180,7 +181,9 @@ class RolloutProcess:
 
     async def serve(self) -> None:
         """Ends only by the launcher."""
-        await self._http(await self._attached(anonymous=True), [])
+        serving = await self._attached(anonymous=True)
+        weights = DiskWeights(Path(self._spec.model), serving.fleet, serving.handover)
+        await self._http(serving, [weights.route(self._spec.control_token)])
 
     # --- Parts -------------------------------------------------------------------------------------------------------
 

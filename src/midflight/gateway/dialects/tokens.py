@@ -1,0 +1,133 @@
+"""vLLM's tokens in, tokens out: `POST /inference/v1/generate`. Neither tokenizer nor template has a part in it, but for stop strings."""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from midflight.gateway.answers.answer import Answer, Event, News
+from midflight.gateway.dialects.completions import PROMPT_IDS, sources
+from midflight.gateway.dialects.constraints import StreamOptions, grammar_of
+from midflight.gateway.dialects.exchange import Alternatives, Reply, alternatives, prompt_logprobs, token_name, usage, weight_versions
+from midflight.gateway.dialects.fields import PromptTop, RequestBody, SamplingFields, TopLogprobs, parse
+from midflight.gateway.dialects.policy import HARMLESS, Unread
+from midflight.gateway.sessions.session import CompletionCall
+from midflight.types import Json
+from midflight.types.generation import Api
+
+_PREFIX = "sampling_params."
+_TOKENS = SamplingFields(Api.OPENAI, prefix=_PREFIX)
+_NO_TEXT = "the answer has no text"
+
+
+class TokensSampling(_TOKENS.on(RequestBody)):
+    harmless = {
+        **HARMLESS,
+        **dict.fromkeys(("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"), _NO_TEXT),
+        "flat_logprobs": "a way to keep them in memory",
+        "output_kind": "`stream` says whether news are wanted",
+        "extra_args": "for plugins of a server",
+        "skip_reading_prefix_cache": "a hint for speed",
+    }
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: PromptTop | None = None
+    structured_outputs: dict[str, JsonValue] | None = None
+
+
+class TokensBody(RequestBody):
+    token_ids: PROMPT_IDS
+    sampling_params: TokensSampling
+    model: str | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    output_mode: Literal["tokens"] | None = None
+
+
+class TokensExchange:
+    """One request. Names in log-probabilities are `token_id:` and the number."""
+
+    def __init__(self, body: bytes) -> None:
+        self.unread = Unread()
+        parsed = parse(TokensBody, body, unread=self.unread)
+        sampling = parsed.sampling_params
+        self._logprobs, self._prompt_ids = sampling.logprobs is not None, bool(parsed.return_token_ids)
+        self._include_usage = parsed.stream_options is not None and bool(parsed.stream_options.include_usage)
+        param, grammar = grammar_of(sampling, prefix=_PREFIX) or ("grammar", None)
+        names = {"max_tokens": "max_tokens", "top_logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"}
+        self.call = CompletionCall(
+            sources=sources(parsed.token_ids, param="token_ids"),
+            asked=_TOKENS.asked(sampling, max_tokens=sampling.max_tokens, top_logprobs=sampling.logprobs, grammar=grammar),
+            n=sampling.n or 1,
+            prompt_logprobs=sampling.prompt_logprobs,
+            stream=bool(parsed.stream),
+            model=parsed.model,
+            request_id=parsed.request_id,
+            may_abort=True,
+            prompt_param="token_ids",
+            names={**_TOKENS.names, **{own: _PREFIX + name for own, name in names.items()}, "grammar": param},
+        )
+
+    def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
+        scored = answers[0].prompt_logprobs if self.call.prompt_logprobs is not None else None
+        return {
+            **self._envelope(reply, [self._choice(reply, answer) for answer in answers]),
+            "prompt_logprobs": None if scored is None else prompt_logprobs(reply.tokenizer, scored),
+            "prompt_token_ids": list(answers[0].prompt.ids) if self._prompt_ids else None,
+            "usage": usage(answers),
+            "kv_transfer_params": None,
+        }
+
+    def opening(self, reply: Reply) -> Iterable[Json]:
+        if self._prompt_ids:
+            yield {**self._envelope(reply, []), "prompt_token_ids": list(reply.job.answers[0].prompt.ids)}
+
+    def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
+        if isinstance(event, Answer):
+            yield self._envelope(reply, [{"index": event.index, "token_ids": [], "logprobs": None, **_ended(event)}])
+        elif event.token_ids:
+            choice: Json = {"index": event.index, "token_ids": list(event.token_ids), "logprobs": self._spread(reply, event)}
+            yield self._envelope(reply, [choice | {"finish_reason": None}])
+
+    def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
+        if self._include_usage:
+            yield {**self._envelope(reply, []), "usage": usage(answers)}
+
+    def _envelope(self, reply: Reply, choices: list[Json]) -> dict[str, Json]:
+        return {
+            "request_id": self.call.request_id or reply.job.request_id,
+            "model": reply.model,
+            "created": reply.created,
+            "output_mode": "tokens",
+            "choices": choices,
+        }
+
+    def _choice(self, reply: Reply, answer: Answer) -> Json:
+        ids: list[Json] = list(answer.turn.output_ids)
+        return {"index": answer.index, "token_ids": ids, "logprobs": self._spread(reply, answer), **_ended(answer)}
+
+    def _spread(self, reply: Reply, event: Event) -> Json:
+        """Of vLLM's older and newer clients: the first read `token`, the others `token_id`."""
+        if not self._logprobs:
+            return None
+        ids, logprobs = (event.token_ids, event.logprobs) if isinstance(event, News) else (event.turn.output_ids, event.turn.logprobs)
+        top: Alternatives = alternatives(event.top_logprobs, len(ids))
+
+        def entry(token_id: int, logprob: float) -> dict[str, Json]:
+            return {"token": token_name(reply.tokenizer, token_id, as_id=True), "token_id": token_id, "logprob": logprob}
+
+        return {
+            "content": [
+                {**entry(i, p), "top_logprobs": [entry(*other) for other in others]}
+                for i, p, others in zip(ids, logprobs, top, strict=True)
+            ]
+        }
+
+
+def _ended(answer: Answer) -> dict[str, Json]:
+    finish = answer.turn.finish
+    stopped = finish.matched if isinstance(finish.matched, str) or finish.matched in answer.request.sampling.stop_token_ids else None
+    return {"finish_reason": finish.reason.value, "stop_reason": stopped, "weight_versions": weight_versions(answer.turn)}
