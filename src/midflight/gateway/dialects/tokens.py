@@ -1,6 +1,6 @@
 """vLLM's tokens in, tokens out: `POST /inference/v1/generate`. Neither tokenizer nor template has a part in it, but for stop strings."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -17,23 +17,27 @@ from midflight.types.generation import Api
 
 _PREFIX = "sampling_params."
 _TOKENS = SamplingFields(Api.OPENAI, prefix=_PREFIX)
-_NO_TEXT = "the answer has no text"
+_NO_EFFECT: Mapping[str, str] = {
+    **HARMLESS,
+    "flat_logprobs": "a way to keep them in memory",
+    "output_kind": "`stream` says whether news are wanted",
+    "extra_args": "for plugins of a server",
+    "skip_reading_prefix_cache": "a hint for speed",
+}
 
 
 class TokensSampling(_TOKENS.on(RequestBody)):
-    harmless = {
-        **HARMLESS,
-        **dict.fromkeys(("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"), _NO_TEXT),
-        "flat_logprobs": "a way to keep them in memory",
-        "output_kind": "`stream` says whether news are wanted",
-        "extra_args": "for plugins of a server",
-        "skip_reading_prefix_cache": "a hint for speed",
-    }
+    harmless = _NO_EFFECT
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: TopLogprobs | None = None
     prompt_logprobs: PromptTop | None = None
     structured_outputs: dict[str, JsonValue] | None = None
+    detokenize: bool | None = None
+    """Without effect, as the next three: the answer has no text."""
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
 
 
 class TokensBody(RequestBody):
