@@ -14,6 +14,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from tests.real.processes import CONFIG, Command, alive, arguments_of, children, gone, journal, pids
@@ -122,8 +123,24 @@ def check(*options: str) -> tuple[int, str]:
     return done.returncode, done.stdout.strip() or done.stderr
 
 
-def test_the_ring_runs_on_seats_and_an_engine_whose_seat_is_lost_comes_back_on_another(node: Node, tmp_path: Path) -> None:
-    run = Command("train", small(tmp_path, node, steps=40), "--folder", tmp_path / "run", folder=tmp_path, forked=False)
+def test_a_whole_ring_runs_on_a_cluster_that_it_starts_itself(node: Node, tmp_path: Path) -> None:
+    """With fewer engines at first than it wants: the other joins."""
+    config = small(tmp_path, Node("start", node.token), steps=6)
+    options = [word for option in ("cluster.engines_min=1", "cluster.engines_max=2", "trainer.ranks=2") for word in ("--set", option)]
+    run = Command("train", config, "--folder", tmp_path / "run", *options, folder=tmp_path, forked=False)
+    try:
+        assert run.wait(240) == 0, run.said
+        steps = [line for line in journal(tmp_path / "run") if line["kind"] == "step"]
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert len(steps) == 6 and summary["failed_requests"] == 0 and summary["peak_memory_mb"] > 500
+        assert {log.stem for log in (tmp_path / "run" / "logs").iterdir()} >= {"trainer", "trainer1", "rollout", "engine0", "engine1"}
+        assert not parts(tmp_path / "run")
+    finally:
+        run.end()
+
+
+def test_an_engine_whose_seat_is_lost_comes_back_on_another_and_serves(node: Node, tmp_path: Path) -> None:
+    run = Command("train", small(tmp_path, node, steps=100_000), "--folder", tmp_path / "run", folder=tmp_path, forked=False)
     try:
         run.until(lambda: len([line for line in journal(tmp_path / "run") if line["kind"] == "step"]) >= 3, "three steps", 240)
         there = parts(tmp_path / "run")
@@ -132,15 +149,27 @@ def test_the_ring_runs_on_seats_and_an_engine_whose_seat_is_lost_comes_back_on_a
         assert len(set(seats.values())) == 4 and run.process.pid not in seats.values()
         os.kill(seats["engine0"], signal.SIGKILL)
         assert gone([there["engine0"]], seconds=20), "it ends with its seat"
-        run.until(lambda: "engine0" in parts(tmp_path / "run"), "engine0 on another seat", 120)
-        assert run.wait(240) == 0, run.said
-        assert "engine0 has lost its seat on 127.0.0.1: ActorDiedError" in run.said
-        steps = [line for line in journal(tmp_path / "run") if line["kind"] == "step"]
-        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert len(steps) == 40 and summary["failed_requests"] == 0
+        run.until(lambda: parts(tmp_path / "run").get("engine0"), "engine0 on another seat", 120)
+        run.until(lambda: state_of("engine0", tmp_path / "run") == "serving", "the current weights in it", 120)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(60) == 130, run.said
+        assert "engine0 has lost its seat on " in run.said and "ActorDiedError" in run.said
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_requests"] == 0
         assert not parts(tmp_path / "run")
     finally:
         run.end()
+
+
+def state_of(engine: str, folder: Path) -> str | None:
+    """How the gateway sees it; none where it cannot be asked now."""
+    try:
+        endpoint = json.loads((folder / "endpoint.json").read_text())
+        headers = {"Authorization": f"Bearer {endpoint['control_token']}"}
+        with urlopen(Request(f"{endpoint['url']}/midflight/v1/engines", headers=headers), timeout=10) as answer:
+            members = json.load(answer)["engines"]
+    except (OSError, ValueError):
+        return None
+    return next((member["state"] for member in members if member["name"] == engine), None)
 
 
 def parent_of(pid: int) -> int:
