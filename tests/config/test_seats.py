@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config.load import load_config
-from midflight.config.seats import engines_min, seat_resources
+from midflight.config.seats import engines_min, run_resources, seat_resources
 from midflight.errors import ConfigError
 
 RAY = "cluster.kind=ray"
@@ -43,6 +43,7 @@ def test_seats_ask_for_what_the_parts_compute_with() -> None:
     config = load_config(None, [RAY, "engine.threads=2", "trainer.device=cuda", "environment.workers=3"])
     assert seat_resources(config) == {"engine": {"CPU": 2.0}, "trainer": {"CPU": 1.0, "GPU": 1.0}, "rollout": {"CPU": 4.0}}
     assert engines_min(config) == 1
+    assert run_resources(load_config(None, [RAY, "engine.count=3", "trainer.ranks=2", "trainer.device=cuda"])) == {"CPU": 6.0, "GPU": 2.0}
 
 
 @pytest.mark.parametrize("words", ['"--tensor-parallel-size=4"', '"--tensor-parallel-size", "4"', '"--tp-size=4"', '"-tp", "4"'])

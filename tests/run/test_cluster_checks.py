@@ -172,7 +172,7 @@ def test_a_machine_that_does_not_answer_is_not_waited_for_longer_than_it_takes_t
 
 def test_a_token_that_is_not_there_and_ray_that_is_not_installed_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.token_file is nowhere, and there is no such file"):
-        connect("auto", Path("nowhere"))
+        connect(config("cluster.token_file=nowhere"))
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match="pip install 'midflight\\[ray\\]'"):
-        connect("auto", None)
+        connect(config())

@@ -83,7 +83,7 @@ def check_places(config: Config) -> None:
         from midflight.run.places.checks import check_cluster
         from midflight.run.places.ray import connect
 
-        cluster = connect(config.cluster.address, config.cluster.token_file)
+        cluster = connect(config)
         if main_task(check_cluster(cluster, config)) != 0:
             raise KeyboardInterrupt
 

@@ -1,6 +1,7 @@
 """What follows from a run's places: what a seat of each part asks of a cluster, and which options cannot be there."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from midflight.config.derived import num_engines, num_workers
@@ -37,6 +38,17 @@ def seat_resources(config: Config) -> Mapping[str, Resources]:
         "trainer": cluster.trainer if cluster.trainer is not None else _computing(trainer.threads, trainer.device, gpus=1),
         "rollout": cluster.rollout if cluster.rollout is not None else {"CPU": 1.0 + num_workers(config.environment)},
     }
+
+
+def run_resources(config: Config) -> Resources:
+    """What all seats of a run ask for together."""
+    teachers = config.distillation.teacher is not None
+    number = {"engine": num_engines(config.engine) + teachers, "trainer": config.trainer.ranks, "rollout": 1}
+    total = defaultdict[str, float](float)
+    for part, asked in seat_resources(config).items():
+        for name, amount in asked.items():
+            total[name] += number[part] * amount
+    return total
 
 
 def _computing(threads: int, device: str, *, gpus: int) -> Resources:

@@ -2,13 +2,13 @@
 are not used."""
 
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from midflight.config.seats import seat_resources
+from midflight.config.seats import run_resources, seat_resources
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.run.parts import ProcessKind
@@ -28,12 +28,13 @@ def ray_places(config: Config, *, say: Callable[[str], None]) -> RayPlaces:
     cluster, asked = config.cluster, seat_resources(config)
     resources = {kind: asked[kind if kind in asked else "rollout"] for kind in ProcessKind}
     environ = {name: os.environ[name] for name in ("PYTHONPATH", *cluster.variables) if name in os.environ}
-    made = connect(cluster.address, cluster.token_file)
+    made = connect(config)
     return RayPlaces(made, resources, lost_seconds=cluster.lost_seconds, environ=environ, say=say)
 
 
-def connect(address: str, token: Path | None) -> "RayCluster":
-    """The cluster at the address. Waits until it has answered. `ConfigError` says why there is none."""
+def connect(config: Config) -> "RayCluster":
+    """The cluster that the configuration names. Waits until it has answered. `ConfigError` says why there is none."""
+    address, token = config.cluster.address, config.cluster.token_file
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if token is not None:
@@ -48,14 +49,15 @@ def connect(address: str, token: Path | None) -> "RayCluster":
     except ModuleNotFoundError as error:
         raise ConfigError("cluster.kind = \"ray\" needs Ray, which is not installed; pip install 'midflight[ray]'") from error
     if not ray.is_initialized():
-        _initialise(ray, address)
+        _initialise(ray, address, cpus=math.ceil(run_resources(config).get("CPU", 0.0)))
     return RayCluster(ray)
 
 
-def _initialise(ray: Any, address: str) -> None:
+def _initialise(ray: Any, address: str, *, cpus: int) -> None:
+    """`cpus`: what the run asks for, which a cluster that is there for it alone gives it, however many cores it has."""
     given: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
     if address == START:
-        given |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
+        given |= {"include_dashboard": False, "object_store_memory": STORE_BYTES, "num_cpus": cpus}
     else:
         given["address"] = address
     logging.getLogger("ray").setLevel(logging.ERROR)
