@@ -30,7 +30,7 @@ AGAIN_SECONDS = 0.5
 """Between two calls of a seat that cannot be reached, though its machine is said to live."""
 KILL_SECONDS = 5.0
 """For a seat to say that a process which was killed has ended: the end of a run waits for that, also where the machine is gone."""
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 """A seat is not there at once; after so long it is told that it is waited for."""
 
 
