@@ -213,7 +213,11 @@ class OpenTelemetry(Tracker):
         resource = import_module("opentelemetry.sdk.resources").Resource.create(said)
         self._ended: list[Any] = []
         provider: Any = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)
-        collects = type("Collects", (sdk.SpanProcessor,), {"on_end": lambda _, span: self._ended.append(span)})
+
+        def keep(_: object, span: object) -> None:
+            self._ended.append(span)
+
+        collects = type("Collects", (sdk.SpanProcessor,), {"on_end": keep})
         provider.add_span_processor(collects())
         self._tracer: Any = provider.get_tracer("midflight")
         self._exporter: Any = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()

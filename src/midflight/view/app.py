@@ -24,6 +24,8 @@ from midflight.wire.server import guarded
 
 LOOKS = {"auto": None, "light": False, "dark": True}
 LOOKS_COOKIE = "midflight_looks"
+PATIENCE_SECONDS = 120.0
+"""For a page to be drawn: of a long run on a machine that has other things to do it takes longer than NiceGUI's three seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | 
     app.get("/health")(lambda: {"status": "ok"})
     pages = {page.name: page for page in PAGES}
 
-    @ui.page("/")
+    @ui.page("/", response_timeout=PATIENCE_SECONDS)
     async def first(request: Request) -> None:
         async def draw() -> None:
             runs = shelf.runs()
@@ -66,7 +68,7 @@ def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | 
 
         await _told(draw, request)
 
-    @ui.page("/run/{slug}/{page}")
+    @ui.page("/run/{slug}/{page}", response_timeout=PATIENCE_SECONDS)
     async def of_run(slug: str, page: str, request: Request) -> None:
         async def draw() -> None:
             chosen = shelf.run(slug)

@@ -83,7 +83,7 @@ def _places(visit: Visit, part: TimelinePart | None) -> None:
     with ui.element("nav").classes("tiles").props('aria-label="Parts of the run"'):
         for name, since in (("earlier", earlier), ("later", part and part.later)):
             if since is not None:
-                ui.link(name, visit.link("time", **{"from": max(0.0, since)})).props(f'data-test="{name}"')
+                ui.link(name, f"{visit.link('time')}?from={max(0.0, since)}").props(f'data-test="{name}"')
         if part is not None:
             ui.link("newest", visit.link("time")).props('data-test="newest"')
         ui.html(
