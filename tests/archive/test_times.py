@@ -47,7 +47,7 @@ def test_a_part_begins_with_the_first_line_of_its_time(folder: Path, since: floa
 
 
 def test_from_the_newest_part_back_to_the_first_and_forth_again_nothing_is_left_out(folder: Path) -> None:
-    newest = Times(folder)
+    newest = Times(folder, newest=times.NEWEST_BYTES)
     newest.refresh()
     seen, since = set(ends(newest)), before_newest(folder)
     assert max(seen) == 3000.0 and min(seen) > 2800.0

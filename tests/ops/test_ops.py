@@ -170,3 +170,23 @@ def test_the_service_asks_the_port_and_the_path_that_the_gateway_has() -> None:
     assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
     assert {container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")} == {"/health"}
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not here: it brings Grafana's types")
+def test_the_board_is_one_by_the_types_that_grafana_publishes() -> None:
+    """No unknown field and no missing one, as its own compiler of types says. What a real Grafana draws of it is not tried."""
+    place = ROOT / ".venv-ops" / "grafana"
+    place.mkdir(parents=True, exist_ok=True)
+    wanted = ["@grafana/schema@13.2.3", "typescript@5.9.3"]
+    if not (place / "node_modules" / ".bin" / "tsc").exists():
+        install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--omit=peer", "--legacy-peer-deps", *wanted]
+        subprocess.run(install, cwd=place, check=True, timeout=110)
+    board = (OPS / "grafana" / "midflight.json").read_text()
+    (place / "board.ts").write_text(
+        f"import type {{ Dashboard }} from '@grafana/schema';\nexport const board: Partial<Dashboard> = {board};\n"
+    )
+    options = ["--noEmit", "--strict", "--skipLibCheck", "--moduleResolution", "bundler", "--module", "esnext"]
+    found = subprocess.run(
+        [place / "node_modules" / ".bin" / "tsc", *options, "board.ts"], cwd=place, capture_output=True, text=True, check=False, timeout=110
+    )
+    assert found.returncode == 0, found.stdout

@@ -96,6 +96,30 @@ def test_the_time_page_says_who_was_busy_when_and_leads_to_the_groups_of_a_step(
         assert page.locator('table[data-test="steps"] a').get_attribute("href") == "/run/a/groups?step=1"
 
 
+def test_a_long_run_is_gone_through_part_by_part_by_links_seconds_and_steps(tmp_path: Path, look: Look) -> None:
+    """30 000 rollouts and 300 steps, one a minute: more than is read at once."""
+    folder = made_run(tmp_path / "a", *(step_line(number, 0.5, seconds=60.0) for number in range(1, 301)))
+    lines: list[dict[str, object]] = []
+    for number in range(1, 301):
+        lines += [rollout_line(60.0 * number - 50 + n / 10, 60.0 * number - 40 + n / 10) for n in range(100)]
+        lines.append({"kind": "step", "lease": 1, "version": number, "began": 60.0 * number - 5, "ended": 60.0 * number, "num_tokens": 9})
+    timeline(folder, *lines)
+    with viewing(folder) as address:
+        page = look(f"{address}/run/a/time")
+        steps = page.locator('table[data-test="steps"] tbody tr')
+        expect(steps.first).to_contain_text("step 300")
+        page.locator('[data-test="earlier"]').click()
+        expect(steps.first).not_to_contain_text("step 300")
+        page.locator('[data-test="newest"]').click()
+        expect(steps.first).to_contain_text("step 300")
+        page.locator('input[name="step"]').fill("7")
+        page.keyboard.press("Enter")
+        expect(page.locator('[data-test="later"]')).to_be_visible()
+        page.goto(f"{address}/run/a/time?from=0")
+        expect(page.locator('[data-test="earlier"]')).to_have_count(0)
+        assert "there is no step '999'" in value(look(f"{address}/run/a/time?step=999"), "problem")
+
+
 def test_several_runs_are_listed_and_seeds_become_one_line_in_a_band(tmp_path: Path, look: Look) -> None:
     for seed in (0, 1):
         made_run(tmp_path / f"seed{seed}", step_line(1, 0.5), step_line(2, 0.25 + 0.5 * seed), options=f"steps = 4\nseed = {seed}")
@@ -127,6 +151,23 @@ def test_pages_fit_the_window_and_every_link_is_reached_by_the_keyboard(
                 page.keyboard.press("Tab")
                 reached.add(page.evaluate("document.activeElement.getAttribute('data-test') || document.activeElement.tagName"))
             assert {"menu run", "menu time", "look dark"} <= reached
+
+
+def test_what_cannot_be_shown_is_said_on_a_phone_too(tmp_path: Path, look: Look) -> None:
+    name = "a-run-with-quite-a-long-name-for-a-small-window"
+    folder = made_run(tmp_path / name, step_line(1, 0.5))
+    with viewing(folder) as address:
+        for path, said in (
+            ("nope/run", "there is no run 'nope' here"),
+            (f"{name}/nothing", "there is no page 'nothing'"),
+            (f"{name}/groups", "has no rollouts"),
+            (f"{name}/groups?kind=evaluation", "no conversations of evaluations"),
+            (f"{name}/groups?kind=other", "are not shown"),
+            (f"{name}/time?from=x", "is a number of seconds"),
+        ):
+            page = look(f"{address}/run/{path}", size=NARROW)
+            expect(page.locator('[data-test="problem"]')).to_contain_text(said)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
 
 
 def test_what_cannot_be_shown_is_said_on_a_page(tmp_path: Path, look: Look) -> None:

@@ -24,6 +24,8 @@ SHARE = 0.02
 """Between two looks for what was appended: an unchanged journal costs one read of its size."""
 RECENT_ROLLOUTS = 512
 """That the times of rollouts are of."""
+LATELY_BYTES = 2**20
+"""Of the timeline, which shares of time, failures by environment and the times of rollouts are of, until more is appended: some thousand rollouts."""
 MAX_ALARMS = 20
 
 
@@ -36,7 +38,7 @@ def draw(visit: Visit) -> None:
 
 
 def _alone(visit: Visit) -> None:
-    times = Times(visit.run.folder)
+    times = Times(visit.run.folder, newest=LATELY_BYTES)
     times.refresh()
     head = ui.element("div").style("width: 100%")
 
