@@ -19,7 +19,6 @@ from midflight.run.parts import Message, ProcessKind, Words, WorkerSpec
 from midflight.run.places import process, seated
 from midflight.run.places.local import LocalPlaces
 from midflight.run.places.port import Child, PartFailed, Place, Places, stop_all
-from midflight.run.places.seat import interface_of
 from midflight.run.places.seated import RayPlaces
 
 from .fake_cluster import ActorDiedError, ActorUnavailableError, FakeCluster, OutOfMemoryError
@@ -380,7 +379,3 @@ def test_ranks_get_all_their_seats_or_none_and_the_room_of_all_is_given_back_wit
             assert cluster.given_back == 1
 
     run(main)
-
-
-def test_the_interface_is_the_one_that_has_the_address() -> None:
-    assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.77") == ""

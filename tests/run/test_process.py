@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from midflight.errors import ConfigError, RunFailed, StoreFailed
 from midflight.run.heart import Beat
 from midflight.run.launcher.child import failure_of
-from midflight.run.parts import Failed, Message, PartLost, ProcessKind, Verdict
+from midflight.run.parts import SEATED_VARIABLE, Failed, Message, PartLost, ProcessKind, Verdict
 from midflight.run.places import process
 from midflight.run.places.process import LocalChild
 
@@ -45,6 +45,23 @@ def test_a_part_whose_log_is_on_a_full_disk_still_says_why_it_ended() -> None:
 
     (said,) = asyncio.run(main())
     assert isinstance(said, Failed) and said.verdict is Verdict.CONFIG and "no module 'no_such_module'" in said.error
+
+
+def test_a_part_below_a_seat_tells_its_memory_and_one_that_the_launcher_sees_itself_does_not(tmp_path: Path) -> None:
+    async def main() -> list[int]:
+        told: list[int] = []
+        for environ in ({}, {SEATED_VARIABLE: "1"}):
+            child = LocalChild(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ=environ)
+            await child.start()
+            beat = await anext(aiter(child.messages()))
+            assert isinstance(beat, Beat)
+            told.append(beat.memory_bytes)
+            child.signal(signal.SIGKILL)
+            await child.ended()
+        return told
+
+    silent, told = asyncio.run(main())
+    assert silent == 0 and told > 2**20
 
 
 def test_a_log_that_grew_too_long_is_cut_to_its_end_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

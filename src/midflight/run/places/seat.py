@@ -4,13 +4,10 @@ Only text, numbers and bytes go in and out, so nothing of ours is pickled. It di
 """
 
 import asyncio
-import fcntl
 import os
 import platform
 import signal
 import socket
-import struct
-import sys
 from collections import deque
 from contextlib import suppress
 from importlib import import_module, metadata
@@ -19,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import MidflightError
-from midflight.run.parts import ProcessKind
+from midflight.run.parts import SEATED_VARIABLE, ProcessKind
 from midflight.run.places.process import LocalChild, last_lines
 from midflight.version import __version__
 from midflight.wire.server import listen
@@ -28,8 +25,6 @@ HEAR_SECONDS = 1.0
 """An answer to `hear` comes at the latest after this, so that whoever asks knows that the machine is there."""
 MONITOR_VARIABLE = "RAY_memory_monitor_refresh_ms"
 """Of the machine's Ray: 0 has it kill nobody for what others keep in memory."""
-_SIOCGIFADDR = 0x8915
-"""Linux: the address of a network interface (netdevice(7))."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -163,12 +158,11 @@ class SeatActor:
         if name in self._told and self._told[name].life == asked.life:
             return
         assert self._listener is not None
-        environ = {"GLOO_SOCKET_IFNAME": interface_of(self._here()), **asked.environ}
         child = LocalChild(
             ProcessKind(part),
             name,
             log=Path(asked.log),
-            environ={name: value for name, value in environ.items() if value},
+            environ={SEATED_VARIABLE: "1", **{name: value for name, value in asked.environ.items() if value}},
             inherited=[self._listener] if asked.listens else [],
             arguments=asked.arguments,
             objects=asked.objects,
@@ -205,14 +199,3 @@ class SeatActor:
         if not self._address:
             self._address = str(import_module("ray.util").get_node_ip_address())
         return self._address
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has the address, for libraries that ask for its name; empty where the system does not say."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
-            with suppress(OSError):
-                found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
