@@ -7,7 +7,8 @@ folder with the others. Linux only; root, or what stands for it, makes them.
         other.power_off()
 
 They die like machines: who loses power says nothing any more, so its peers see no connection close; who is unplugged lives on and sees the
-same of the others. Their CLOCK_MONOTONIC are days apart, and each has the Debian habit of calling itself 127.0.1.1.
+same of the others. Their CLOCK_MONOTONIC are days apart, and each has the Debian habit of calling itself 127.0.1.1. No name server is
+there: the question is refused at once, where one that does not answer would cost seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ mount -t tmpfs -o size=4g tmpfs /tmp
 for folder in $SHARED; do mkdir -p $folder && mount --move /mnt/$folder $folder; done
 printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' $NAME > /mnt/hosts
 mount --bind /mnt/hosts /etc/hosts
+echo nameserver 127.0.0.1 > /mnt/resolv.conf
+mount --bind /mnt/resolv.conf /etc/resolv.conf
 hostname $NAME
 ip link set lo up
 echo up

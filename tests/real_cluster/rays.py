@@ -19,8 +19,32 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PORT = 6379
+PROMPT = ("chrt", "--other", "0", "nice", "-n", "-10")
+"""Ray's daemons give up, or give each other up, where they are not run for some seconds: on a busy machine they go first."""
 START_SECONDS = 240.0
 """For a machine's Ray to be up: 10 s where nothing else runs."""
+
+
+SURROUNDINGS = {
+    **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_", "GLOO_"))},
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT / "src"),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HOME": "/tmp/home",
+}
+"""Of what runs on a machine. Its home is its own."""
+
+
+def environ_of(machine: Machine) -> dict[str, str]:
+    """With what a user of that machine would say of it."""
+    machine.run("mkdir", "-p", SURROUNDINGS["HOME"])
+    return {**SURROUNDINGS, "MIDFLIGHT_ADDRESS": machine.address}
+
+
+def ports_of(machine: Machine) -> None:
+    """See `ports.py`."""
+    machine.start(*PROMPT, sys.executable, "-S", str(Path(__file__).with_name("ports.py")))
 
 
 class Cluster:
@@ -36,15 +60,7 @@ class Cluster:
 
     @property
     def environ(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_", "GLOO_"))}
-        return {
-            **kept,
-            "PATH": f"{BIN}:{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(self.folder)]),
-            "RAY_AUTH_TOKEN_PATH": str(self.token),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        return {**SURROUNDINGS, "RAY_AUTH_TOKEN_PATH": str(self.token)}
 
     @property
     def address(self) -> str:
@@ -59,12 +75,12 @@ class Cluster:
 
     def _start(self, name: str, machine: Machine, resources: dict[str, float]) -> None:
         log = self.folder / f"ray-{name}.log"
-        machine.start(sys.executable, "-S", str(Path(__file__).with_name("ports.py")))
+        ports_of(machine)
         given = [*OPTIONS, "--num-cpus=4", f"--resources={json.dumps(resources)}"]
         place = "head" if name == "head" else self.address
-        command = ["bash", str(ROOT / "ops" / "cluster" / "machine.sh"), place, *given]
+        command = [*PROMPT, "bash", str(ROOT / "ops" / "cluster" / "machine.sh"), place, *given]
         with log.open("wb") as out:
-            environ = {**self.environ, "MIDFLIGHT_ADDRESS": machine.address}
+            environ = {**self.environ, **environ_of(machine), "RAY_AUTH_TOKEN_PATH": str(self.token)}
             self._nodes[name] = machine.start(*command, stdout=out, stderr=subprocess.STDOUT, env=environ)
         until(lambda: "Ray runtime started" in log.read_text() or self._nodes[name].poll() is not None, f"Ray on {name}", START_SECONDS)
         assert self._nodes[name].poll() is None, log.read_text()

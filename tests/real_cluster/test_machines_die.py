@@ -1,0 +1,158 @@
+"""One run over machines that are slowed down, powered off and cut off one after the other: engines, a rank, the gateway, the head.
+
+The tests share one cluster and one run, and stand in the order in which things happen to it. Where each begins:
+
+| machine | has |
+|---|---|
+| head | Ray's head and the launcher, no part of the run |
+| first | gateway, agents, store; the first trainer rank |
+| second | the second trainer rank, an engine |
+| third | an engine |
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.real.processes import CONFIG
+
+from .machines import missing
+from .rays import Cluster, Launched, cluster, until
+
+pytestmark = [pytest.mark.skipif(missing() is not None, reason=missing() or ""), pytest.mark.timeout(1800)]
+pytest.importorskip("ray", reason="Ray is not here (pip install 'midflight[ray]')")
+
+STALENESS, GROUPS = 3, 2
+ASKED = ("cluster.rollout={rollout=1}", "cluster.trainer={trainer=1}", "cluster.engine={engine=1}", "cluster.lost_seconds=10")
+OPTIONS = (
+    "engine.count=2",
+    "trainer.ranks=2",
+    "trainer.checkpoint_every=4",
+    f"rollout.max_staleness={STALENESS}",
+    "run.restarts=20",
+    *ASKED,
+)
+
+
+class Story:
+    """The cluster, and the run on it."""
+
+    def __init__(self, made: Cluster, folder: Path) -> None:
+        self.cluster, self.config = made, folder / "small.toml"
+        self.config.write_text(CONFIG)
+        self.run: Launched | None = None
+
+    def on(self, machine: str) -> list[str]:
+        """The kinds of the run's parts that are there, in order."""
+        module = "midflight.run.launcher.child "
+        lines = self.cluster.members[machine].processes().values()
+        return sorted(line.split(module)[1].split()[0] for line in lines if module in line)
+
+    @property
+    def running(self) -> Launched:
+        assert self.run is not None, "the run did not come up"
+        return self.run
+
+    def sound(self) -> None:
+        """What holds at every moment: no request failed, and no trained token was older than the bound (I2)."""
+        steps = self.running.steps()
+        assert steps[-1]["totals"].get("failed_requests", 0) == 0, self.running.said[-6000:]
+        assert max(line.get("staleness_max") or 0 for line in steps) <= STALENESS
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    folder = tmp_path_factory.mktemp("shared")
+    with cluster(folder) as made:
+        told = Story(made, folder)
+        made.add("head", "first", first={"rollout": 1, "trainer": 1})
+        made.add("second", "third", second={"trainer": 1, "engine": 1}, third={"engine": 1})
+        told.run = made.train("head", told.config, "run", "run.steps=100000", *OPTIONS)
+        yield told
+
+
+def test_a_run_has_its_parts_where_the_cluster_has_room_for_them_and_is_reached_there(story: Story) -> None:
+    story.running.until_steps(2, seconds=600)
+    assert story.on("head") == []
+    assert story.on("first") == ["rollout", "trainer"]
+    assert story.on("second") == ["engine", "trainer"]
+    assert story.on("third") == ["engine"]
+    endpoint = json.loads((story.running.folder / "endpoint.json").read_text())
+    assert endpoint["url"].startswith(f"http://{story.cluster.members['first'].address}:")
+    story.sound()
+
+
+def test_a_run_goes_on_over_a_slow_link(story: Story) -> None:
+    """An engine's machine with 5 Mbit/s: a version of 0.2 MB takes a third of a second to it."""
+    story.cluster.members["third"].slow(5)
+    story.running.until_steps(3)
+    story.cluster.members["third"].fast()
+    story.sound()
+
+
+def test_an_engine_whose_machine_loses_power_comes_back_on_another_one(story: Story) -> None:
+    story.cluster.add("fourth", fourth={"engine": 1})
+    story.cluster.members["third"].power_off()
+    story.running.until_steps(3)
+    story.running.until(lambda: story.on("fourth") == ["engine"], "an engine on the fourth machine")
+    story.running.until_steps(3)
+    story.sound()
+
+
+def test_a_rank_whose_machine_is_cut_off_goes_back_to_the_checkpoint_on_another_one(story: Story) -> None:
+    """An engine is lost with it. Gateway and the other engine stay."""
+    story.cluster.add("fifth", fifth={"trainer": 1, "engine": 1})
+    gateway = next(pid for pid, line in story.cluster.members["first"].processes().items() if "child rollout" in line)
+    story.cluster.members["second"].unplug()
+    story.running.until(lambda: "trainer" in story.on("fifth"), "a rank on the fifth machine")
+    story.running.until_steps(5)
+    assert "child rollout" in story.cluster.members["first"].processes().get(gateway, ""), "the gateway stayed"
+    story.sound()
+
+
+def test_a_gateway_whose_machine_loses_power_goes_on_elsewhere_with_the_store_of_the_checkpoint(story: Story) -> None:
+    """The first rank is lost with it."""
+    story.cluster.add("sixth", sixth={"rollout": 1, "trainer": 1})
+    story.cluster.members["first"].power_off()
+    story.running.until(lambda: story.on("sixth") == ["rollout", "trainer"], "gateway and rank on the sixth machine")
+    story.running.until_steps(5)
+    story.sound()
+
+
+def test_a_run_whose_head_loses_power_ends_everywhere_and_goes_on_in_another_cluster_to_its_end(story: Story) -> None:
+    """The head's loss is the launcher's: nobody is left who would start anything again."""
+    done = story.running.steps()[-1]["step"]
+    members = dict(story.cluster.members)
+    members.pop("head").power_off()
+    left = [name for name, machine in members.items() if machine.lives]
+    until(lambda: not any(story.on(name) for name in left), "the end of all parts", 300)
+    for machine in members.values():
+        machine.power_off()
+
+    story.cluster.members.clear()
+    story.cluster.add("head", "first", first={"rollout": 1, "trainer": 2, "engine": 2})
+    steps = done + 6
+    story.run = story.cluster.train("head", story.config, "run", "--resume", f"run.steps={steps}", *OPTIONS)
+    story.running.until(lambda: story.running.process.poll() is not None, "the end of the run", 900)
+    assert story.running.process.returncode == 0, story.running.said[-6000:]
+    story.sound()
+    summary = json.loads((story.running.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["failed_requests"]) == (steps, 0) and summary["max_token_staleness"] <= STALENESS
+    assert [line["step"] for line in story.running.steps()] == list(range(1, steps + 1)), "every step is in the journal once (I8)"
+    books_balance(story.running.folder, num_steps=steps)
+
+
+def books_balance(folder: Path, *, num_steps: int) -> None:
+    """Every token is in one place (I3), as many groups are trained as the steps took (I8), and nothing is on lease."""
+    from midflight.archive.ledger import ledger_of
+
+    found = ledger_of(folder)
+    assert found.balanced, found.mistakes
+    assert found.accounts.trained == num_steps * GROUPS and found.accounts.leased == 0
+    (store,) = folder.glob("store.sqlite")
+    with sqlite3.connect(store) as opened:
+        assert opened.execute("PRAGMA integrity_check").fetchone() == ("ok",)
