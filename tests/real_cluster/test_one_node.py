@@ -20,8 +20,10 @@ import pytest
 from tests.real.processes import CONFIG, Command, alive, arguments_of, children, gone, journal, pids
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 240.0
+START_SECONDS, STARTS = 120.0, 4
 """10 s where nothing else runs."""
+FIRST = ["nice", "-n", "-10"] if os.geteuid() == 0 else []
+"""Daemons that wait for a busy machine give up."""
 CHECK = """
 import sys
 from midflight.cli.checked import check_places
@@ -56,26 +58,32 @@ def node() -> Generator[Node]:
         given += ["--object-store-memory=80000000", "--disable-usage-stats", f"--temp-dir={folder}/ray"]
         environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_memory_monitor_refresh_ms": "0"}
         environ |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        log = Path(folder) / "log"
-        with log.open("wb") as out:
-            ray = subprocess.Popen(
-                [str(Path(sys.executable).parent / "ray"), "start", *given], stdout=out, stderr=out, env={**os.environ, **environ}
-            )
+        ray = started([*FIRST, str(Path(sys.executable).parent / "ray"), "start", *given], environ, log=Path(folder) / "log")
         try:
-            deadline = time.monotonic() + START_SECONDS
-            while "Ray runtime started" not in log.read_text():
-                assert ray.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.2)
             yield Node(f"127.0.0.1:{port}", token)
         finally:
-            started = below(ray.pid)
+            daemons = below(ray.pid)
             ray.terminate()
             with suppress(subprocess.TimeoutExpired):
                 ray.wait(20)
-            for pid in [*started, ray.pid]:
+            for pid in [*daemons, ray.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             ray.wait(10)
+
+
+def started(command: list[str], environ: dict[str, str], *, log: Path) -> subprocess.Popen[bytes]:
+    """On a busy machine Ray gives up what is slow to start: it is tried again."""
+    for _ in range(STARTS):
+        with log.open("wb") as out:
+            ray = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **environ})
+        deadline = time.monotonic() + START_SECONDS
+        while ray.poll() is None and time.monotonic() < deadline:
+            if "Ray runtime started" in log.read_text():
+                return ray
+            time.sleep(0.2)
+        ray.kill()
+    raise AssertionError(log.read_text())
 
 
 def below(pid: int) -> list[int]:

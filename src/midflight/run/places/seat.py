@@ -46,6 +46,8 @@ class SeatOpened(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     fd: int = -1
+    machine: str = ""
+    """Its address, as Ray knows it."""
     gpus: str = ""
     error: str = ""
 
@@ -150,7 +152,8 @@ class SeatActor:
             return msgspec.json.encode(SeatOpened(error=str(error)))
         at = self._listener.getsockname()
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return msgspec.json.encode(SeatOpened(self._here() if at[0] == "0.0.0.0" else at[0], at[1], self._listener.fileno(), gpus))
+        host = self._here() if at[0] == "0.0.0.0" else at[0]
+        return msgspec.json.encode(SeatOpened(host, at[1], self._listener.fileno(), self._here(), gpus))
 
     async def start(self, part: str, name: str, order: bytes) -> None:
         """A process, which takes the place of the one of that name. To be asked again for the same process changes nothing."""

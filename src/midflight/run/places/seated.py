@@ -95,7 +95,7 @@ class SeatedPlace:
     ) -> None:
         """`environ`: for all its processes. `closed` is called when the seat was given back."""
         self._cluster, self._seat, self._lost_seconds, self._environ, self._closed = cluster, seat, lost_seconds, environ, closed
-        self.host, self.port, self.fd, self.gpus = opened.host, opened.port, opened.fd, opened.gpus
+        self.host, self.port, self.fd, self.gpus, self.machine = opened.host, opened.port, opened.fd, opened.gpus, opened.machine
         self.lost = self._is_closed = False
 
     def child(
@@ -142,19 +142,23 @@ class SeatedPlace:
                     except Exception as error:
                         if (why := why_lost(error)) is None:
                             raise
-                        if not is_unreached(error) or all(machine.address != self.host for machine in self._cluster.machines()):
+                        if not is_unreached(error) or all(machine.address != self.machine for machine in self._cluster.machines()):
                             raise self._gone(why, of=of) from error
                     await asyncio.sleep(AGAIN_SECONDS)
         except TimeoutError as error:
             raise self._gone(f"nothing was heard of it for {seconds:g} s", of=of) from error
 
-    def order(self, method: str, *given: object) -> Awaitable[Any]:
-        """Sent without a wait; an error is found where something is asked."""
-        return self._cluster.call(self._seat, method, *given)
+    def order(self, method: str, *given: object) -> None:
+        """Sent without a wait for an answer; an error is found where something is asked."""
+        try:
+            self._cluster.call(self._seat, method, *given)
+        except Exception as error:
+            if why_lost(error) is None:
+                raise
 
     def _gone(self, why: str, *, of: str) -> PartFailed:
         self.lost = True
-        return PartFailed(f"{of} has lost its seat on {self.host}: {why}", part=of)
+        return PartFailed(f"{of} has lost its seat on {self.machine}: {why}", part=of)
 
 
 class SeatedChild:
@@ -229,7 +233,7 @@ class SeatedChild:
 
     def died(self, status: int) -> PartFailed:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        said = self._why or f"{self.name} ended with {how} on {self._place.host}"
+        said = self._why or f"{self.name} ended with {how} on {self._place.machine}"
         return PartFailed(f"{said}; the end of {self._order.log}:\n{self._log}", part=self.name)
 
     def signal(self, number: signal.Signals) -> None:
@@ -293,7 +297,7 @@ class RayPlaces:
         except BaseException:
             give_back()
             raise
-        return sorted(taken, key=lambda place: (place.host, place.gpus))
+        return sorted(taken, key=lambda place: (place.machine, place.gpus))
 
     async def _opened(
         self, part: parts.ProcessKind, seat: Any, host: str, port: int, *, closed: Callable[[], None] = lambda: None

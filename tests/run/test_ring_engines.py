@@ -1,0 +1,172 @@
+"""Engines of a ring over their lives: which join later, which are moved, which end the run. No processes: a child ends when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from midflight.config.load import load_config
+from midflight.run.launcher.budgets import Budgets
+from midflight.run.launcher.engines import Access, EnginePart, Engines
+from midflight.run.parts import TEACHER, Message, ModelReady, ProcessKind, Restarted, Spec
+from midflight.run.places.port import PartFailed
+
+ACCESS = Access("http://10.0.0.1:80", "control", "engine", "segment")
+
+
+class Spot:
+    """A place without a machine."""
+
+    fd = 7
+
+    def __init__(self, number: int) -> None:
+        self.host, self.port = f"10.0.0.{number}", 1000 + number
+        self.lost = self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Life:
+    """A process: it ends by `die`."""
+
+    def __init__(self, part: EnginePart) -> None:
+        self.part = part
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def die(self, *, machine: bool = False) -> None:
+        self.part.place.lost = machine  # pyright: ignore[reportAttributeAccessIssue]
+        self.end.set_exception(PartFailed(f"{self.part.name} died", part=self.part.name))
+
+    def signal(self, number: signal.Signals) -> None:
+        assert number is signal.SIGKILL
+
+    async def ended(self) -> int:
+        return -9
+
+
+class Site:
+    """Engines on a cluster that has `room` for so many."""
+
+    def __init__(self, *options: str, room: int) -> None:
+        self.room = asyncio.Semaphore(room)
+        self.spots: list[Spot] = []
+        self.lives: list[Life] = []
+        self.said: list[Message] = []
+        self.announced: list[str] = []
+        self.serving = set[str]()
+        config = load_config(None, ["cluster.kind=ray", *options])
+        site = self
+
+        class Watched(Engines):
+            async def _announce(self, part: EnginePart) -> None:
+                site.announced.append(f"{part.name} {part.address}")
+
+        self.engines = Watched(
+            *(config, self, ACCESS),  # pyright: ignore[reportArgumentType]
+            budgets=Budgets(1),
+            serving=self.serving,
+            say=self.said.append,
+            start=self._start,  # pyright: ignore[reportArgumentType]
+            follow=self._follow,  # pyright: ignore[reportArgumentType]
+        )
+
+    async def take(self, part: ProcessKind) -> Spot:
+        await self.room.acquire()
+        self.spots.append(Spot(len(self.spots)))
+        return self.spots[-1]
+
+    async def _start(self, part: EnginePart) -> Life:
+        self.lives.append(Life(part))
+        return self.lives[-1]
+
+    async def _follow(self, life: Life, spec: Callable[[ModelReady], Spec]) -> None:
+        assert spec(ModelReady("first", 0)).name == life.part.name  # pyright: ignore[reportAttributeAccessIssue]
+        self.serving.add(life.part.name)
+        await life.end
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_a_run_starts_with_the_engines_it_must_have_and_the_others_join_when_there_is_room() -> None:
+    async def main() -> None:
+        site = Site("engine.count=4", "cluster.engines_min=2", room=2)
+        kept = await site.engines.take(with_teacher=True)
+        assert site.engines.addresses() == {"engine0": "http://10.0.0.0:1000", "engine1": "http://10.0.0.1:1001"}
+        tasks = [asyncio.ensure_future(one) for one in kept]
+        await settle()
+        assert [life.part.name for life in site.lives] == ["engine0", "engine1"] and site.announced == []
+        site.room.release()
+        await settle()
+        assert [life.part.name for life in site.lives] == ["engine0", "engine1", "engine2"]
+        assert site.announced == ["engine2 http://10.0.0.2:1002"] and len(tasks) == 4
+        for task in tasks:
+            task.cancel()
+
+    run(main)
+
+
+def test_an_engine_is_moved_when_its_machine_is_lost_and_no_restart_is_spent() -> None:
+    async def main() -> None:
+        site = Site(room=3)
+        (kept,) = await site.engines.take(with_teacher=True)
+        task = asyncio.ensure_future(kept)
+        for loss in range(2):
+            await settle()
+            site.lives[-1].die(machine=True)
+            await settle()
+            assert site.spots[loss].closed and len(site.lives) == loss + 2
+        assert site.announced == ["engine0 http://10.0.0.1:1001", "engine0 http://10.0.0.2:1002"]
+        assert site.said == [Restarted("engine0", "engine0 died", None)] * 2 and "engine0" in site.serving
+        task.cancel()
+
+    run(main)
+
+
+def test_an_engine_that_dies_is_started_again_in_its_place_within_the_budget() -> None:
+    async def main() -> None:
+        site = Site(room=1)
+        (kept,) = await site.engines.take(with_teacher=True)
+        task = asyncio.ensure_future(kept)
+        await settle()
+        site.lives[0].die()
+        await settle()
+        assert len(site.lives) == 2 and site.lives[1].part.place is site.spots[0] and site.announced == []  # type: ignore[comparison-overlap]
+        site.lives[1].die()
+        with pytest.raises(PartFailed, match="engine0 died"):
+            await task
+
+    run(main)
+
+
+def test_a_teacher_whose_machine_is_lost_ends_the_attempt_for_its_address_is_told_at_the_start() -> None:
+    async def main() -> None:
+        site = Site(room=2)
+        site.engines._config = site.engines._config.model_copy(
+            update={"distillation": site.engines._config.distillation.model_copy(update={"teacher": "folder"})}
+        )
+        engine, teacher = await site.engines.take(with_teacher=True)
+        tasks = [asyncio.ensure_future(one) for one in (engine, teacher)]
+        await settle()
+        assert [life.part.name for life in site.lives] == ["engine0", TEACHER]
+        site.lives[1].die(machine=True)
+        with pytest.raises(PartFailed, match="teacher died"):
+            await tasks[1]
+        tasks[0].cancel()
+
+    run(main)
