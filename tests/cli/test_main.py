@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -336,3 +337,13 @@ def test_the_process_that_has_a_users_loss_tried_does_not_import_torch() -> None
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "midflight", "train", "no-such.toml"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("midflight: there is no config file no-such.toml.")
+
+
+def test_joining_nothing_or_with_a_wrong_address_is_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = taken.getsockname()[1]
+    token = ["--token", "0123456789abcdef"]
+    assert main(["join", "--url", f"http://127.0.0.1:{free}", *token]) == 2
+    assert f"nothing answers at http://127.0.0.1:{free} (" in capsys.readouterr().err
+    assert main(["join", "--url", "127.0.0.1:8000", *token]) == 2
+    assert "--url is '127.0.0.1:8000': give the gateway's address" in capsys.readouterr().err

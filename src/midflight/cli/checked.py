@@ -1,5 +1,6 @@
 """The configuration that a command stands for, checked as far as can be before anything is started: then a mistake is told at once."""
 
+import json
 import os
 import subprocess
 import sys
@@ -64,8 +65,14 @@ def config_of_model(model: Path, given: Mapping[str, object], overrides: Sequenc
     check_tokenizer(model)
     context = min(sizes_of(model).max_context, MAX_SERVED_CONTEXT)
     options: dict[str, object] = {"model.path": model, **({"model.max_context": context} if context else {})}
-    options |= {key: value for key, value in given.items() if value is not None}
+    options |= {key: json.dumps(value) if isinstance(value, bool | list) else value for key, value in given.items() if value is not None}
     return load_config(None, [*(f"{key}={value}" for key, value in options.items()), *overrides])
+
+
+def engine_options(path: Path) -> dict[str, object]:
+    """What the `[engine]` of a file says, by the keys of the configuration: for one engine, of a run that is another's."""
+    section = config_of_file(path, [], None).engine.model_dump(exclude_unset=True, exclude={"count", "dtype"}, mode="json")
+    return {f"engine.{key}": value for key, value in section.items()}
 
 
 def check_engine(config: Config) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from midflight.cli import archived, completion, doctor, runs_there, shown, view
+from midflight.cli import archived, completion, doctor, joining, runs_there, shown, view
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
 from midflight.observe.logs import json_line
 from midflight.version import described
@@ -296,6 +296,7 @@ def init(
     return 0
 
 
+app.command("join")(joining.join)
 app.command("runs")(runs_there.runs)
 app.command("compare")(runs_there.compare)
 app.command("view")(view.view)

@@ -62,7 +62,10 @@ async def ask_about(url: str, *, token: str | None, nonce: Path | None = None, w
     """Waits for the engine, `seconds` at most. `EngineRefused` says why what is there cannot join."""
 
     def lost(what: str) -> EngineRefused:
-        return EngineRefused(f"the engine at {url} {what}. Start it first, and name an address that the gateway reaches.", param="url")
+        why = what.partition(": ")[2].partition("(")[0]
+        return EngineRefused(
+            f"no engine answers at {url} ({why}): start it first, and name an address that the gateway reaches.", param="url"
+        )
 
     asked = urlencode({**({"nonce": str(nonce)} if nonce else {}), **({"weights": "1"} if weights else {})})
     async with HttpClient(url, lost=lost, token=token) as http:

@@ -16,8 +16,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.errors import RequestRejected
+from midflight.models.identity import Leaf
 from midflight.run.api.service import PREFIX
-from midflight.types import Json, Version
+from midflight.types import Version
 from midflight.wire.client import Answered, HttpClient
 from midflight.wire.edge import StrictBody, body_of, json_answer, route
 
@@ -64,7 +65,7 @@ class EngineNeeds(msgspec.Struct, frozen=True):
     midflight: str
     model_path: str
     """The folder that the run's engines were started from, on the gateway's machine."""
-    settings: Mapping[str, Json]
+    settings: Mapping[str, Leaf]
     """Options that its engines share, by the keys of the configuration."""
 
 

@@ -22,12 +22,11 @@ from midflight.config.sections import Config
 from midflight.engines.about import NONCE, About
 from midflight.errors import EngineRefused, EngineUnavailable, MemberConflict, NotSupported, SentAway, UnknownEngine, nearest
 from midflight.gateway.fleet.fleet import EngineState
-from midflight.models.identity import ModelIdentity
+from midflight.models.identity import Leaf, ModelIdentity
 from midflight.ports import Engine
 from midflight.run.api.membership import EngineAddress, EngineNeeds, Left, Membership, MemberState
 from midflight.run.parts import TEACHER
 from midflight.run.rollout.serving import Serving
-from midflight.types import Json
 from midflight.types.facts import EngineJoined, EngineLeft, Record
 from midflight.version import __version__
 from midflight.weights.transports.files import SHARED
@@ -92,7 +91,7 @@ class Terms:
 
     model: Path
     """The folder that its engines were started from."""
-    settings: Mapping[str, Json]
+    settings: Mapping[str, Leaf]
     transport: str | None
     """How weights will come; none where they stay as they are."""
     weights: Path
@@ -100,7 +99,7 @@ class Terms:
     drain_seconds: float
 
 
-def settings_of(config: Config) -> Mapping[str, Json]:
+def settings_of(config: Config) -> Mapping[str, Leaf]:
     """What engines of one run must have alike."""
     return {
         "model.max_context": config.model.max_context,

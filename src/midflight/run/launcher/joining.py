@@ -1,0 +1,228 @@
+"""`midflight join`: one engine in this process that becomes a member of a run anywhere, and leaves it in order. Imports torch for one of ours.
+
+| loop | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `JoinedEngine.run` | nothing | its interval | time; cancellation, which has it leave; being sent away, or a gateway that stays away |
+"""
+
+import asyncio
+import os
+import re
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.websockets import WebSocket
+
+from midflight.config.sections import Config
+from midflight.engines.about import about_route
+from midflight.engines.app import ServedEngine, build_app, relay, relay_steps
+from midflight.engines.servers.engine import ServerEngine
+from midflight.errors import ConfigError, RunFailed, SentAway
+from midflight.observe.terminal import Terminal
+from midflight.ports import Scorer
+from midflight.run.api.membership import EngineAddress, EngineNeeds, Membership, MembershipClient, MemberState
+from midflight.run.engine.companion import speak_for_server
+from midflight.run.launcher import opening
+from midflight.run.launcher.ending import main_task
+from midflight.run.parts import PartLost, serve_while
+from midflight.run.scratch import remove_left, scratch_folder
+from midflight.version import __version__
+from midflight.wire.client import Answered, HttpClient
+from midflight.wire.server import listen, serve_app
+
+E = TypeVar("E", bound=ServedEngine)
+
+SAY_SECONDS = 5.0
+"""Between two times of saying where the engine is: a gateway that was started anew knows of none that had joined."""
+ASK_SECONDS = 120.0
+"""For the answer: the gateway asks the engine before it lets it in."""
+LEAVE_SECONDS = 600.0
+"""For the requests that are drained; the gateway has a shorter deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a run is joined."""
+
+    url: str
+    token: str = field(repr=False)
+
+    def client(self) -> HttpClient:
+        return HttpClient(self.url, lost=lambda what: PartLost(f"the gateway at {self.url} {what}"), token=self.token)
+
+
+async def asked(door: Door, *, name: str) -> EngineNeeds:
+    """What the run needs of an engine. `ConfigError` where there is none, the token is wrong, its version another, or the name taken."""
+    if not re.fullmatch(r"https?://[^\s/?#@]+/?", door.url):
+        raise ConfigError(f"--url is {door.url!r}: give the gateway's address, such as http://10.0.0.5:8000.")
+    try:
+        async with door.client() as http:
+            answer = await MembershipClient(http).members(seconds=ASK_SECONDS)
+    except PartLost as lost:
+        raise ConfigError(
+            f"nothing answers at {door.url} ({lost.__cause__}): give the address that the run printed, as seen from here."
+        ) from lost
+    _check_token(door, answer)
+    try:
+        found = msgspec.json.decode(answer.content, type=Membership)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{door.url} answered {answer.status} and is no gateway that engines of Midflight {__version__} join.") from error
+    if found.run.midflight != __version__:
+        raise ConfigError(f"the run at {door.url} is of Midflight {found.run.midflight}, this is {__version__}: install the same.")
+    if any(member.name == name and member.state == "serving" for member in found.engines):
+        raise ConfigError(f"the run has an engine {name!r} that serves: choose another --name.")
+    return found.run
+
+
+def _check_token(door: Door, answer: Answered) -> None:
+    if answer.status == 401:
+        raise ConfigError(f"the gateway at {door.url} does not accept the token: give the control token that the run printed, by --token.")
+
+
+def default_name() -> str:
+    """Of this process: letters and digits of the machine's name, and the process id."""
+    return f"{re.sub(r'[^A-Za-z0-9-]+', '-', socket.gethostname()).strip('-')[:40] or 'engine'}-{os.getpid()}"
+
+
+def own_address(url: str) -> str:
+    """The address of this machine on its way to the gateway, by which the gateway finds it too unless there is something between."""
+    host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
+    try:
+        family, kind, _, _, to = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(to)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"--url is {url!r}: this machine knows no way to {host!r} ({error}).") from error
+
+
+class JoinedEngine:
+    """The membership of one engine."""
+
+    def __init__(self, door: Door, name: str, *, patience_seconds: float, say: Callable[[str], None]) -> None:
+        """`patience_seconds`: how long a gateway may stay away before this gives up."""
+        self.name = name
+        self._door, self._say = door, say
+        self._patience_seconds = patience_seconds
+        self._told = ""
+        self._is_member = False
+
+    async def run(self, address: EngineAddress, up: asyncio.Event) -> None:
+        """Waits for the engine to be `up`, then says again and again where it is. Ended by cancellation, whereupon it leaves, or by being sent away."""
+        await up.wait()
+        async with self._door.client() as http:
+            client = MembershipClient(http)
+            try:
+                await self._stay(client, address)
+            except SentAway as told:
+                self._is_member = False
+                self._say(str(told))
+            finally:
+                if self._is_member:
+                    await self._leave(client)
+
+    async def _stay(self, client: MembershipClient, address: EngineAddress) -> None:
+        clock = asyncio.get_running_loop().time
+        heard = clock()
+        while True:
+            try:
+                answer = await client.put(self.name, msgspec.structs.replace(address, again=self._is_member), seconds=ASK_SECONDS)
+                heard = clock()
+                self._hear(answer)
+            except PartLost as lost:
+                if not self._is_member or clock() - heard >= self._patience_seconds:
+                    raise RunFailed(f"{lost}. Start this again when the run is back.") from lost
+                self._tell(f"{lost}; it is asked again for {self._patience_seconds:g} s")
+            await asyncio.sleep(SAY_SECONDS)
+
+    def _hear(self, answer: Answered) -> None:
+        """What ends it the first time may pass later: another engine's name, or a network that was broken for a while."""
+        _check_token(self._door, answer)
+        if answer.status < 300:
+            self._is_member = True
+            state = msgspec.json.decode(answer.content, type=MemberState)
+            serving = f"serves version {state.version}" if state.state == "serving" else state.error or f"is {state.state}"
+            self._tell(f"{self.name} has joined {self._door.url} and {serving}" if state.state == "serving" else f"{self.name}: {serving}")
+            return
+        message, code = _error_in(answer)
+        if code == SentAway.code:
+            raise SentAway(message)
+        if not self._is_member:
+            raise ConfigError(message)
+        self._tell(message)
+
+    async def _leave(self, client: MembershipClient) -> None:
+        """Waits for the requests that may end here; a gateway that is gone, or whoever asks again, ends it."""
+        self._say(f"{self.name} leaves: its requests may end")
+        try:
+            answer = await client.leave(self.name, force=True, seconds=LEAVE_SECONDS)
+        except PartLost as lost:
+            self._say(str(lost))
+        else:
+            self._say(f"{self.name} has left" if answer.status < 300 else _error_in(answer)[0])
+
+    def _tell(self, text: str) -> None:
+        """Not twice in a row; of versions only the first."""
+        key = re.sub(r"version \d+", "version", text)
+        if key != self._told:
+            self._told = key
+            self._say(text)
+
+
+def _error_in(answer: Answered) -> tuple[str, str]:
+    try:
+        error = msgspec.json.decode(answer.content)["error"]
+        return str(error["message"]), str(error["code"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return f"the gateway answered {answer.status}: {answer.content[:200].decode(errors='replace')}", ""
+
+
+def run(config: Config, door: Door, *, name: str, host: str | None, port: int, advertised: str | None, patience_seconds: float) -> int:
+    """Until a signal, or until the run sends the engine away."""
+    model = config.model.path
+    assert model is not None
+    with Terminal(as_json=config.observe.log_format == "json") as terminal:
+        terminal.say(opening.serving(config, logs=False))
+        place = (own_address(door.url) if host is None else host, port)
+        return main_task(
+            join(config, model, JoinedEngine(door, name, patience_seconds=patience_seconds, say=terminal.say), place, advertised)
+        )
+
+
+async def join(config: Config, model: Path, joined: JoinedEngine, place: tuple[str, int], advertised: str | None) -> None:
+    """Until it is cancelled or sent away, which it leaves in order for; or until the engine dies: nothing is started again here."""
+    remove_left()
+    with listen(*place) as listener:
+        host = f"[{place[0]}]" if ":" in place[0] else place[0]
+        token, up = secrets.token_urlsafe(24), asyncio.Event()
+        address = EngineAddress(advertised or f"http://{host}:{listener.getsockname()[1]}", token)
+
+        async def serve(engine: E, wire: Callable[[E, WebSocket], Awaitable[None]], scorer: Scorer | None = None) -> None:
+            app = build_app(engine, wire, token=token, scorer=scorer, beside=[about_route(engine, model)])
+            await serve_app(app, listener, ready=up.set)
+
+        served = _embedded if config.engine.kind == "embedded" else _server
+        # What has it leave is the main part: the engine goes on until it has left.
+        await serve_while(joined.run(address, up), served(config, model, joined.name, serve))
+
+
+async def _embedded(config: Config, model: Path, name: str, serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    from midflight.run.engine.engine_process import make_engine
+
+    engine = await asyncio.to_thread(make_engine, config, model, name=name, version=0)
+    await serve_while(serve(engine, relay_steps, engine), engine.run())
+
+
+async def _server(config: Config, model: Path, name: str, serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    async def speak(engine: ServerEngine) -> None:
+        await serve(engine, relay)
+
+    url = config.engine.urls[0] if config.engine.urls else None
+    with scratch_folder() as staging:
+        await speak_for_server(config, model, speak, name=name, url=url, version=0, staging=staging)
