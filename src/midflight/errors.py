@@ -62,6 +62,13 @@ class UnknownModel(RequestRejected):
     code = "model_not_found"
 
 
+class UnknownResponse(RequestRejected):
+    """A response, an item or a conversation that the session does not keep."""
+
+    status = 404
+    code = "not_found"
+
+
 class UnknownSession(RequestRejected):
     status = 404
     code = "session_not_found"

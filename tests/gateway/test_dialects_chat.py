@@ -107,7 +107,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"audio": {"voice": "x"}}, "audio", "answers are text"),
     ({"modalities": ["text", "audio"]}, "modalities", "answers are text"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "'huge'"),
-    ({"continue_final_message": True}, "continue_final_message", "send False"),
+    ({"continue_final_message": True}, "messages.0", "not the assistant's"),
     ({"length_penalty": True}, "length_penalty", "send 1"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "5 and max_completion_tokens is 6"),
     ({"top_logprobs": 2}, "top_logprobs", "send logprobs true"),

@@ -206,7 +206,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "[]"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "tool"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "None"),
-    ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "continuing"),
+    (
+        {"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+        "messages.1",
+        "send its result",
+    ),
     (with_block({"type": "image", "source": {}}), "messages.0.content.0", "image"),
     (with_block({"type": "document", "source": {"type": "base64"}}), "messages.0.content.0.source", "base64"),
     (with_block({"type": "tool_use", "id": "a", "name": "f", "input": {}}), "messages.0.content.0", "tool_use"),

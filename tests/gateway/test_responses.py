@@ -149,9 +149,10 @@ def test_harmless_fields_are_accepted() -> None:
 
 REFUSED: list[tuple[dict[str, object], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole input"),
-    ({"conversation": "conv_1"}, "conversation", "send the whole input"),
+    ({"conversation": "conv_1"}, "conversation", "POST /v1/conversations"),
+    ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id", "send one of them"),
     ({"prompt": {"id": "p"}}, "prompt", "send the whole input"),
-    ({"background": True}, "background", "send the whole input"),
+    ({"background": True}, "background", "stream it"),
     ({"n": 2}, "n", "several requests"),
     ({"response_format": {"type": "text"}}, "response_format", "text.format"),
     ({"tools": [ADD, ADD]}, "tools.1.name", "add"),
@@ -421,7 +422,7 @@ def test_an_error_in_mid_stream_is_raised_by_the_sdk_and_is_an_event_of_its_own(
 
 def test_errors_before_the_answer_keep_their_status() -> None:
     async def use(it: Offered, client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match="send the whole input"):
+        with pytest.raises(openai.NotFoundError, match="send the whole input"):
             await client.responses.create(model="policy", input="hi", previous_response_id="resp_1")
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="other", input="hi", stream=True)

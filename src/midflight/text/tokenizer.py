@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn, TypeAlias, cast
@@ -30,6 +31,21 @@ _ANCHOR = "\ue000"
 """A letter of no script, which no vocabulary joins with others."""
 
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+_OPEN = "\ue001"
+"""Another one: stands where a message is to be continued."""
+
+
+class Ending(StrEnum):
+    """How the prompt of a chat ends."""
+
+    TURN = "turn"
+    """With what the template writes before the model speaks: the generation prompt."""
+    PLAIN = "plain"
+    """With the last message."""
+    OPEN = "open"
+    """With the text of the last message, which the model goes on with."""
 
 
 class Tokenizer:
@@ -106,6 +122,27 @@ class Tokenizer:
                 "rendering messages: the model folder has no chat template. Add chat_template.jinja to it, or use text completions."
             )
         return self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options)
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        options: Mapping[str, Json] | None = None,
+        ending: Ending = Ending.TURN,
+    ) -> str:
+        """The conversation as the model shall go on from it; `RequestRejected` where the template refuses that."""
+        if ending is not Ending.OPEN:
+            return self.render(messages, tools=tools, add_generation_prompt=ending is Ending.TURN, options=options)
+        last = messages[-1]
+        marked = {**last, "content": f"{last.get('content') or ''}{_OPEN}"}
+        text, mark, _ = self.render([*messages[:-1], marked], tools=tools, options=options).rpartition(_OPEN)
+        if not mark:
+            raise RequestRejected(
+                "the model's chat template leaves out the last message, so it cannot be continued: end with a message of the user.",
+                param="messages",
+            )
+        return text
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:

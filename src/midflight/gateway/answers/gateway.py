@@ -4,7 +4,7 @@ A call is `prepare`d synchronously (every fault of the client shows there) and t
 """
 
 import asyncio
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import EngineLimits, Job, Planner
 from midflight.gateway.answers.readers import Ongoing, Requests
 from midflight.gateway.sessions.history import RecordedTurns
+from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.registry import OpenSession, SessionRegistry
 from midflight.gateway.sessions.session import CompletionCall, Messages, Session, Source, Text
 from midflight.text import Tokenizer
@@ -26,6 +27,9 @@ LONG_BODY = 2**17
 
 _PIECE = 2**14
 """Letters tokenised at a time, a few milliseconds each: between two, the event loop has its turn."""
+
+_MAX_KEYS = 16
+"""Keys of clients outside sessions whose responses are kept."""
 
 _MARGIN = 2
 """How many times the context a prompt may have here. A session's own tokens may be other ones than those of its text."""
@@ -84,12 +88,12 @@ class Gateway:
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
         self._generator, self._record = generator, record
         self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run=(run_name, run_seed), strict=strict)
-        self._anonymous, self._strict = anonymous, strict
+        self._anonymous, self._strict, self._count_all_choices = anonymous, strict, count_all_choices
         self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format)
-        self._count_all_choices = count_all_choices
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
         self._stopping = False
+        self._anonymous_kept: OrderedDict[str, KeptResponses] = OrderedDict()
 
     # --- Sessions, for their owner -----------------------------------------------------------------------------------
 
@@ -154,6 +158,16 @@ class Gateway:
         if not self._anonymous:
             raise Unauthorized("this endpoint serves sessions only: use the base URL or API key that was given for yours.")
         return Session("anonymous", self.tokenizer, key=None, sampling=None, tracked=False)
+
+    def kept_for(self, session: Session, api_key: str | None) -> KeptResponses:
+        """The responses that a session's agent may name; outside sessions, those of the clients with this key."""
+        if session.key is not None:
+            return session.kept
+        kept = self._anonymous_kept.pop(api_key or "", None) or KeptResponses()
+        self._anonymous_kept[api_key or ""] = kept
+        if len(self._anonymous_kept) > _MAX_KEYS:
+            self._anonymous_kept.popitem(last=False)
+        return kept
 
     def pass_over(self, unread: PassedOver, *, path: str) -> None:
         """Counts the fields of a request that have no effect; raises what a strict gateway says to them."""
@@ -314,7 +328,7 @@ def _check_length(tokenizer: Tokenizer, source: Source, limits: EngineLimits, pa
         case Messages():
             _check_count(len(source.messages), limits, param)
             tools = [tool.as_json() for tool in source.tools] or None
-            text = tokenizer.render(source.messages, tools=tools, add_generation_prompt=True, options=source.options)
+            text = tokenizer.prompt(source.messages, tools=tools, options=source.options, ending=source.ending)
         case Text(text):
             pass
         case _:

@@ -10,10 +10,10 @@ from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects import options, tool_bodies
 from midflight.gateway.dialects.constraints import SamplingBody
 from midflight.gateway.dialects.exchange import Alternatives, Reply, call_id, logprob_entries, usage, usage_so_far, weight_versions
-from midflight.gateway.dialects.fields import Tokens, TopLogprobs, arguments_text, assistant, filled, parse, tool_call, tool_result
+from midflight.gateway.dialects.fields import Tokens, TopLogprobs, arguments_text, assistant, ending, filled, parse, tool_call, tool_result
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall, Messages
-from midflight.text import Message, Tokenizer
+from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
 from midflight.types import FinishReason, Json
 
@@ -57,6 +57,8 @@ class ChatBody(SamplingBody):
     enable_thinking: bool | None = None
     thinking: bool | dict[str, JsonValue] | None = None
     reasoning: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
 
@@ -67,8 +69,9 @@ def chat_call(body: ChatBody, unread: Unread) -> CompletionCall:
     chosen = tool_bodies.NONE
     if body.tools or body.tool_choice is not None:
         chosen = tool_bodies.choice_of(body.tool_choice, tool_bodies.tools_of(tool_bodies.placed(body.tools)))
+    messages = conversation(body.messages, unread)
     return CompletionCall(
-        sources=(Messages(conversation(body.messages, unread), chosen.tools, _options(body, unread)),),
+        sources=(Messages(messages, chosen.tools, _options(body, unread), _ending(body, messages)),),
         asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
         n=body.n or 1,
         stream=bool(body.stream),
@@ -92,6 +95,15 @@ def _options(body: ChatBody, unread: Unread) -> dict[str, Json]:
         verbosity=body.verbosity,
         thinks=enabled if thinks is None else thinks,
     )
+
+
+def _ending(body: ChatBody, messages: Sequence[Message]) -> Ending:
+    if body.continue_final_message and body.add_generation_prompt:
+        fault = "continue_final_message and add_generation_prompt are both true: send one of them"
+        raise RequestRejected(f"{fault}.", param="continue_final_message")
+    if body.continue_final_message:
+        return ending(messages, opens=True)
+    return Ending.PLAIN if body.add_generation_prompt is False else Ending.TURN
 
 
 def _max_tokens(body: ChatBody) -> int | None:

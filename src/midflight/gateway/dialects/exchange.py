@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
 from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.session import CompletionCall
 from midflight.text import Tokenizer
 from midflight.types import Json, Likely, Turn
@@ -66,6 +67,8 @@ class Dialect:
     path: str
     exchange: Callable[[bytes], Exchange]
     """Parses a body; raises `RequestRejected`."""
+    keeping: Callable[[bytes, KeptResponses], Exchange] | None = None
+    """The same, of a dialect whose requests name what was said before."""
     fault: Callable[[BaseException], Fault] = fault_of
     """An error as this dialect's clients read it."""
     broken: Callable[[Exchange, Fault], Json] = told_alone

@@ -15,6 +15,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.dialects import policy
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import Asked
+from midflight.text import Ending, Message
 from midflight.types import Json
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_BIASES, MAX_STOPS, MAX_TOP_LOGPROBS, PARAMETERS, Api, Parameter
 
@@ -281,6 +282,18 @@ def assistant(content: str, *, reasoning: str = "", calls: Sequence[Json] = ()) 
     if calls:
         message["tool_calls"] = list(calls)
     return message
+
+
+def ending(messages: Sequence[Message], *, opens: bool) -> Ending:
+    """How the prompt ends: `opens` wants the last message continued, which must be text of the assistant's."""
+    if not opens:
+        return Ending.TURN
+    last = len(messages) - 1
+    if messages[last].get("role") != "assistant":
+        raise RequestRejected(f"messages.{last} is not the assistant's: only such a message can be continued.", param=f"messages.{last}")
+    if messages[last].get("tool_calls"):
+        raise RequestRejected(f"messages.{last} ends with a call, which can't be continued: send its result.", param=f"messages.{last}")
+    return Ending.OPEN
 
 
 def tool_call(*, call_id: str, name: str, arguments: str) -> Json:

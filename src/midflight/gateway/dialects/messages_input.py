@@ -56,11 +56,6 @@ class BlockReader:
         """The whole conversation, the system text first. Raises `RequestRejected` that names the block."""
         said = _text(self._blocks(system, _BLOCKS["system"], "system")) if system is not None else ""
         first: list[Message] = [{"role": "system", "content": said}] if said else []
-        if messages[-1].get("role") == "assistant":
-            raise RequestRejected(
-                "the last message is the assistant's: continuing it is not supported here, end with a message of the user.",
-                param="messages",
-            )
         return (*first, *(m for place, message in enumerate(messages) for m in self._messages(message, f"messages.{place}")))
 
     def _messages(self, message: Block, param: str) -> list[Message]:
@@ -237,7 +232,8 @@ class PromptBody(fields.RequestBody):
     def prompt(self, unread: Unread) -> Messages:
         """Raises `RequestRejected` that names what cannot be a prompt."""
         tools = tools_of(placed(self.tools)) if self.tools else ()
-        return Messages(BlockReader(unread).conversation(self.system, self.messages), tools, self._options())
+        messages = BlockReader(unread).conversation(self.system, self.messages)
+        return Messages(messages, tools, self._options(), fields.ending(messages, opens=messages[-1]["role"] == "assistant"))
 
     def _options(self) -> dict[str, Json]:
         """Options for the chat template. Templates that do not read them write what they always write."""

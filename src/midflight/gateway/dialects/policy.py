@@ -223,8 +223,8 @@ REFUSED: Mapping[str, str] = {
     "spaces_between_special_tokens": "special tokens are not told as text: read `token_ids`",
     "include_stop_str_in_output": "`stop_reason` says which stop string came",
     "no_stop_trim": "the answer says which stop string came",
-    "add_generation_prompt": "send it with `continue_final_message`",
-    "continue_final_message": "the last message must be the assistant's",
+    "add_generation_prompt": "send it to a chat",
+    "continue_final_message": "send it to a chat",
     "image": "the model reads text",
     "n": "send several requests",
 }

@@ -1,4 +1,4 @@
-"""OpenAI's responses, `POST /v1/responses`: how answers are written. Nothing is stored: each request brings its whole conversation."""
+"""OpenAI's responses, `POST /v1/responses`: how answers are written, and kept in their session (`sessions.kept`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import cast
 
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.exchange import Alternatives, Exchange, Reply, call_id, logprob_entries, weight_versions
-from midflight.gateway.dialects.fields import parse
+from midflight.gateway.dialects.fields import assistant, parse, tool_call
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
 from midflight.gateway.dialects.tool_bodies import CUSTOM, FUNCTION, FunctionTool, custom_input
+from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.session import ToolChoice
-from midflight.text import Tokenizer
+from midflight.text import Message, Tokenizer
 from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
 from midflight.wire.edge import Fault
@@ -21,10 +22,12 @@ from midflight.wire.edge import Fault
 class ResponsesExchange:
     """One request for a response."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, kept: KeptResponses | None = None) -> None:
+        """`kept`: what the session said before."""
         self.unread = Unread()
         self._body = parse(ResponsesBody, body, unread=self.unread)
-        self.call = responses_call(self._body, self.unread)
+        self._kept = KeptResponses() if kept is None else kept
+        self.call, self._said = responses_call(self._body, self.unread, self._kept)
         self._custom = frozenset(str(tool.name) for tool in self._body.tools or () if tool.type == CUSTOM)
         self._items: OutputItems | None = None
         self._untold: list[Json] = []
@@ -82,6 +85,8 @@ class ResponsesExchange:
             body["prompt_token_ids"] = list(turn.prompt_ids)
             body["token_ids"] = list(turn.output_ids)
             body["weight_versions"] = weight_versions(turn)
+        if self._body.store is not False:
+            self._kept.keep(body, (*self._said, _reply(answer)), conversation=self._body.conversation_name)
         return body
 
     def _told_with(self, pieces: Sequence[Piece]) -> list[Json]:
@@ -127,9 +132,10 @@ class ResponsesExchange:
             "safety_identifier": body.safety_identifier,
             "prompt_cache_key": body.prompt_cache_key,
             "service_tier": "default",
-            "store": False,
+            "store": body.store is not False,
             "background": False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
+            "conversation": None if body.conversation_name is None else {"id": body.conversation_name},
         }
 
     def _tool_choice(self) -> Json:
@@ -144,6 +150,16 @@ def broken(exchange: Exchange, fault: Fault) -> Json:
     """The last frame of a stream of this dialect that failed."""
     assert isinstance(exchange, ResponsesExchange) and isinstance(fault.body, dict)
     return exchange.broken(fault.body["error"])
+
+
+def _reply(answer: Answer) -> Message:
+    """The message that its items would be read as, if they were sent back."""
+    said = answer.message
+    calls = [
+        tool_call(call_id=call_id(answer.request_id, index), name=call.name, arguments=call.arguments)
+        for index, call in enumerate(said.tool_calls)
+    ]
+    return assistant(said.content, reasoning=said.reasoning, calls=calls)
 
 
 def _cut(answer: Answer) -> bool:

@@ -15,6 +15,7 @@ from midflight.gateway.dialects import constraints, policy, tool_bodies
 from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs, arguments_text, assistant, filled, text_of, tool_call, tool_result
 from midflight.gateway.dialects.options import ReasoningEffort, template_options
 from midflight.gateway.dialects.policy import Unread
+from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Message
 from midflight.types import Grammar, Json
@@ -28,11 +29,10 @@ _TEXTS = ("input_text", "output_text")
 _KINDS = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning")
 
 
-def conversation(given: JsonValue, *, instructions: str | None, unread: Unread) -> tuple[Message, ...]:
-    """The whole conversation, the instructions first. Raises `RequestRejected` that names the item."""
-    reader = _ItemReader(unread)
-    if instructions:
-        reader.messages.append({"role": "system", "content": instructions})
+def conversation(given: JsonValue, *, before: Sequence[Message], unread: Unread, kept: KeptResponses) -> tuple[Message, ...]:
+    """The whole conversation, after what was said `before`. Raises `RequestRejected` that names the item."""
+    reader = _ItemReader(unread, kept)
+    reader.messages += before
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -52,8 +52,8 @@ class _ItemReader:
     call it does not, because the next turn needs the call's output first.
     """
 
-    def __init__(self, unread: Unread) -> None:
-        self._unread = unread
+    def __init__(self, unread: Unread, kept: KeptResponses) -> None:
+        self._unread, self._kept = unread, kept
         self.messages: list[Message] = []
         self._reasoning = ""
         self._content = ""
@@ -62,7 +62,7 @@ class _ItemReader:
         self._after_message = False
 
     def read(self, item: Item, param: str) -> None:
-        kind = item.get("type", "message" if "role" in item else None)
+        kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
         match kind:
             case "message":
                 self._message(item, param)
@@ -75,10 +75,7 @@ class _ItemReader:
                 self._next(message=False)
                 self._reasoning += _thought(item, param)
             case "item_reference":
-                name = f"{item.get('id')!r:.80}"
-                raise RequestRejected(
-                    f"{param} refers to the stored item {name}: nothing is stored here, send the item itself.", param=param
-                )
+                self.read(self._kept.item(filled(item.get("id"), f"{param}.id"), param), param)
             case _:
                 raise RequestRejected(f"{param} is an item of type {kind!r:.80}: send {', '.join(_KINDS)} only.", param=param)
 
@@ -145,9 +142,6 @@ def _part(part: JsonValue, kinds: Sequence[str], param: str) -> str:
     return text_of(part, "text", param)
 
 
-_STORED = ("previous_response_id", "conversation", "prompt")
-"""Fields that name something stored."""
-
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -183,6 +177,10 @@ class ReasoningBody(Body):
     """Given back: the reasoning is told in full."""
 
 
+class ConversationBody(Body):
+    id: str
+
+
 class ResponsesBody(constraints.SamplingBody):
     refused = policy.REFUSED_RESPONSES
 
@@ -200,8 +198,9 @@ class ResponsesBody(constraints.SamplingBody):
     top_logprobs: TopLogprobs | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
-    previous_response_id: _Refused = None
-    conversation: _Refused = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationBody | None = None
+    store: bool | None = None
     prompt: _Refused = None
     metadata: dict[str, JsonValue] | None = None
     user: str | None = None
@@ -211,6 +210,10 @@ class ResponsesBody(constraints.SamplingBody):
     """Ignored: engines find common prefixes by themselves."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     enable_thinking: bool | None = None
+
+    @property
+    def conversation_name(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationBody) else self.conversation
 
     @property
     def wants_logprobs(self) -> bool:
@@ -231,8 +234,8 @@ class ResponsesBody(constraints.SamplingBody):
         return "text.format", own
 
 
-def responses_call(body: ResponsesBody, unread: Unread) -> CompletionCall:
-    """The call that a request means. Raises `RequestRejected` where its fields contradict each other or ask for what is not supported."""
+def responses_call(body: ResponsesBody, unread: Unread, kept: KeptResponses) -> tuple[CompletionCall, tuple[Message, ...]]:
+    """The call that a request means, and its conversation without the instructions, which hold for one response. Raises `RequestRejected` where its fields contradict each other or ask for what is not supported."""
     _refuse_unkept(body)
     _note(body, unread)
     chosen = tool_bodies.choice_of(body.tool_choice, tool_bodies.tools_of(tool_bodies.placed(body.tools)))
@@ -242,9 +245,10 @@ def responses_call(body: ResponsesBody, unread: Unread) -> CompletionCall:
         verbosity=body.text and body.text.verbosity,
         thinks=body.enable_thinking,
     )
-    messages = conversation(body.input, instructions=body.instructions, unread=unread)
-    return CompletionCall(
-        sources=(Messages(messages, chosen.tools, options),),
+    said = conversation(body.input, before=_before(body, kept), unread=unread, kept=kept)
+    first: tuple[Message, ...] = ({"role": "system", "content": body.instructions},) if body.instructions else ()
+    call = CompletionCall(
+        sources=(Messages((*first, *said), chosen.tools, options),),
         asked=body.asked(body.max_output_tokens, top_logprobs=body.top_logprobs),
         stream=bool(body.stream),
         model=body.model,
@@ -254,16 +258,27 @@ def responses_call(body: ResponsesBody, unread: Unread) -> CompletionCall:
         forced_tool=chosen.forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )
+    return call, said
+
+
+def _before(body: ResponsesBody, kept: KeptResponses) -> tuple[Message, ...]:
+    """What the request goes on from."""
+    if body.previous_response_id is not None and body.conversation_name is not None:
+        fault = "previous_response_id and conversation both say what to go on from: send one of them"
+        raise RequestRejected(f"{fault}.", param="previous_response_id")
+    if body.previous_response_id is not None:
+        return kept.said(body.previous_response_id, "previous_response_id").whole
+    if body.conversation_name is not None and (said := kept.conversation(body.conversation_name, "conversation").said) is not None:
+        return said.whole
+    return ()
 
 
 def _refuse_unkept(body: ResponsesBody) -> None:
     """Refuses by name, with a remedy, what OpenAI can do and the gateway cannot."""
-    for name in _STORED:
-        if getattr(body, name) is not None:
-            raise RequestRejected(f"{name} names something stored, and nothing is stored here: send the whole input.", param=name)
+    if body.prompt is not None:
+        raise RequestRejected("prompt names a template of the vendor's: send the whole input.", param="prompt")
     if body.background:
-        remedy = "send the whole input and wait for the response, or stream it"
-        raise RequestRejected(f"background is true, and nothing is stored here to be fetched later: {remedy}.", param="background")
+        raise RequestRejected("background is true: wait for the response, or stream it; it is kept when it is whole.", param="background")
     if body.n not in (None, 1):
         raise RequestRejected(f"n is {body.n}, and a response is one answer: send several requests.", param="n")
     if body.response_format is not None:

@@ -159,7 +159,7 @@ DIALECTS = (
     Dialect("/v1/chat/completions", ChatExchange),
     Dialect("/v1/completions", CompletionExchange),
     Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True),
-    Dialect("/v1/responses", ResponsesExchange, broken=broken, named_events=True),
+    Dialect("/v1/responses", ResponsesExchange, keeping=ResponsesExchange, broken=broken, named_events=True),
     Dialect("/generate", NativeExchange),
     Dialect("/inference/v1/generate", TokensExchange),
 )
@@ -233,7 +233,8 @@ class CompletionEndpoint:
             key = edge.key_in(headers)
             session = self._gateway.session_for(path_token=scope["path_params"].get("token"), api_key=key)
             body = await edge.read_body(receive, declared=headers.get(b"content-length"))
-            exchange = self._dialect.exchange(body)
+            keeping = self._dialect.keeping
+            exchange = self._dialect.exchange(body) if keeping is None else keeping(body, self._gateway.kept_for(session, key))
             if exchange.unread.fields or exchange.unread.refusal is not None:
                 self._gateway.pass_over(exchange.unread, path=self._dialect.path)
             await self._gateway.check_lengths(exchange.call, num_bytes=len(body))

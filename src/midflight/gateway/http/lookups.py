@@ -6,23 +6,24 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import cast
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from midflight.errors import UnknownModel, nearest
+from midflight.errors import UnknownModel, UnknownResponse, nearest
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
-from midflight.gateway.dialects.fields import parse
+from midflight.gateway.dialects.fields import Body, parse
 from midflight.gateway.dialects.messages import messages_fault
 from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.dialects.responses_input import ResponsesBody
+from midflight.gateway.dialects.responses_input import ResponsesBody, conversation
 from midflight.gateway.dialects.tokens import TokensBody
+from midflight.gateway.sessions.kept import Conversation, KeptResponses
 from midflight.gateway.sessions.session import CompletionCall, Session
 from midflight.types import Json
 from midflight.version import __version__
@@ -36,13 +37,18 @@ class Lookups:
 
     def __init__(self, gateway: Gateway, *, now: Callable[[], float]) -> None:
         self._gateway = gateway
-        self._created = int(now())
+        self._created, self._now = int(now()), now
+        self._of_responses = {"GET": self._response, "DELETE": self._forget}
+        self._of_conversations = {"GET": self._conversation, "DELETE": self._end}
 
     def routes(self) -> Sequence[BaseRoute]:
         found: list[BaseRoute] = []
         for prefix in ("/s/{token}", ""):
             found.append(route(prefix + "/v1/messages/count_tokens", self._count, fault=messages_fault))
             found += [route(prefix + path, self._models, method="GET") for path in ("/v1/models", "/v1/models/{model:path}")]
+            found += [route(f"{prefix}/v1/responses/{{name}}", verb, method=method) for method, verb in self._of_responses.items()]
+            found.append(route(f"{prefix}/v1/conversations", self._begin))
+            found += [route(f"{prefix}/v1/conversations/{{name}}", verb, method=method) for method, verb in self._of_conversations.items()]
         return [*found, route("/openapi.json", self._document, method="GET")]
 
     def _session(self, request: Request) -> Session:
@@ -86,12 +92,51 @@ class Lookups:
         self._check_model(asked)
         return json_answer(model)
 
+    def _kept(self, request: Request) -> KeptResponses:
+        return self._gateway.kept_for(self._session(request), key_in(headers_of(request.scope)))
+
+    async def _response(self, request: Request) -> Response:
+        return json_answer(self._kept(request).response(request.path_params["name"]))
+
+    async def _forget(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if not self._kept(request).forget(name):
+            raise UnknownResponse(f"there is no response {name[:80]!r} here: it may be deleted already.")
+        return json_answer({"id": name, "object": "response", "deleted": True})
+
+    async def _begin(self, request: Request) -> Response:
+        """Begins a conversation. Waits for the body."""
+        kept, unread = self._kept(request), Unread()
+        body = parse(BeginBody, await read_body(request.receive), unread=unread)
+        self._gateway.pass_over(unread, path="/v1/conversations")
+        messages = conversation(cast("list[JsonValue]", body.items), before=(), unread=unread, kept=kept) if body.items else ()
+        return json_answer(_as_told(kept.begin(messages, created=int(self._now()), metadata=body.metadata or {})))
+
+    async def _conversation(self, request: Request) -> Response:
+        return json_answer(_as_told(self._kept(request).conversation(request.path_params["name"])))
+
+    async def _end(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._kept(request).end(name)
+        return json_answer({"id": name, "object": "conversation.deleted", "deleted": True})
+
     async def _document(self, request: Request) -> Response:
         return json_answer(openapi_document(self._gateway.model))
 
     def _check_model(self, asked: str) -> None:
         if asked != self._gateway.model:
             raise UnknownModel(f"the model {asked!r} does not exist.{nearest(asked, [self._gateway.model])}", param="model")
+
+
+class BeginBody(Body):
+    """Begins a conversation."""
+
+    items: list[dict[str, JsonValue]] | None = None
+    metadata: dict[str, JsonValue] | None = None
+
+
+def _as_told(found: Conversation) -> Json:
+    return {"id": found.name, "object": "conversation", "created_at": found.created, "metadata": found.metadata}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +153,7 @@ class Described:
 DESCRIBED: Mapping[str, Described] = {
     "/v1/chat/completions": Described(ChatBody, "Chat, as OpenAI's SDK speaks it"),
     "/v1/completions": Described(CompletionBody, "Text completion, as OpenAI's SDK speaks it"),
-    "/v1/responses": Described(ResponsesBody, "A response, as OpenAI's SDK speaks it; nothing is stored"),
+    "/v1/responses": Described(ResponsesBody, "A response, as OpenAI's SDK speaks it; its session keeps it"),
     "/v1/messages": Described(MessagesBody, "A message, as Anthropic's SDK speaks it", fault="NamedFault"),
     "/v1/messages/count_tokens": Described(PromptBody, "How long a prompt is", fault="NamedFault", streams=False),
     "/generate": Described(NativeBody, "Generation from text or token ids, as SGLang's clients speak it"),

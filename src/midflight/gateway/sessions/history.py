@@ -21,7 +21,7 @@ from typing import TypeAlias, cast
 import msgspec
 
 from midflight.errors import RequestRejected
-from midflight.text import Message
+from midflight.text import Ending, Message
 from midflight.text.formats import AssistantMessage
 from midflight.types import Finish, GenerateRequest, Json, Segment, Turn
 
@@ -66,6 +66,8 @@ class Prompt:
     """Whether its text, tokenised anew, would have other ids."""
     rewritten: bool = False
     """Whether it holds a recorded reply, or one in its place, that it does not continue token by token."""
+    begun: str = ""
+    """What the message says that it ends with, where the answer goes on with that; `history` is of the messages before."""
 
     @cached_property
     def tail(self) -> bytes:
@@ -241,6 +243,18 @@ class History:
     def before(self, place: int) -> bytes:
         """Names the messages before a place."""
         return self.chain[place - 1] if place else EMPTY
+
+    def begun(self, messages: Sequence[Message], ending: Ending) -> tuple[History, str]:
+        """The history that an answer is recorded under, and what its message says already."""
+        if ending is not Ending.OPEN:
+            return self, ""
+        last = len(messages) - 1
+        before = History(self.chain[:last], {place: own for place, own in self.replies.items() if place < last})
+        return before, str(messages[last].get("content") or "")
+
+    @property
+    def end(self) -> bytes:
+        return self.before(len(self.chain))
 
 
 def read(messages: Sequence[Message]) -> History:

@@ -11,8 +11,9 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
+from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
-from midflight.text import Message, Tokenizer
+from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, Tool
 from midflight.types import FinishReason, Grammar, Json, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
 
@@ -25,6 +26,7 @@ class Messages:
     tools: tuple[Tool, ...] = ()
     options: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """Options of the template itself, such as `enable_thinking`."""
+    ending: Ending = Ending.TURN
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +151,10 @@ class Session:
         tracked: bool,
         matcher: Matcher | None = None,
         count_all_choices: bool = False,
+        kept: KeptResponses | None = None,
     ) -> None:
         """`matcher`: one for all sessions of a gateway. `count_all_choices`: choices (n > 1) that the agent did not continue are
-        trained too; by default they are dropped(unchosen) where it continued another."""
+        trained too; by default they are dropped(unchosen) where it continued another. `kept`: of anonymous clients with one key."""
         self.session_id = session_id
         self.key = key
         self.sampling = sampling
@@ -159,6 +162,7 @@ class Session:
         self.count_all_choices = count_all_choices
         self.tree = TokenTree(tokenizer, matcher=matcher)
         self.recorded = RecordedTurns()
+        self._kept = kept
         self.closed = False
         self.failed_requests = 0
         self.times: list[TurnTimes] = []
@@ -174,11 +178,18 @@ class Session:
     def plan(self, source: Source) -> Prompt:
         match source:
             case Messages():
-                return self.tree.plan_chat(source.messages, tools=source.tools, options=source.options)
+                return self.tree.plan_chat(source.messages, tools=source.tools, options=source.options, ending=source.ending)
             case Text(text):
                 return self.tree.plan_text(text)
             case _:
                 return self.tree.plan_ids(source.ids)
+
+    @property
+    def kept(self) -> KeptResponses:
+        """Responses that its agent may name."""
+        if self._kept is None:
+            self._kept = KeptResponses()
+        return self._kept
 
     @property
     def oldest_version(self) -> Version | None:
@@ -206,7 +217,7 @@ class Session:
             self.abandoned(answer)
         self.recorded = self.recorded.and_those_of(self.tree.nodes)
         self.tree = self.tree.emptied()
-        self._room = None
+        self._kept = self._room = None
         self._asked.clear()
         self._num_requests = self._num_answered = 0
 

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,10 +22,11 @@ import numpy as np
 from midflight.errors import MidflightError
 from midflight.gateway.sessions import history as remembered
 from midflight.gateway.sessions.history import History, Node, Prompt
-from midflight.text import Message, Tokenizer
+from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat, Tool
 from midflight.types import Int32, Json, Reason, Row, Turn, UInt8, fill_unknown
 
+_Options: TypeAlias = Mapping[str, Json] | None
 _PROBE = "Zq7x"
 """Content that no template writes of its own accord."""
 
@@ -59,14 +61,17 @@ class Matcher:
         self._first: OrderedDict[bytes, Prompt] = OrderedDict()
         """The prompts that conversations began with lately, the newest last."""
 
-    def first(self, messages: Sequence[Message], *, tools: Sequence[Message] | None, options: Mapping[str, Json] | None) -> Prompt:
+    def first(
+        self, messages: Sequence[Message], *, tools: Sequence[Message] | None, options: _Options, ending: Ending = Ending.TURN
+    ) -> Prompt:
         """The prompt of a conversation that holds no reply, or none of this session's. The rollouts of a group begin alike, so it is
         written and tokenised once for all of them."""
-        key = _encode((messages, tools, options))
+        key = _encode((messages, tools, options, ending))
         prompt = self._first.pop(key, None)
         if prompt is None:
-            text = self.tokenizer.render(messages, tools=tools, add_generation_prompt=True, options=options)
-            prompt = Prompt(self.tokenizer.encode(text), text, remembered.read(messages).chain[-1])
+            text = self.tokenizer.prompt(messages, tools=tools, options=options, ending=ending)
+            history, begun = remembered.read(messages).begun(messages, ending)
+            prompt = Prompt(self.tokenizer.encode(text), text, history.end, begun=begun)
         if len(key) <= _MAX_KEPT_BYTES:
             self._first[key] = prompt
         if len(self._first) > _MAX_KEPT:
@@ -125,6 +130,8 @@ class Matcher:
     def _ends_there(self, node: Node, tail: str) -> bool:
         """Whether the message ends where the reply did, as far as that can be told."""
         tail, own = tail.lstrip(), self._own_end(node)
+        if not tail:  # the reply itself is to be continued
+            return not own
         return tail.startswith(self.end_of_turn) or (bool(own) and tail.startswith(own))
 
     def _end_of_message(self, node: Node, chat: Chat, place: int) -> int | None:
@@ -190,21 +197,25 @@ class TokenTree:
         """A new one for the same session."""
         return TokenTree(self._tokenizer, matcher=self._matcher)
 
-    def plan_chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), options: Mapping[str, Json] | None = None) -> Prompt:
+    def plan_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), options: _Options = None, ending: Ending = Ending.TURN
+    ) -> Prompt:
         """The prompt of a conversation: the longest recorded prefix verbatim, the rest tokenised."""
         written = [tool.as_json() for tool in tools] or None
         if not self.nodes or all(message.get("role") != "assistant" for message in messages):
-            first = self._matcher.first(messages, tools=written, options=options)
+            first = self._matcher.first(messages, tools=written, options=options, ending=ending)
             parent = self._longest_prefix(first.ids)
             return first if parent is None else replace(first, parent=parent)
-        text = self._tokenizer.render(messages, tools=written, add_generation_prompt=True, options=options)
-        history = remembered.read(messages)
-        found = self._continued(Chat(text, messages, tools, options or {}), history)
+        text = self._tokenizer.prompt(messages, tools=written, options=options, ending=ending)
+        read = remembered.read(messages)
+        found = self._continued(Chat(text, messages, tools, options or {}), read)
+        history, begun = read.begun(messages, ending)
         if found is None:
             ids = self._tokenizer.encode(text)
-            return Prompt(ids, text, history.chain[-1], self._longest_prefix(ids), rewritten=self._is_rewritten(history, since=0))
+            return Prompt(ids, text, history.end, self._longest_prefix(ids), rewritten=self._is_rewritten(history, since=0), begun=begun)
         node, rest, place = found
-        return self._going_on(node, text, rest, history=history.chain[-1], rewritten=self._is_rewritten(history, since=place + 1))
+        going_on = self._going_on(node, text, rest, history=history.end, rewritten=self._is_rewritten(history, since=place + 1))
+        return replace(going_on, begun=begun) if begun else going_on
 
     def plan_text(self, text: str) -> Prompt:
         """The prompt of a text completion: a text that goes on from a recorded one reuses its ids."""
@@ -231,7 +242,10 @@ class TokenTree:
         siblings.append(node)
         self.nodes.append(node)
         if prompt.history is not None:
-            own = remembered.digest(remembered.assistant_reply(message or AssistantMessage(reply)))
+            said = message or AssistantMessage(reply)
+            own = remembered.digest(
+                remembered.assistant_reply(replace(said, content=prompt.begun + said.content) if prompt.begun else said)
+            )
             self._by_history.setdefault(remembered.linked(prompt.history, own), []).append(node)
             self._replies.add(own)
             self._answered.add(prompt.history)

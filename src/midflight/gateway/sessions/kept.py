@@ -1,0 +1,162 @@
+"""Responses that a session keeps by id, with their items, and conversations that grow by them. Synchronous.
+
+Kept are messages as templates read them: a later request that names a response is the conversation up to it, so its recorded tokens
+are found like those of any conversation that is sent again (I4). A response holds what is new beyond the one that it goes on from.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import cast
+
+import msgspec
+
+from midflight.errors import Overloaded, UnknownResponse
+from midflight.gateway.sessions import history
+from midflight.text import Message
+from midflight.types import Json
+
+MAX_RESPONSES, MAX_BYTES = 1024, 8 * 2**20
+"""Of one session, at most; the oldest is forgotten first. The longest tasks of coding agents have some hundred turns; a response with
+its tools has some kilobytes."""
+MAX_CONVERSATIONS = 64
+"""Of one session, at most; an agent has one, and one for each of its sub-agents."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversed:
+    """A conversation up to some message: another one, and what came after it."""
+
+    before: Conversed | None
+    messages: tuple[Message, ...]
+    digest: bytes
+    """Names the whole conversation."""
+
+    @property
+    def whole(self) -> tuple[Message, ...]:
+        parts = [self.messages]
+        before = self.before
+        while before is not None:
+            parts.append(before.messages)
+            before = before.before
+        return tuple(message for part in reversed(parts) for message in part)
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """One that the client has named: every response in it goes on from the one before."""
+
+    name: str
+    created: int
+    metadata: Json
+    said: Conversed | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KeptResponse:
+    body: bytes
+    """The response, as JSON."""
+    said: Conversed
+    item_ids: tuple[str, ...]
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class KeptResponses:
+    """Those of one session. What is unknown here is `UnknownResponse`, also where another session knows it."""
+
+    _responses: OrderedDict[str, _KeptResponse] = field(default_factory=OrderedDict[str, _KeptResponse])
+    _items: dict[str, str] = field(default_factory=dict[str, str])
+    """The response that each item belongs to."""
+    _said: dict[bytes, Conversed] = field(default_factory=dict[bytes, Conversed])
+    _conversations: dict[str, Conversation] = field(default_factory=dict[str, Conversation])
+    _num_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def response(self, response_id: str, param: str | None = None) -> Json:
+        return cast(Json, msgspec.json.decode(self._find(response_id, param).body))
+
+    def said(self, response_id: str, param: str) -> Conversed:
+        """The conversation up to the end of a response."""
+        return self._find(response_id, param).said
+
+    def item(self, item_id: str, param: str) -> Mapping[str, Json]:
+        """An item of a response, as the client was told it."""
+        owner = self._items.get(item_id)
+        if owner is not None:
+            body = cast("dict[str, list[dict[str, Json]]]", self.response(owner, param))
+            return next(item for item in body["output"] if item["id"] == item_id)
+        raise UnknownResponse(
+            f"{param} refers to the item {item_id[:80]!r}, which this session does not keep: send the item itself.", param=param
+        )
+
+    def keep(self, response: Mapping[str, Json], messages: Sequence[Message], *, conversation: str | None) -> None:
+        """`messages`: the whole conversation, the reply included. Keeping one again changes nothing but its body."""
+        name, output = str(response["id"]), cast("list[dict[str, Json]]", response["output"])
+        self.forget(name)
+        said, body = self._grown(messages), msgspec.json.encode(response)
+        size = len(body) + len(msgspec.json.encode(said.messages))
+        kept = _KeptResponse(body, said, tuple(str(item["id"]) for item in output), size)
+        self._responses[name] = kept
+        self._num_bytes += kept.size
+        for item_id in kept.item_ids:
+            self._items[item_id] = name
+        if conversation is not None and (named := self._conversations.get(conversation)) is not None:
+            named.said = said
+        while len(self._responses) > 1 and (len(self._responses) > MAX_RESPONSES or self._num_bytes > MAX_BYTES):
+            self.forget(next(iter(self._responses)))
+
+    def forget(self, response_id: str) -> bool:
+        """Whether it was there."""
+        kept = self._responses.pop(response_id, None)
+        if kept is None:
+            return False
+        self._num_bytes -= kept.size
+        for item_id in kept.item_ids:
+            del self._items[item_id]
+        if self._said.get(kept.said.digest) is kept.said:
+            del self._said[kept.said.digest]
+        return True
+
+    def begin(self, messages: Sequence[Message], *, created: int, metadata: Json) -> Conversation:
+        """A new conversation, that begins with these messages."""
+        if len(self._conversations) >= MAX_CONVERSATIONS:
+            raise Overloaded(f"{MAX_CONVERSATIONS} conversations are kept in this session, the most allowed: delete some.")
+        said = Conversed(None, tuple(messages), history.EMPTY) if messages else None
+        found = Conversation(f"conv_{secrets.token_hex(16)}", created, metadata, said)
+        self._conversations[found.name] = found
+        return found
+
+    def conversation(self, name: str, param: str | None = None) -> Conversation:
+        found = self._conversations.get(name)
+        if found is None:
+            raise UnknownResponse(f"this session has no conversation {name[:80]!r}: make one by POST /v1/conversations.", param=param)
+        return found
+
+    def end(self, name: str) -> None:
+        """Deletes a conversation; its responses stay."""
+        self.conversation(name)
+        del self._conversations[name]
+
+    def _find(self, response_id: str, param: str | None) -> _KeptResponse:
+        found = self._responses.get(response_id)
+        if found is None:
+            remedy = "it was made in another session, with store false, or long ago; send the whole input"
+            raise UnknownResponse(f"there is no response {response_id[:80]!r} here: {remedy}.", param=param)
+        return found
+
+    def _grown(self, messages: Sequence[Message]) -> Conversed:
+        """The conversation, on top of the longest one that is known. So a client that sends all of it each time costs no more."""
+        chain = list(accumulate((history.text_digest(msgspec.json.encode(m).decode()) for m in messages), history.linked))
+        known = next(((place, said) for place in reversed(range(len(chain))) if (said := self._said.get(chain[place])) is not None), None)
+        if known is not None and known[0] == len(chain) - 1:
+            return known[1]
+        start, before = (0, None) if known is None else (known[0] + 1, known[1])
+        said = self._said[chain[-1]] = Conversed(before, tuple(messages[start:]), chain[-1])
+        return said
