@@ -137,7 +137,7 @@ def test_a_whole_ring_runs_on_a_cluster_that_it_starts_itself(node: Node, tmp_pa
     options = [word for option in ("cluster.engines_min=1", "cluster.engines_max=2", "trainer.ranks=2") for word in ("--set", option)]
     run = Command("train", config, "--folder", tmp_path / "run", *options, folder=tmp_path, forked=False)
     try:
-        assert run.wait(240) == 0, run.said
+        assert run.wait(600) == 0, run.said
         steps = [line for line in journal(tmp_path / "run") if line["kind"] == "step"]
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         assert len(steps) == 6 and summary["failed_requests"] == 0 and summary["peak_memory_mb"] > 500
@@ -150,17 +150,17 @@ def test_a_whole_ring_runs_on_a_cluster_that_it_starts_itself(node: Node, tmp_pa
 def test_an_engine_whose_seat_is_lost_comes_back_on_another_and_serves(node: Node, tmp_path: Path) -> None:
     run = Command("train", small(tmp_path, node, steps=100_000), "--folder", tmp_path / "run", folder=tmp_path, forked=False)
     try:
-        run.until(lambda: len([line for line in journal(tmp_path / "run") if line["kind"] == "step"]) >= 3, "three steps", 240)
+        run.until(lambda: len([line for line in journal(tmp_path / "run") if line["kind"] == "step"]) >= 3, "three steps", 600)
         there = parts(tmp_path / "run")
         assert set(there) == {"trainer", "rollout", "engine0", "engine1"}
         seats = {name: parent_of(pid) for name, pid in there.items()}
         assert len(set(seats.values())) == 4 and run.process.pid not in seats.values()
         os.kill(seats["engine0"], signal.SIGKILL)
         assert gone([there["engine0"]], seconds=20), "it ends with its seat"
-        run.until(lambda: parts(tmp_path / "run").get("engine0"), "engine0 on another seat", 120)
-        run.until(lambda: state_of("engine0", tmp_path / "run") == "serving", "the current weights in it", 120)
+        run.until(lambda: parts(tmp_path / "run").get("engine0"), "engine0 on another seat", 300)
+        run.until(lambda: state_of("engine0", tmp_path / "run") == "serving", "the current weights in it", 300)
         run.process.send_signal(signal.SIGINT)
-        assert run.wait(60) == 130, run.said
+        assert run.wait(120) == 130, run.said
         assert "engine0 has lost its seat on " in run.said and "ActorDiedError" in run.said
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_requests"] == 0
         assert not parts(tmp_path / "run")
@@ -187,7 +187,7 @@ def parent_of(pid: int) -> int:
 def test_a_launcher_that_dies_takes_all_its_parts_along(node: Node, tmp_path: Path) -> None:
     run = Command("train", small(tmp_path, node, steps=1000), "--folder", tmp_path / "run", folder=tmp_path, forked=False)
     try:
-        run.until(lambda: any(line["kind"] == "step" for line in journal(tmp_path / "run")), "a step", 240)
+        run.until(lambda: any(line["kind"] == "step" for line in journal(tmp_path / "run")), "a step", 600)
         there = [*parts(tmp_path / "run").values()]
         os.kill(run.process.pid, signal.SIGKILL)
         assert len(there) == 4 and gone(there, seconds=30)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -379,3 +380,10 @@ def test_ranks_get_all_their_seats_or_none_and_the_room_of_all_is_given_back_wit
             assert cluster.given_back == 1
 
     run(main)
+
+
+def test_a_run_on_this_machine_imports_nothing_of_a_cluster() -> None:
+    code = "import sys, midflight.run.launcher.launch; print(*(n for n in sys.modules if n.split('.')[0] == 'ray' or 'places' in n))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = "midflight.run.places"
+    assert set(done.stdout.split()) == {ours, f"{ours}.port", f"{ours}.process", f"{ours}.local"}

@@ -19,6 +19,8 @@ START = "start"
 """The address that starts a cluster on this machine alone."""
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", MONITOR_VARIABLE: "0"}
 """Of a Ray that is started here: it tells nobody of itself, and kills nobody for what others keep in memory."""
+STARTS = 3
+"""Attempts: on a busy machine Ray gives up its own daemons, which are slow to come up."""
 STORE_BYTES = 80 * 2**20
 """The least that its object store can be: we keep nothing there."""
 
@@ -61,16 +63,21 @@ def _initialise(ray: Any, address: str, *, cpus: int) -> None:
     else:
         given["address"] = address
     logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
-        ray.init(**given)
-    except Exception as error:
-        if type(error).__name__ == "AuthenticationError":
-            token = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
-            raise ConfigError(
-                f"cluster.address is {address!r}, and the token in {token} is not its own; set cluster.token_file to that."
-            ) from error
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise ConfigError(f"cluster.address is {address!r}, and no cluster was reached there: {lines[0]}") from error
+    for left in reversed(range(STARTS if address == START else 1)):
+        try:
+            ray.init(**given)
+            return
+        except Exception as error:
+            if left == 0:
+                raise ConfigError(f"cluster.address is {address!r}, and {_why_none(error)}") from error
+
+
+def _why_none(error: Exception) -> str:
+    if type(error).__name__ == "AuthenticationError":
+        token = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+        return f"the token in {token} is not its own; set cluster.token_file to that."
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"no cluster was reached there: {lines[0]}"
 
 
 class RayCluster:
