@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ FAR = Machine("f", "10.0.0.2", {"CPU": 8.0, "GPU": 4.0})
 def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(MONITOR_VARIABLE, "0")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "before")  # so that it is put back
     monkeypatch.chdir(tmp_path)
 
 
@@ -173,6 +176,50 @@ def test_a_machine_that_does_not_answer_is_not_waited_for_longer_than_it_takes_t
 def test_a_token_that_is_not_there_and_ray_that_is_not_installed_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.token_file is nowhere, and there is no such file"):
         connect(config("cluster.token_file=nowhere"))
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="pip install 'midflight\\[ray\\]'"):
         connect(config())
+
+
+class AuthenticationError(Exception):
+    """By this name Ray says that a token is wrong."""
+
+
+class FakeRay(SimpleNamespace):
+    """Of which `init` fails as a test says."""
+
+    def __init__(self, *failures: Exception) -> None:
+        super().__init__(failures=[*failures], asked=[])
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **given: object) -> None:
+        self.asked.append(given)
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def remote(self, actor: type) -> type:
+        return actor
+
+
+def test_a_cluster_that_a_run_starts_is_tried_again_and_has_what_the_run_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(Exception("The current node timed out during startup."), Exception("The current node timed out during startup."))
+    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+    connect(config("cluster.address=start", "engine.count=3", "trainer.ranks=2"))
+    assert [given["num_cpus"] for given in ray.asked] == [6, 6, 6]
+
+
+def test_no_cluster_and_a_wrong_token_are_each_one_sentence_and_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there = config("cluster.address=10.0.0.1:6379")
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(ConnectionError("\nRay is trying to start at 10.0.0.1\nmore")))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as none:
+        connect(there)
+    assert str(none.value) == "cluster.address is '10.0.0.1:6379', and no cluster was reached there: Ray is trying to start at 10.0.0.1"
+    (tmp_path / "token").write_text("x" * 40)
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(AuthenticationError("Unauthenticated\nlong help")))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as wrong:
+        connect(config("cluster.address=10.0.0.1:6379", f"cluster.token_file={tmp_path / 'token'}"))
+    assert str(wrong.value) == (
+        f"cluster.address is '10.0.0.1:6379', and the token in {tmp_path / 'token'} is not its own; set cluster.token_file to that."
+    )
