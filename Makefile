@@ -56,8 +56,10 @@ test-notebook: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/notebook
 
 # Rings on Ray: on one node, and over machines of network namespaces, which lose power and cables. Minimal Ray, which takes 240 MB.
+# CLUSTER names fewer files.
+CLUSTER ?= tests/real_cluster
 test-cluster: $(VENV)/.ray
-	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=900' tests/real_cluster
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=900' $(CLUSTER)
 
 $(VENV)/.ray: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
