@@ -80,6 +80,7 @@ def test_a_run_has_its_parts_where_the_cluster_has_room_for_them_and_is_reached_
     assert story.on("second") == ["engine", "trainer"]
     assert story.on("third") == ["engine"]
     endpoint = json.loads((story.running.folder / "endpoint.json").read_text())
+    assert "warning: the gateway's machine can be reached from other machines" in story.running.said
     assert endpoint["url"].startswith(f"http://{story.cluster.members['first'].address}:")
     story.sound()
 

@@ -6,6 +6,8 @@ import json
 import stat
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -69,3 +71,12 @@ def test_the_warning_is_shown_before_anything_listens(host: str, num_warnings: i
     console = Console(file=StringIO(), width=80)
     warn(Terminal(console), Config(gateway=GatewaySection(host=host)), anonymous=True)
     assert isinstance(console.file, StringIO) and console.file.getvalue().count("warning: 0.0.0.0 can be reached") == num_warnings
+
+
+def test_a_gateway_on_another_machine_is_in_reach_of_others_though_its_address_is_left_at_loopback() -> None:
+    said: list[str] = []
+    terminal = cast(Terminal, SimpleNamespace(say=said.append))
+    warn(terminal, Config(), anonymous=False)
+    assert not said
+    warn(terminal, Config.model_validate({"cluster": {"kind": "ray"}}), anonymous=False)
+    assert "warning: the gateway's machine can be reached from other machines" in said[0]

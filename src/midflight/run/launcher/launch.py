@@ -279,7 +279,8 @@ def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
 
 
 def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
-    if (warning := exposure(config.gateway.host, anonymous=anonymous)) is not None:
+    host, is_elsewhere = config.gateway.host, config.cluster.kind != "local"  # where its loopback would be nobody else's
+    if (warning := exposure("the gateway's machine" if is_elsewhere and is_loopback(host) else host, anonymous=anonymous)) is not None:
         terminal.say(warning)
 
 
