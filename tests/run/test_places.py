@@ -20,6 +20,7 @@ from midflight.run.parts import Message, ProcessKind, Words, WorkerSpec
 from midflight.run.places import process, seated
 from midflight.run.places.local import LocalPlaces
 from midflight.run.places.port import Child, PartFailed, Place, Places, stop_all
+from midflight.run.places.seat import BelowSeat
 from midflight.run.places.seated import RayPlaces
 
 from .fake_cluster import ActorDiedError, ActorUnavailableError, FakeCluster, OutOfMemoryError
@@ -362,6 +363,18 @@ def test_a_seat_is_waited_for_and_that_is_said(monkeypatch: pytest.MonkeyPatch) 
             cluster.room.set()
             await taking
         assert said == ["engine waits for 1 x a machine with CPU: 1"] and len(cluster.killed) == 1
+
+    run(main)
+
+
+def test_a_process_that_nobody_hears_any_more_ends_because_its_run_may_go_on_elsewhere(tmp_path: Path) -> None:
+    async def main() -> None:
+        child = process.LocalChild(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ={})
+        await child.start()
+        told = BelowSeat(child, "life", alone_seconds=0.2)
+        await told.follow()
+        assert await child.ended() == -signal.SIGKILL
+        assert (await told.hear(0)).closed
 
     run(main)
 

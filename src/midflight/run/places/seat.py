@@ -64,6 +64,8 @@ class Order(msgspec.Struct, frozen=True):
     objects: bytes
     """What the program gives to its run, packed."""
     listens: bool
+    alone_seconds: float
+    """See `BelowSeat`."""
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -81,13 +83,17 @@ class Heard(msgspec.Struct, frozen=True):
 class BelowSeat:
     """A child and what it has said that nobody has heard yet."""
 
-    def __init__(self, child: LocalChild, life: str) -> None:
+    def __init__(self, child: LocalChild, life: str, *, alone_seconds: float) -> None:
+        """Ends the child when nobody has heard it for `alone_seconds`: the launcher is gone or cut off then, and may have gone on with the run
+        elsewhere, in the same folder."""
         self.child, self.life = child, life
         self.lines = deque[bytes]()
         self.first = 0
         """Number of the first of them."""
         self.closed = False
         self.changed = asyncio.Event()
+        self._alone_seconds = alone_seconds
+        self._alone = asyncio.get_running_loop().call_later(alone_seconds, child.signal, signal.SIGKILL)
 
     async def follow(self) -> None:
         """Waits for what the child says; ended by its end."""
@@ -99,11 +105,17 @@ class BelowSeat:
                 self.changed.set()
         finally:
             await self.child.ended()
+            self._alone.cancel()
             self.closed = True
             self.changed.set()
 
+    def _was_asked(self) -> None:
+        self._alone.cancel()
+        self._alone = asyncio.get_running_loop().call_later(self._alone_seconds, self.child.signal, signal.SIGKILL)
+
     async def hear(self, after: int) -> Heard:
         """Waits for lines behind the first `after`, which were heard, or for the end; a second at most. To be asked again it changes nothing."""
+        self._was_asked()
         while self.lines and self.first < after:
             self.lines.popleft()
             self.first += 1
@@ -172,7 +184,7 @@ class SeatActor:
             cwd=Path(asked.cwd),
         )
         await child.start()
-        self._told[name] = told = BelowSeat(child, asked.life)
+        self._told[name] = told = BelowSeat(child, asked.life, alone_seconds=asked.alone_seconds)
         self._following[name] = asyncio.create_task(told.follow())
 
     async def tell(self, name: str, spec: bytes) -> None:

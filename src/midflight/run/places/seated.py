@@ -28,6 +28,8 @@ from midflight.wire.server import is_loopback
 
 AGAIN_SECONDS = 0.5
 """Between two calls of a seat that cannot be reached, though its machine is said to live."""
+ALONE = 2
+"""So many times `lost_seconds` a process outlives its launcher, where Ray does not end it: longer than the launcher bears a silence."""
 KILL_SECONDS = 5.0
 """For a seat to say that a process which was killed has ended: the end of a run waits for that, also where the machine is gone."""
 PATIENCE_SECONDS = 30.0
@@ -111,7 +113,8 @@ class SeatedPlace:
         inherited: Sequence[HasDescriptor] = (),
     ) -> "SeatedChild":
         everything = {**self._environ, **environ}
-        order = Order(secrets.token_hex(8), str(log.absolute()), str(Path.cwd()), everything, [*arguments], objects, listens)
+        alone = ALONE * self._lost_seconds
+        order = Order(secrets.token_hex(8), str(log.absolute()), str(Path.cwd()), everything, [*arguments], objects, listens, alone)
         return SeatedChild(self, part, name, order)
 
     async def free_port(self) -> int:
