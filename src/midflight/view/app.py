@@ -173,6 +173,6 @@ def _choice(visit: Visit, title: str) -> None:
     if others:
         with ui.element("details"):
             with ui.element("summary").props('data-test="other runs"'):
-                ui.label(f"{len(others)} other runs").style("display: inline")
+                ui.label("1 other run" if len(others) == 1 else f"{len(others)} other runs").style("display: inline")
             for other in others:
                 ui.link(other.slug, visit.link(page, of=other)).style("display: block")
