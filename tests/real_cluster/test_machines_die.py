@@ -13,7 +13,11 @@ The tests share one cluster and one run, and stand in the order in which things 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +25,13 @@ import pytest
 from tests.real.processes import CONFIG
 
 from .machines import missing
-from .rays import Cluster, Launched, cluster, until
+from .rays import Cluster, Launched, cluster, environ_of, until
 
 pytestmark = [pytest.mark.skipif(missing() is not None, reason=missing() or ""), pytest.mark.timeout(1800)]
 pytest.importorskip("ray", reason="Ray is not here (pip install 'midflight[ray]')")
 
 STALENESS, GROUPS = 3, 2
-PATIENT = ("cluster.lost_seconds=60", "run.stall_seconds=120", "environment.rollout_seconds=600")
+PATIENT = ("cluster.lost_seconds=30", "run.stall_seconds=120", "environment.rollout_seconds=600")
 """On a busy machine all is slow. That a machine is dead Ray says sooner."""
 OPTIONS = (
     *("engine.count=2", "engine.threads=1", "trainer.ranks=2", "trainer.threads=1", "trainer.checkpoint_every=4", "run.restarts=20"),
@@ -93,6 +97,27 @@ def test_a_run_goes_on_over_a_slow_link(story: Story) -> None:
     story.sound()
 
 
+def test_an_engine_on_a_machine_that_knows_no_ray_joins_and_leaves_under_load(story: Story) -> None:
+    run, machine = story.running, story.cluster.net.boot()
+    endpoint = json.loads((run.folder / "endpoint.json").read_text())
+    command = [sys.executable, "-m", "midflight", "join", "--url", endpoint["url"], "--name", "guest"]
+    environ = {**environ_of(machine), "MIDFLIGHT_CONTROL_TOKEN": endpoint["control_token"]}
+    with (story.cluster.folder / "guest.log").open("wb") as log:
+        guest = machine.start(*command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+
+    def told(event: str) -> bool:
+        return any((line.get("engine"), line.get("event")) == ("guest", event) for line in run.journal())
+
+    run.until(lambda: told("joined"), "the guest in the run")
+    run.until_steps(3)
+    assert guest.poll() is None, (story.cluster.folder / "guest.log").read_text()
+    os.kill(next(pid for pid, line in machine.processes().items() if "midflight join" in line), signal.SIGTERM)
+    run.until(lambda: told("left"), "the guest out of the run")
+    guest.wait(60)
+    run.until_steps(3)
+    story.sound()
+
+
 def test_an_engine_whose_machine_loses_power_comes_back_on_another_one(story: Story) -> None:
     story.cluster.add("fourth", fourth={"engine": 1})
     story.cluster.members["third"].power_off()
@@ -124,7 +149,6 @@ def test_a_gateway_whose_machine_loses_power_goes_on_elsewhere_with_the_store_of
 
 def test_a_run_whose_head_loses_power_ends_everywhere_and_goes_on_in_another_cluster_to_its_end(story: Story) -> None:
     """The head's loss is the launcher's: nobody is left who would start anything again."""
-    done = story.running.steps()[-1]["step"]
     members = dict(story.cluster.members)
     members.pop("head").power_off()
     left = [name for name, machine in members.items() if machine.lives]
@@ -134,7 +158,7 @@ def test_a_run_whose_head_loses_power_ends_everywhere_and_goes_on_in_another_clu
 
     story.cluster.members.clear()
     story.cluster.add("head", "first", first={"rollout": 1, "trainer": 2, "engine": 2})
-    steps = done + 6
+    steps = story.running.steps()[-1]["step"] + 6
     story.run = story.cluster.train("head", story.config, "run", "--resume", f"run.steps={steps}", *OPTIONS)
     story.running.until(lambda: story.running.process.poll() is not None, "the end of the run", 900)
     assert story.running.process.returncode == 0, story.running.said[-6000:]
