@@ -190,7 +190,7 @@ def test_differences_travel_as_well(tmp_path: Path):
 def test_receivers_meet_in_one_broadcast_and_their_group_is_used_again(sender: CollectivePublisher):
     receivers = [CollectiveReceiver() for _ in range(3)]
     for version in (1, 2, 3):
-        manifest = sender.publish(version, tensors(version))
+        manifest = replace(sender.publish(version, tensors(version)), receivers=3)
         assert all_fetch(receivers, manifest)
         assert sender.service.num_groups == 1
         assert sender.service.num_bytes_broadcast == version * extent(manifest.tensors), "once, whoever listens"
@@ -207,24 +207,14 @@ def test_one_that_comes_late_gets_the_same_version_and_the_next_one_with_the_oth
     assert sender.service.num_groups == 3, "the third version's is the second's"
 
 
-@pytest.mark.parametrize("num_engines", [1, None])
-def test_a_publisher_that_knows_its_engines_waits_for_that_many(num_engines: int | None, monkeypatch: pytest.MonkeyPatch):
-    """So that one engine's broadcast begins with its asking, and not when nobody has asked for a while."""
-    told: list[int | None] = []
-
-    class Told(Gathering):
-        def __init__(self, *, expected: int | None, quiet_seconds: float) -> None:
-            told.append(expected)
-            super().__init__(expected=expected, quiet_seconds=quiet_seconds)
-
-    monkeypatch.setattr(collective, "Gathering", Told)
-    publisher("collective", name="unused", folder=Path(), num_engines=num_engines).close()
-    assert told == [num_engines]
-
-
 def test_expected_receivers_begin_at_once():
-    with CollectivePublisher(expected=2, quiet_seconds=60) as sender:
-        assert all_fetch([CollectiveReceiver(), CollectiveReceiver()], sender.publish(1, tensors(1)))
+    """As many as were told to come, which each publication may say anew: engines come and go."""
+    receivers = [CollectiveReceiver() for _ in range(3)]
+    with CollectivePublisher(quiet_seconds=60) as sender:
+        for version, number in enumerate([2, 3, 1, 2], start=1):
+            manifest = replace(sender.publish(version, tensors(version)), receivers=number)
+            assert all_fetch(receivers[:number], sent(manifest))
+            sender.release(version)
 
 
 def test_receivers_of_different_versions_are_served_one_after_the_other(sender: CollectivePublisher):
@@ -318,8 +308,8 @@ def test_one_that_stops_in_mid_transfer_costs_the_others_a_deadline(num_received
 
 def test_a_group_that_breaks_again_is_an_error_that_says_so():
     mine, other = CollectiveReceiver(), CollectiveReceiver()
-    with CollectivePublisher(expected=2, quiet_seconds=60, deadline_seconds=DEADLINE) as sender:
-        manifest = sender.publish(1, tensors(1))
+    with CollectivePublisher(quiet_seconds=60, deadline_seconds=DEADLINE) as sender:
+        manifest = replace(sender.publish(1, tensors(1)), receivers=2)
         with asking(manifest, member="x") as absent, ThreadPoolExecutor(1) as pool:
             fetching = pool.submit(mine.fetch, manifest)
             answered(absent)
@@ -330,8 +320,8 @@ def test_a_group_that_breaks_again_is_an_error_that_says_so():
 
 
 def test_one_that_dies_in_mid_transfer_is_seen_at_once_and_does_not_take_the_others_along():
-    with CollectivePublisher(bucket_bytes=100, expected=2, quiet_seconds=1, deadline_seconds=20) as sender:
-        manifest = sender.publish(1, tensors(1))
+    with CollectivePublisher(bucket_bytes=100, quiet_seconds=1, deadline_seconds=20) as sender:
+        manifest = replace(sender.publish(1, tensors(1)), receivers=2)
         with ThreadPoolExecutor(1) as pool, asking(manifest) as dying:
             other = pool.submit(all_fetch, [CollectiveReceiver()], manifest)
             group = joined(dying)
@@ -384,7 +374,7 @@ def test_versions_hold_their_buffers_until_released_and_the_buffers_stand():
 
 def test_closing_ends_those_who_wait_and_leaves_no_thread():
     before = set(threading.enumerate())
-    sender = CollectivePublisher(expected=2, quiet_seconds=60)
+    sender = CollectivePublisher(quiet_seconds=60)
     manifest = sender.publish(1, tensors(1))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(CollectiveReceiver().fetch, manifest)
@@ -423,12 +413,12 @@ def test_an_address_that_is_not_this_machines_is_named():
 # --- Gathering -------------------------------------------------------------------------------------------------------
 
 
-def member(name: str, fingerprint: str = "a", *, since: float = 0.0) -> WaitingReceiver:
-    return WaitingReceiver(Ask("t", 1, fingerprint, name, None), since, answer=lambda _: None, hang_up=lambda: None)
+def member(name: str, fingerprint: str = "a", *, since: float = 0.0, expected: int | None = None) -> WaitingReceiver:
+    return WaitingReceiver(Ask("t", 1, fingerprint, name, None, expected), since, answer=lambda _: None, hang_up=lambda: None)
 
 
 def test_members_go_when_none_has_come_for_a_while():
-    gathering = Gathering(expected=None, quiet_seconds=2)
+    gathering = Gathering(quiet_seconds=2)
     assert gathering.seconds_left(5) is None
     gathering.join(one := member("1", since=10))
     gathering.join(two := member("2", since=11))
@@ -439,8 +429,8 @@ def test_members_go_when_none_has_come_for_a_while():
 
 
 def test_members_who_want_something_else_wait_for_the_next_round():
-    gathering = Gathering(expected=2, quiet_seconds=2)
-    one, other, two = member("1", since=1), member("2", "b", since=2), member("3", since=3)
+    gathering = Gathering(quiet_seconds=2)
+    one, other, two = member("1", since=1, expected=2), member("2", "b", since=2), member("3", since=3)
     gathering.join(one)
     gathering.join(other)
     assert gathering.seconds_left(2) == 1
@@ -453,7 +443,7 @@ def test_members_who_want_something_else_wait_for_the_next_round():
 
 
 def test_a_receiver_has_one_place_and_the_places_are_bounded():
-    gathering = Gathering(expected=None, quiet_seconds=2)
+    gathering = Gathering(quiet_seconds=2)
     assert all(gathering.join(member(str(i))) for i in range(MAX_WAITING))
     assert not gathering.join(member("one too many"))
     assert gathering.join(again := member("7", since=9))

@@ -10,7 +10,7 @@ import pytest
 from midflight.errors import EngineUnavailable, NotSupported, PauseIgnored, RequestRejected, WeightsCorrupt
 from midflight.testing.scripted import CAPABLE, Call, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Attestation, GenerateRequest, PauseMode, SamplingParams
+from midflight.types import Attestation, GenerateRequest, PauseMode, SamplingParams, WeightManifest
 from midflight.weights.handover import Handover, commit_mode
 
 from .fleets import LONG, Commits, LateTokensEngine, PausedLoadingEngine, RecordingFleet, WrongVersionEngine, drained, manifest, only
@@ -407,5 +407,27 @@ def test_an_engine_that_falls_out_while_catching_up_is_in_quarantine() -> None:
         await h.catch_up("a")
         assert list(fleet.in_quarantine) == ["a"]
         assert await h.rejoin("a") and not fleet.in_quarantine
+
+    run_virtual(main())
+
+
+def test_engines_are_told_how_many_they_are_and_one_that_rejoins_is_alone() -> None:
+    async def main() -> None:
+        told: list[int | None] = []
+
+        class Told(ScriptedEngine):
+            async def stage(self, manifest: WeightManifest) -> None:
+                told.append(manifest.receivers)
+                await super().stage(manifest)
+
+        engines = [Told(name) for name in "ab"]
+        fleet = RecordingFleet(*engines)
+        handing = handover(fleet)
+        await handing.publish(manifest(1))
+        assert told == [2, 2]
+        engines[1].revive()
+        fleet.quarantine("b", EngineUnavailable("restarted"))
+        assert await handing.rejoin("b")
+        assert told == [2, 2, 1] and handing.current == manifest(1)
 
     run_virtual(main())

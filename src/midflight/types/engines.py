@@ -80,6 +80,8 @@ class WeightManifest:
     location: str
     tensors: tuple[TensorSpec, ...]
     deltas: tuple[Delta, ...] = ()
+    receivers: int | None = None
+    """How many engines are told to take it in at this moment, where whoever tells them knows: a broadcast need not wait for more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ The commit on one engine: hold, pause, swap, attest, resume; and no weights are 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from midflight.allowance import Allowance, Expired
@@ -153,8 +153,11 @@ class HandoverReport:
 class _Delivery:
     """What one handover, or one rejoin, has done so far."""
 
-    def __init__(self, manifest: WeightManifest, fleet: EngineFleet) -> None:
+    def __init__(self, manifest: WeightManifest, fleet: EngineFleet, *, receivers: int) -> None:
+        """`receivers`: how many engines take it in at once; those that do it in their pause come one by one, or when all are paused."""
         self.manifest = manifest
+        self.sent = replace(manifest, receivers=receivers or None)
+        """As the engines get it."""
         self.guard = Guard(fleet)
         self.stage_seconds: dict[str, float] = {}
         """Of engines that staged."""
@@ -247,10 +250,10 @@ class Handover:
     # --- A delivery ----------------------------------------------------------------------------------------------------
 
     async def _hand_over(self, manifest: WeightManifest) -> HandoverReport:
-        delivery = _Delivery(manifest, self._fleet)
         reserved = self._fleet.reserved()
         self._passed_over = set() if reserved is None else {reserved}
         engines = [engine for engine in self._fleet.engines() if engine.name != reserved]
+        delivery = _Delivery(manifest, self._fleet, receivers=sum(engine.capabilities.stages_weights for engine in engines))
         if self._way == "barrier":
             await self._together(delivery, engines)
         else:
@@ -294,7 +297,7 @@ class Handover:
     async def _readmit(self, engine: Engine) -> bool:
         if self._current is None:
             return await self._readmit_unchanged(engine)
-        delivery = _Delivery(self._current, self._fleet)
+        delivery = _Delivery(self._current, self._fleet, receivers=1)
         if await self._stage(delivery, engine):
             await self._commit(delivery, engine, Barrier([engine.name]))
         self._passed_over.discard(engine.name)
@@ -323,7 +326,7 @@ class Handover:
         started = asyncio.get_running_loop().time()
         deed = f"staging version {delivery.manifest.version} on engine {engine.name!r}"
         async with delivery.guard.over(engine.name, deed, seconds=self._stage_seconds, when_cancelled=False):
-            await engine.stage(delivery.manifest)
+            await engine.stage(delivery.sent)
             delivery.stage_seconds[engine.name] = asyncio.get_running_loop().time() - started
         return engine.name not in delivery.guard.errors
 
@@ -331,5 +334,5 @@ class Handover:
         """From the first commit on the version is the current one: an engine that falls out now rejoins at it."""
         self._current = delivery.manifest
         seconds = delivery.stage_seconds.get(engine.name, 0.0)
-        if await self._committer.commit(engine, delivery.manifest, stage_seconds=seconds, guard=delivery.guard, barrier=barrier):
+        if await self._committer.commit(engine, delivery.sent, stage_seconds=seconds, guard=delivery.guard, barrier=barrier):
             delivery.served.append(engine.name)

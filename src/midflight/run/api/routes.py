@@ -62,6 +62,8 @@ class WeightsBody(StrictBody, frozen=True):
     location: str | None = None
     tensors: tuple[TensorSpec, ...] | None = None
     deltas: tuple[Delta, ...] = ()
+    receivers: int | None = None
+    """Of a manifest; who brings the version to the engines counts them."""
 
 
 class Info(msgspec.Struct, frozen=True):

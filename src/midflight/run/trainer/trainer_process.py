@@ -268,9 +268,7 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
         return
     full_every = section.full_every if section.delta else 1
     engines, folder = num_engines(config.engine), Path(config.run.folder) / "weights"
-    with make_publisher(
-        section.transport, name=spec.segment, folder=folder, host=spec.host, full_every=full_every, num_engines=engines
-    ) as weights:
+    with make_publisher(section.transport, name=spec.segment, folder=folder, host=spec.host, full_every=full_every) as weights:
         async with _service(spec) as service:
             loop = TrainingLoop(
                 team,

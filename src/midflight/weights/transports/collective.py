@@ -50,7 +50,7 @@ class CollectiveService:
     | waits for | ended by |
     |---|---|
     | a receiver's question | its line, or `deadline_seconds` |
-    | those who want the same bytes | the expected number, or `quiet_seconds` without another |
+    | those who want the same bytes | as many as were told to come, or `quiet_seconds` without another |
     | all members in a new group | the last one, or `deadline_seconds` |
     | a bucket in everybody's hands | the last one, a peer's death at once, or `deadline_seconds` |
 
@@ -254,7 +254,6 @@ class CollectivePublisher:
         host: str = "127.0.0.1",
         *,
         backend: Backend = "gloo",
-        expected: int | None = None,
         num_slots: int = MAX_HELD,
         bucket_bytes: int = BUCKET_BYTES,
         quiet_seconds: float = 0.05,
@@ -263,8 +262,8 @@ class CollectivePublisher:
     ) -> None:
         """`host`: the address of this machine that engines reach it by; it listens there only. The bytes are not encrypted.
 
-        `expected` receivers begin at once; else, and without the number, those that came begin when `quiet_seconds` passed
-        without another. `deadline_seconds` bounds the making of a group and each bucket: 10 s for 64 MiB is a network of
+        Receivers begin at once when there are as many as were told to come; else those that came begin when `quiet_seconds` passed without
+        another. `deadline_seconds` bounds the making of a group and each bucket: 10 s for 64 MiB is a network of
         50 Mbit/s. `nccl` sends from GPU to GPU, which must be different ones.
         """
         self._threads, self._num_slots = threads, num_slots
@@ -275,7 +274,7 @@ class CollectivePublisher:
         self._address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
         self.service = CollectiveService(
             self._held,
-            Gathering(expected=expected, quiet_seconds=quiet_seconds),
+            Gathering(quiet_seconds=quiet_seconds),
             host=host,
             token=self._address.token,
             backend=backend,

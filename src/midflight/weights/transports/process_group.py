@@ -204,7 +204,7 @@ class CollectiveReceiver:
     def _ask(self, publisher: socket.socket, address: Address, manifest: WeightManifest) -> Answer:
         """Waits for the other receivers that want this version, and for the rounds before."""
         group = self._group.terms.group if self._group is not None else None
-        publisher.sendall(line(Ask(address.token, manifest.version, manifest.fingerprint, self._member, group)))
+        publisher.sendall(line(Ask(address.token, manifest.version, manifest.fingerprint, self._member, group, manifest.receivers)))
         with publisher.makefile("rb") as answers:
             return read_answer(answers.readline(MAX_LINE))
 

@@ -44,6 +44,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Names the receiver for as long as it lives."""
     group: str | None
     """The group it was last in, if it knows of no failure there."""
+    expected: int | None = None
+    """How many receivers were told to come, where it knows."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -132,12 +134,12 @@ class WaitingReceiver:
 class Gathering:
     """Receivers in the order in which they came. Those that want the same bytes as the first one share one broadcast.
 
-    It begins when `expected` of them have come, or when none has come for `quiet_seconds`: engines are told of a version within
-    milliseconds of each other, and one that is late or comes back gets a broadcast of its own.
+    It begins when as many have come as one of them says were told to, or when none has come for `quiet_seconds`: engines are told of a
+    version within milliseconds of each other, and one that is late or comes back gets a broadcast of its own.
     """
 
-    def __init__(self, *, expected: int | None, quiet_seconds: float) -> None:
-        self._expected, self._quiet_seconds = expected, quiet_seconds
+    def __init__(self, *, quiet_seconds: float) -> None:
+        self._quiet_seconds = quiet_seconds
         self._waiting: list[WaitingReceiver] = []
 
     def join(self, member: WaitingReceiver) -> bool:
@@ -157,7 +159,7 @@ class Gathering:
         together = self._together()
         if not together:
             return None
-        if self._expected is not None and len(together) >= self._expected:
+        if len(together) >= max((m.ask.expected for m in together if m.ask.expected is not None), default=MAX_WAITING + 1):
             return 0.0
         return max(0.0, together[-1].since + self._quiet_seconds - now)
 
@@ -301,7 +303,8 @@ class DeltaReceiver:
 
     def _apply(self, version: Version, delta: Delta, manifest: WeightManifest, weights: Bytes) -> None:
         """Makes `version`. The tensors change in the manifest's order, in which the payload was made."""
-        payload = WeightManifest(version, delta.payload_fingerprint, manifest.transport, delta.location, (delta.payload,))
+        print_, location = delta.payload_fingerprint, delta.location
+        payload = WeightManifest(version, print_, manifest.transport, location, (delta.payload,), receivers=manifest.receivers)
         frames = Frames(self._inner.fetch(payload)[delta.payload.name])
         try:
             for spec in manifest.tensors:

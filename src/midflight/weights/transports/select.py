@@ -46,13 +46,11 @@ def publisher(
     folder: Path,
     host: str = "127.0.0.1",
     full_every: int = 1,
-    num_engines: int | None = None,
     threads: int = 1,
 ) -> Publisher:
     """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, `collective` listens on `host`. Imports torch, which the
     trainer has anyway.
 
-    A broadcast to `num_engines` begins when all have come, and does not wait whether more will.
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
     """
     from midflight.weights.transports.collective import CollectivePublisher
@@ -66,7 +64,7 @@ def publisher(
     elif kind == "file":
         made = FilePublisher(folder, keep=kept, threads=threads)
     elif kind == COLLECTIVE:
-        made = CollectivePublisher(host, expected=num_engines, num_slots=kept, threads=threads)
+        made = CollectivePublisher(host, num_slots=kept, threads=threads)
     else:
         raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
     return DeltaPublisher(made, full_every=full_every, threads=threads) if differences else made
