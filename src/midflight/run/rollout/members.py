@@ -340,7 +340,6 @@ def _nonce(folder: Path) -> Generator[Path | None]:
     """A file with a word of its own; none where there can be none, and nothing can be said then."""
     path = folder / f"{NONCE}{secrets.token_hex(8)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         path.write_text(_word(path))
     except OSError:
         yield None
