@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -181,10 +182,6 @@ def test_a_token_that_is_not_there_and_ray_that_is_not_installed_are_said(monkey
         connect(config())
 
 
-class AuthenticationError(Exception):
-    """By this name Ray says that a token is wrong."""
-
-
 class FakeRay(SimpleNamespace):
     """Of which `init` fails as a test says."""
 
@@ -210,16 +207,20 @@ def test_a_cluster_that_a_run_starts_is_tried_again_and_has_what_the_run_asks_fo
     assert [given["num_cpus"] for given in ray.asked] == [6, 6, 6]
 
 
-def test_no_cluster_and_a_wrong_token_are_each_one_sentence_and_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    there = config("cluster.address=10.0.0.1:6379")
-    monkeypatch.setitem(sys.modules, "ray", FakeRay(ConnectionError("\nRay is trying to start at 10.0.0.1\nmore")))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as none:
-        connect(there)
-    assert str(none.value) == "cluster.address is '10.0.0.1:6379', and no cluster was reached there: Ray is trying to start at 10.0.0.1"
+def test_no_cluster_and_a_wrong_token_are_each_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("x" * 40)
-    monkeypatch.setitem(sys.modules, "ray", FakeRay(AuthenticationError("Unauthenticated\nlong help")))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as wrong:
-        connect(config("cluster.address=10.0.0.1:6379", f"cluster.token_file={tmp_path / 'token'}"))
-    assert str(wrong.value) == (
-        f"cluster.address is '10.0.0.1:6379', and the token in {tmp_path / 'token'} is not its own; set cluster.token_file to that."
-    )
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+        monkeypatch.setitem(sys.modules, "ray", FakeRay(ConnectionError("\nFailed to connect\nmore")))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as none:
+            connect(config(f"cluster.address={address}"))
+        failure = ConnectionError("Failed to connect")
+        failure.__cause__ = RuntimeError("Traceback\nUnauthenticated: RPC error: InvalidAuthToken")
+        monkeypatch.setitem(sys.modules, "ray", FakeRay(failure))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as wrong:
+            connect(config(f"cluster.address={address}", f"cluster.token_file={tmp_path / 'token'}"))
+    assert str(none.value) == f"cluster.address is '{address}', and no cluster was reached there: Failed to connect"
+    said = f"cluster.address is '{address}', and the token in {tmp_path / 'token'} is not its own; set cluster.token_file to that."
+    assert str(wrong.value) == said
+    with pytest.raises(ConfigError, match=r"and no cluster was reached there: .*refused; start one there, or mend cluster\.address"):
+        connect(config(f"cluster.address={address}"))

@@ -4,8 +4,11 @@ are not used."""
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import socket
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from midflight.config.seats import run_resources, seat_resources
@@ -19,8 +22,10 @@ START = "start"
 """The address that starts a cluster on this machine alone."""
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", MONITOR_VARIABLE: "0"}
 """Of a Ray that is started here: it tells nobody of itself, and kills nobody for what others keep in memory."""
+WRONG_TOKEN = ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")
 STARTS = 3
 """Attempts: on a busy machine Ray gives up its own daemons, which are slow to come up."""
+PROBE_SECONDS = 10.0
 STORE_BYTES = 80 * 2**20
 """The least that its object store can be: we keep nothing there."""
 
@@ -51,6 +56,7 @@ def connect(config: Config) -> "RayCluster":
     except ModuleNotFoundError as error:
         raise ConfigError("cluster.kind = \"ray\" needs Ray, which is not installed; pip install 'midflight[ray]'") from error
     if not ray.is_initialized():
+        _check_listens(address)
         _initialise(ray, address, cpus=math.ceil(run_resources(config).get("CPU", 0.0)))
     return RayCluster(ray)
 
@@ -65,17 +71,47 @@ def _initialise(ray: Any, address: str, *, cpus: int) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     for left in reversed(range(STARTS if address == START else 1)):
         try:
-            ray.init(**given)
+            with _silent():
+                ray.init(**given)
             return
         except Exception as error:
             if left == 0:
                 raise ConfigError(f"cluster.address is {address!r}, and {_why_none(error)}") from error
 
 
-def _why_none(error: Exception) -> str:
-    if type(error).__name__ == "AuthenticationError":
-        token = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
-        return f"the token in {token} is not its own; set cluster.token_file to that."
+@contextmanager
+def _silent() -> Generator[None]:
+    """Ray's native half writes each of its attempts to standard error; the sentence that comes of them says enough."""
+    with Path(os.devnull).open("wb") as nowhere:
+        before = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+def _check_listens(address: str) -> None:
+    """Ray itself tries an address where nobody listens for two minutes. Waits `PROBE_SECONDS` at most."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():  # `auto`, and what Ray alone understands
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cluster.address is {address!r}, and no cluster was reached there: {error}; start one there, or mend cluster.address."
+        ) from error
+
+
+def _why_none(error: BaseException) -> str:
+    """Ray says the reason in what caused its error."""
+    said, cause = "", error
+    while cause is not None:
+        said, cause = f"{said}{type(cause).__name__}: {cause}\n", cause.__cause__ or cause.__context__
+    if any(sign in said for sign in WRONG_TOKEN):
+        return f"the token in {os.environ.get('RAY_AUTH_TOKEN_PATH', '~/.ray/auth_token')} is not its own; set cluster.token_file to that."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return f"no cluster was reached there: {lines[0]}"
 
