@@ -128,7 +128,7 @@ class BlockReader:
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
     """Joins the texts, the thinking and the calls, because a chat message has no order between them."""
     calls = [_call(b, f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "tool_use"]
-    thinking = "".join(fields.text_of(b, "thinking", param) for b in blocks if b["type"] == "thinking")
+    thinking = "".join(fields.text_of(b, "thinking", f"{param}.{place}") for place, b in enumerate(blocks) if b["type"] == "thinking")
     return fields.assistant(_text(blocks), reasoning=thinking, calls=calls)
 
 

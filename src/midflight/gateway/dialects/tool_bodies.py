@@ -38,7 +38,7 @@ class Describes(Protocol):
 
 FUNCTION, CUSTOM = "function", "custom"
 
-_DATED = re.compile(r"_[0-9]{6,8}$")
+_DATED = re.compile(r"_(?:[0-9]{6,8}|[0-9]{4}_[0-9]{2}_[0-9]{2})$")
 
 
 def left_out(kind: str, read: Sequence[str]) -> str | None:
