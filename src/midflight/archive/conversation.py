@@ -86,7 +86,8 @@ def conversation_of(folder: Path, key: RolloutKey, *, with_advantages: bool = Tr
     held_out = key.kind is Kind.EVALUATION
     page = page_of(folder, GroupFilter(kind=key.kind, key=key.group), number=1)
     if not page.groups:
-        raise NoRun(f"{folder} has no rollout {key}; `midflight samples {folder}` names those that it has.")
+        command = f"midflight samples {folder}{' --evaluation' if held_out else ''}"
+        raise NoRun(f"{folder} has no rollout {key}; `{command}` names those that it has.")
     group, config = page.groups[0], config_of(folder)
     rollout = next((brief for brief in group.rollouts if brief.key == key), None)
     with reading(folder, key.kind) as store:

@@ -1,6 +1,7 @@
 """The page of a run's ledger: where every token went, from the model to the trainer, and whether it adds up."""
 
 import asyncio
+import time
 
 from nicegui import ui
 
@@ -11,7 +12,9 @@ from midflight.view.charting import COLORS, GREY
 from midflight.view.looks import charts, facts, figure, section, table
 from midflight.view.visit import Visit
 
-REFRESH_SECONDS = 5.0
+REFRESH_SECONDS, LATEST_SECONDS = 5.0, 60.0
+SHARE = 0.05
+"""Of the time that is spent on looking again: the sums of a large run take most of a second."""
 
 
 async def draw(visit: Visit) -> None:
@@ -22,8 +25,10 @@ async def draw(visit: Visit) -> None:
 
     async def refresh() -> None:
         nonlocal shown
+        begun = time.perf_counter()
         try:
             found = await asyncio.to_thread(ledger_of, visit.run.folder)
+            timer.interval = min(max(REFRESH_SECONDS, (time.perf_counter() - begun) / SHARE), LATEST_SECONDS)
         except MidflightError as error:
             timer.deactivate()
             with place:
