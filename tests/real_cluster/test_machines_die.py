@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 pytest.importorskip("ray", reason="Ray is not here (pip install 'midflight[ray]')")
 
 STALENESS, GROUPS = 3, 2
-PATIENT = ("cluster.lost_seconds=30", "run.stall_seconds=120", "environment.rollout_seconds=600")
+PATIENT = ("cluster.lost_seconds=60", "run.stall_seconds=120", "environment.rollout_seconds=600")
 """On a busy machine all is slow. That a machine is dead Ray says sooner."""
 OPTIONS = (
     *("engine.count=2", "engine.threads=1", "trainer.ranks=2", "trainer.threads=1", "trainer.checkpoint_every=4", "run.restarts=20"),
