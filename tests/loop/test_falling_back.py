@@ -52,8 +52,8 @@ def test_i8_no_space_at_a_write_ends_the_run_with_the_remedy_and_it_goes_on_from
 ) -> None:
     connect = database.connect
 
-    def limited(path: Path) -> sqlite3.Connection:
-        connection = connect(path)
+    def limited(path: Path, *, logged: bool = True) -> sqlite3.Connection:
+        connection = connect(path, logged=logged)
         connection.execute(f"PRAGMA max_page_count = {num_pages}")
         return connection
 

@@ -1,9 +1,12 @@
-"""A trainer of two processes of which one is killed, then the other: engine, gateway, agents and an open stream stay (I1, I3, I8)."""
+"""Ranks of a trainer are killed, and engine, gateway, agents and an open stream stay; a machine is lost with its disk, and another goes on from
+the pair of checkpoint and store (I1, I3, I8)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,15 @@ import openai
 import pytest
 
 from midflight.archive.ledger import ledger_of
+from midflight.archive.stored import copy_in_words
+from midflight.trajectories.pairs import newest_copy
 
-from .processes import CONFIG, Command, alive, segments, steps
+from .processes import CONFIG, Command, alive, gone, segments, steps
 from .test_train import check_no_step_twice, check_store
 
 pytestmark = pytest.mark.timeout(300)
 NUM_STEPS, NUM_TOKENS = 60, 800
-STAY = ("engine", "rollout", "worker")
+STAY = ("engine", "rollout")
 
 
 class Stream:
@@ -62,6 +67,37 @@ def test_i8_a_killed_rank_of_the_trainer_costs_steps_and_no_request_engine_or_ga
     check_store(run)
     found = ledger_of(run)
     assert found.balanced and found.accounts.trained == 2 * NUM_STEPS, found.mistakes
+
+
+def test_i8_a_run_whose_machine_is_lost_with_the_store_goes_on_from_the_last_pair(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(CONFIG)
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    sets = ("run.steps=16", "trainer.checkpoint_every=3", f"run.store_folder={disk}")
+    words = ("train", "small.toml", "--folder", "run", *(w for s in sets for w in ("--set", s)))
+    command = Command(*words, folder=tmp_path)
+    try:
+        command.until(lambda: len(steps(run)) >= 8, "step 8")
+        everything = [pid for pids in command.parts().values() for pid in pids]
+        os.kill(command.process.pid, signal.SIGSTOP)  # so that it starts nothing while its parts die
+        for pid in (*everything, command.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        assert gone([*everything, command.process.pid], seconds=5)
+    finally:
+        command.end()
+    assert list(disk.glob("*.sqlite")) and not (run / "store.sqlite").exists(), "the store is on the disk alone"
+    disk.rename(tmp_path / "lost")
+    copy = newest_copy(run)
+    assert copy is not None and copy_in_words(run) is not None and ledger_of(run).balanced, "elsewhere the copy is read"
+    resumed = Command(*words, "--resume", folder=tmp_path)
+    try:
+        assert resumed.wait(120) == 0, resumed.said
+    finally:
+        resumed.end()
+    assert f"a copy of version {copy.version}: rollouts since then are generated again" in resumed.said
+    assert [line["step"] for line in steps(run)] == list(range(1, 17))
+    found = ledger_of(run)
+    assert found.balanced and found.accounts.trained == 32 and copy_in_words(run) is None, found.mistakes
+    assert all(list(folder.glob("store-*.sqlite")) for folder in (run / "checkpoints").glob("version-*")), "kept as long as its checkpoint"
 
 
 def again(command: Command, run: Path, *, above: int) -> None:

@@ -14,9 +14,10 @@ from typing import Any, cast
 from midflight.archive.holder import holder_of
 from midflight.archive.journal import JOURNAL, Readings, read_folder
 from midflight.errors import NoRun, RunGone
+from midflight.trajectories.pairs import STORE
 from midflight.types import Json
 
-STORE, CONFIG, SUMMARY = "store.sqlite", "config.toml", "summary.json"
+CONFIG, SUMMARY = "config.toml", "summary.json"
 MAX_DEPTH = 3
 """Folders below the one that is searched: `runs/team/name` is found from `runs` and from where it lies, and no disk is read through."""
 

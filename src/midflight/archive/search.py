@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from midflight.archive.stored import FILES, StoreReading, reading
+from midflight.archive.stored import StoreReading, file_of, reading
 from midflight.errors import MidflightError
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.database import decode_rows, decode_scored, naming
@@ -42,7 +42,7 @@ class WordIndex:
 
     def __init__(self, folder: Path, kind: Kind = Kind.TRAINING) -> None:
         self._folder, self._kind = folder, kind
-        store = self._store = (folder / FILES[kind]).resolve()
+        store = self._store = file_of(folder, kind).resolve()
         with suppress(FileNotFoundError):
             place = f"{SHAPE}:{store}:{store.stat().st_ino}".encode()
             self.path = cache_folder() / f"{hashlib.sha256(place).hexdigest()[:24]}.sqlite"

@@ -1,20 +1,22 @@
 """A run's store, opened to be read: also while its run goes on, and after a crash. What is not a store comes out as a clear error."""
 
 import sqlite3
+import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from midflight.errors import MidflightError, NoRun, RunGone, StoreCorrupt
 from midflight.observe.failures import failure_class
+from midflight.observe.status import duration
 from midflight.trajectories.database import Value, decode_task, look, naming
 from midflight.trajectories.heldout import HELDOUT
+from midflight.trajectories.pairs import STORE, readable
 from midflight.types import GroupKey, Kind, RolloutKey, Task
 
-STORE = "store.sqlite"
 Decoded = TypeVar("Decoded")
 
 
@@ -54,14 +56,16 @@ class StoreReading:
             raise StoreCorrupt(f"StoreReading {self.path}: {error}; restore the file from a copy, or start a new run folder.") from error
 
 
-FILES = {Kind.TRAINING: STORE, Kind.EVALUATION: HELDOUT}
-"""Where rollouts of a kind are kept. What was said to held-out tasks has the tables of the store: the epoch is the version that answered."""
+def file_of(folder: Path, kind: Kind) -> Path:
+    """Where rollouts of a kind are kept. What was said to held-out tasks has the tables of the store: the epoch is the version that answered."""
+    return folder / HELDOUT if kind is Kind.EVALUATION else readable(folder, store_folder_of(folder))[0]
 
 
 @contextmanager
 def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]:
-    """The store of the run in a folder. `NoRun` where it has none yet, `RunGone` where the folder vanished."""
-    path = folder / FILES[kind]
+    """The store of the run in a folder, or its newest copy where that is all there is here. `NoRun` where it has none yet, `RunGone` where the
+    folder vanished."""
+    path = file_of(folder, kind)
     if not path.is_file():
         raise _missing(folder, kind)
     try:
@@ -77,6 +81,25 @@ def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]
         if not path.is_file():
             raise _missing(folder, kind) from error
         raise
+
+
+def store_folder_of(folder: Path) -> Path | None:
+    """As the run's configuration says."""
+    try:
+        found = cast("dict[str, object]", tomllib.loads((folder / "config.toml").read_text()).get("run") or {}).get("store_folder")
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def copy_in_words(folder: Path) -> str | None:
+    """That what is read of a run is a copy, and how old that is; none where it is the store itself."""
+    _, copy = readable(folder, store_folder_of(folder))
+    if copy is None:
+        return None
+    return (
+        f"This run's store is on another machine; this is its copy with the checkpoint of version {copy.version}, {duration(copy.age)} old."
+    )
 
 
 def _missing(folder: Path, kind: Kind) -> MidflightError:

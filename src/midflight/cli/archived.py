@@ -37,12 +37,14 @@ def samples(
     """Prints conversations of a run, with their rewards and what became of them; the newest unless told otherwise."""
     from midflight.archive.conversation import conversation_of
     from midflight.archive.samples import SampleChoice, chosen, in_words
-    from midflight.archive.stored import rollout_key
+    from midflight.archive.stored import copy_in_words, rollout_key
 
     kind = _kind(evaluation)
     choice = SampleChoice(
         number=number, kind=kind, versions=_versions(run, steps, kind), source=source, best=best, worst=worst, failed=failed
     )
+    if (said := copy_in_words(run)) is not None:
+        typer.echo(said)
     for key in chosen(run, choice) if rollout is None else [rollout_key(rollout)]:
         typer.echo(in_words(conversation_of(run, key, with_advantages=False), whole=whole))
     return 0
@@ -54,9 +56,12 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
 
     from midflight.archive.ledger import ledger_of
     from midflight.archive.samples import ledger_table
+    from midflight.archive.stored import copy_in_words
 
     found = ledger_of(run)
     Console().print(ledger_table(found))
+    if (said := copy_in_words(run)) is not None:
+        typer.echo(said)
     for mistake in found.mistakes:
         typer.echo(f"does not balance: {mistake}")
     if found.balanced:

@@ -20,6 +20,8 @@ class RunSection(Section):
     """Label of the run; part of every request seed, so two runs of the same name and seed sample alike."""
     folder: Path = Path("runs/run")
     """Where everything the run writes goes."""
+    store_folder: Path | None = None
+    """Folder on a disk of the gateway's machine for the store, of which each checkpoint then gets a copy; an absolute path. Default: the run's folder, which may not lie on a network then."""
     seed: Count = 0
     """Seeds weights, task order and sampling."""
     steps: Positive = 100

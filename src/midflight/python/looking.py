@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from midflight.archive.journal import Tail
+from midflight.archive.stored import file_of
 from midflight.errors import ConfigError
 from midflight.observe.journal import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
-from midflight.types import Json, Row, Task, Version
+from midflight.types import Json, Kind, Row, Task, Version
 from midflight.types.rollouts import spans
 
 
@@ -72,7 +73,7 @@ class RolloutSeen:
 
 def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
     """Those of the run in a folder, in the order of its tasks. Reads only, also while the run goes on."""
-    path = folder / "store.sqlite"
+    path = file_of(folder, Kind.TRAINING)
     if not path.exists():
         raise ConfigError(f"{folder} has no rollouts yet; train first.")
     tokenizer = Tokenizer.load(folder / "start")

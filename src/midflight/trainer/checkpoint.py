@@ -2,7 +2,7 @@
 whatever number of ranks wrote it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +45,9 @@ class StagedCheckpoint:
     rank: int
     tensors: Mapping[str, Tensor]
 
-    def write(self, root: Path, *, keep: int, group: dist.ProcessGroup | None = None) -> None:
-        """Puts the newest checkpoint under `root` and keeps `keep`. Blocking; returns on every rank when it is on disk.
+    def write(self, root: Path, *, keep: int, group: dist.ProcessGroup | None = None, beside: Callable[[Path], bool] | None = None) -> bool:
+        """Puts the newest checkpoint under `root` and keeps `keep`. Blocking; returns on every rank when it is on disk. On the first rank
+        false where what belongs into it could not be put there (see `folders.finish`).
 
         Every rank calls it, and waits for the others in `group`: one of gloo that nothing else uses, since training goes on in the
         meantime. A rank that dies ends the others' wait with an error.
@@ -62,9 +63,9 @@ class StagedCheckpoint:
         folders.write_shards(draft / folders.shard_name(self.rank), self.tensors)
         folders.sync(draft / folders.shard_name(self.rank))
         self._meet(group)
-        if self.rank == 0:
-            folders.finish(root, self.state, keep=keep)
+        made = self.rank > 0 or folders.finish(root, self.state, keep=keep, beside=beside)
         self._meet(group)
+        return made
 
     def _meet(self, group: dist.ProcessGroup | None) -> None:
         if self.state.num_ranks > 1:

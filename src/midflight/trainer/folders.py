@@ -1,6 +1,7 @@
 """Checkpoints: folders that are whole or absent. Safetensors and JSON, hashed in a manifest of ours; nothing is unpickled.
 
-root/version-00000012/rank-00000.safetensors   what rank 0 holds of weights and optimiser, and its generators
+root/version-00000012/store-12.sqlite          a copy of the rollouts' store, where that lies elsewhere (`trajectories.pairs`)
+                      rank-00000.safetensors   what rank 0 holds of weights and optimiser, and its generators
                       rank-00001.safetensors   and rank 1, ...; any number of ranks can read them
                       state.json               version, steps, lineage, the store's cursor, format, number of ranks
                       manifest.json            hashes of all these
@@ -124,7 +125,7 @@ def _name_latest(root: Path, folder: Path) -> None:
 
 def version_of(folder: Path) -> int:
     """The version in the folder's name, which may end in the number of a repetition (`_free_name`)."""
-    return int(folder.name.split("-")[1])
+    return int(folder.name.split("version-")[1].split("-")[0])
 
 
 def begin(root: Path, version: int) -> None:
@@ -140,9 +141,15 @@ def draft_of(root: Path, version: int) -> Path:
     return root / f".writing-version-{version:08d}"
 
 
-def finish(root: Path, state: CheckpointState, *, keep: int) -> None:
-    """Makes the draft, whose shards are all on disk, the newest checkpoint; a crash at any instant leaves `latest` on a whole one (I8)."""
+def finish(root: Path, state: CheckpointState, *, keep: int, beside: Callable[[Path], bool] | None = None) -> bool:
+    """Makes the draft, whose shards are all on disk, the newest checkpoint; a crash at any instant leaves `latest` on a whole one (I8).
+
+    `beside` puts what belongs to it into the draft. Where that says that it could not, there is no checkpoint, and those before stay.
+    """
     draft = draft_of(root, state.version)
+    if beside is not None and not beside(draft):
+        shutil.rmtree(draft)
+        return False
     _write(draft / "state.json", msgspec.json.encode(state))
     _write(draft / "manifest.json", msgspec.json.encode(Manifest({name: _hash(draft / name) for name in _files(state)})))
     sync(draft)
@@ -152,6 +159,7 @@ def finish(root: Path, state: CheckpointState, *, keep: int) -> None:
     _name_latest(root, final)
     sync(root)
     _remove_old(root, final, keep=keep)
+    return True
 
 
 def verified(folder: Path) -> CheckpointState:

@@ -19,6 +19,8 @@ Value: TypeAlias = "int | float | str | bytes | None"
 APPLICATION_ID = 0x4D464C54
 """Marks the file as ours ("MFLT")."""
 SCHEMA_VERSION = 5
+COPIED = "copied"
+"""Number in a store: the newest version whose checkpoint has a copy of it."""
 
 TABLES = """
 CREATE TABLE runs (name TEXT NOT NULL);
@@ -85,11 +87,11 @@ class State(StrEnum):
 class Database:
     """Errors of SQLite come out as `StoreCorrupt` or `StoreFailed`, with the path and the remedy."""
 
-    def __init__(self, path: Path, *, run: str | None) -> None:
-        """Without a run it is opened to be read."""
+    def __init__(self, path: Path, *, run: str | None, logged: bool = True) -> None:
+        """Without a run it is opened to be read. `logged`: see `connect`."""
         self.path = path
         self._sync_wanted = False
-        self._connection = connect(path) if run is not None else look(path)
+        self._connection = connect(path, logged=logged) if run is not None else look(path)
         try:
             if run is not None:
                 self._claim(run)
@@ -156,8 +158,9 @@ class Database:
             raise StoreCorrupt(f"Opening {self.path}: it belongs to run {owner!r}, not {run!r}; choose another run folder.")
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Opens the file, or makes it. Used by one thread at a time, and by this process alone."""
+def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
+    """Opens the file, or makes it. Used by one thread at a time, and by this process alone. `logged`: by a log of writes (WAL), which is fast,
+    and not for a file system of a network."""
     with naming(path):
         is_new = not path.exists() or path.stat().st_size == 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +173,7 @@ def connect(path: Path) -> sqlite3.Connection:
             connection.execute(BRIEF)
             # WAL with NORMAL survives the death of any process at any instant. A power cut may take the newest
             # transactions; `Store.checkpointed` therefore syncs before a checkpoint relies on them.
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA journal_mode = {'WAL' if logged else 'DELETE'}")
             connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             connection.close()

@@ -50,7 +50,7 @@ class HeldoutStore:
     def _write(self, kept: facts.EvaluationKept) -> None:
         made, number = kept.trajectory, kept.trajectory.key.group.index
         key = kept.version, number, 0
-        db = self._database = self._database or Database(self._path, run=self._run)
+        db = self._database = self._database or Database(self._path, run=self._run, logged=False)
         with db.transaction():
             if not db.execute("SELECT 1 FROM groups WHERE epoch = ? LIMIT 1", kept.version):
                 self._forget(db)

@@ -15,7 +15,7 @@ import msgspec
 
 from midflight.errors import StoreCorrupt, UnknownLease
 from midflight.trajectories import database
-from midflight.trajectories.database import Database, State, Value
+from midflight.trajectories.database import COPIED, Database, State, Value
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Task, Trajectory, Turn, Version, facts
 
 T = TypeVar("T")
@@ -56,6 +56,14 @@ class Store:
 
     def close(self) -> None:
         self._db.close()
+
+    @property
+    def path(self) -> Path:
+        return self._db.path
+
+    def copied(self, version: Version) -> None:
+        """The checkpoint of this version is about to get a copy of this store, which says so too: no older copy can be newer than it."""
+        self._db.raise_number(COPIED, version)
 
     def write(self, deeds: Iterable[Callable[[Store], object]]) -> None:
         """Several deeds in one transaction: all of them happen, or none."""

@@ -141,6 +141,7 @@ class TrainerRoutes:
             "weights": self._weights,
             "checkpointed": self._checkpointed,
             "finish": self._finish,
+            "store": self._copy,
         }
         return [route(f"{PREFIX}/{name}", self._of_this_life(verb), token=self._token) for name, verb in verbs.items()]
 
@@ -206,6 +207,12 @@ class TrainerRoutes:
         await self._service.checkpointed(body.version)
         self._book.saved(body.version)
         return json_answer({"version": body.version})
+
+    async def _copy(self, request: Request) -> Response:
+        """Of a version that was made: what is trained later waits again where a run goes on from it."""
+        body = await body_of(request, AtVersion)
+        self._book.check_saved(body.version)
+        return json_answer(await self._service.copy_store(body.version))
 
     async def _finish(self, request: Request) -> Response:
         body = await body_of(request, AtVersion)

@@ -53,6 +53,12 @@ class RolloutService(Protocol):
         ...
 
 
+class Copied(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to `store`: why there is no copy, if there is none."""
+
+    error: str = ""
+
+
 class TrainerService(RolloutService, Protocol):
     """What a foreign trainer may ask for too: it may not wait for ever, and it may go back while the gateway and the engines stay."""
 
@@ -70,6 +76,10 @@ class TrainerService(RolloutService, Protocol):
         Returns the number under which the checkpoint's weights go on: its own, or one that no other weights have had. `OutOfTurn` when the
         last step was made and this is not its checkpoint.
         """
+        ...
+
+    async def copy_store(self, version: Version) -> Copied:
+        """Copies the store into the run's folder, for the checkpoint of this version; returns when the copy is on disk, or could not be made."""
         ...
 
     @property
@@ -120,6 +130,9 @@ class RolloutClient:
     async def restart(self, checkpoint: Version) -> WentOn:
         """As `TrainerService`. Said twice, the second number is the one that holds."""
         return msgspec.json.decode(await self._post("restart", {"version": checkpoint}), type=WentOn)
+
+    async def copy_store(self, version: Version) -> Copied:
+        return msgspec.json.decode(await self._post("store", {"version": version}), type=Copied)
 
     async def _post(self, verb: str, body: object) -> bytes:
         path, content = f"{PREFIX}/{verb}", msgspec.json.encode(body)

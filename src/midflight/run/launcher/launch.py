@@ -359,7 +359,7 @@ def rollback(config: Config, *, to: Version) -> int:
 
     folder = Path(config.run.folder)
     with Terminal() as terminal, held(folder, terminal.say):
-        groups = roll_back(folder, to, run=config.run.name)
+        groups = roll_back(folder, to, run=config.run.name, store_folder=config.run.store_folder)
         terminal.say(f"{folder} is back at version {to}: {groups} groups of tasks that were trained since then wait again. Go on by:")
         terminal.say(f"midflight train {folder / CONFIG} --resume")
     return 0

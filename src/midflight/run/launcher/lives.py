@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -35,7 +34,9 @@ class Lives:
 
     async def lead(self, live: Callable[[int], Awaitable[None]], end: Callable[[], Awaitable[None]]) -> None:
         """`live` is a life by its number, until its last step; `end` leaves nothing of one that failed. See the module."""
-        for number in itertools.count():
+        number = -1
+        while True:
+            number += 1
             try:
                 await live(number)
                 return

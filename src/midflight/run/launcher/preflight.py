@@ -34,6 +34,7 @@ from midflight.run.launcher.folder import num_bytes_of_run
 from midflight.run.launcher.survey import LOOKING_SECONDS, SourceFindings, Survey
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.pairs import check_local, store_path
 from midflight.weights.transports.files import SHARED
 from midflight.wire.server import listen
 
@@ -255,6 +256,7 @@ class Inspection:
         there = next(place for place in (folder, *folder.parents) if place.is_dir())
         if not os.access(there, os.W_OK):
             raise ConfigError(f"run.folder is {folder}, and {there} cannot be written to; choose another run.folder, or make it writable.")
+        check_local(store_path(folder, self._config.run.store_folder))
         needed = derived.disk_bytes(self._config, derived.model_sizes(self._config.model))
         free = shutil.disk_usage(there).free + num_bytes_of_run(folder)
         if free < needed:

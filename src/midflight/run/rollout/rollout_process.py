@@ -47,6 +47,7 @@ from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.heldout import HELDOUT, HeldoutStore
+from midflight.trajectories.pairs import check_local, go_on, remove, store_path
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
 from midflight.wire.asked import ask
@@ -137,7 +138,7 @@ class RolloutProcess:
             system = RolloutSystem(
                 agents,
                 sources=sources,
-                store=Store(Path(self._config.run.folder) / "store.sqlite", run=self._config.run.name),
+                store=Store(await asyncio.to_thread(self._store), run=self._config.run.name),
                 phases=self,
                 version=self._spec.version,
                 checkpoint=self._spec.checkpoint,
@@ -184,6 +185,18 @@ class RolloutProcess:
         serving = await self._attached(anonymous=True)
         weights = DiskWeights(Path(self._spec.model), serving.fleet, serving.handover)
         await self._http(serving, [weights.route(self._spec.control_token)])
+
+    def _store(self) -> Path:
+        """Where the store is, ready for this run. A new one has none yet, whatever an earlier run of this folder left on another disk."""
+        section = self._config.run
+        store = store_path(Path(section.folder), section.store_folder)
+        check_local(store)
+        if self._spec.checkpoint is None:
+            if section.store_folder is not None:
+                remove(store)
+        elif (said := go_on(Path(section.folder), section.store_folder)) is not None:
+            self._launcher.tell(Alarm(said))
+        return store
 
     # --- Parts -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from midflight.buffer.books import Books
 from midflight.buffer.groups import Limits
@@ -19,13 +20,15 @@ from midflight.config import derived
 from midflight.config.sections import RolloutSection
 from midflight.environments.rows import Columns
 from midflight.environments.tasks import PostedTasks, Source, TaskStream
-from midflight.errors import OutOfTurn
+from midflight.errors import OutOfTurn, StoreFailed
 from midflight.observe.status import Phase
 from midflight.run.api.routes import Teacher
+from midflight.run.api.service import Copied
 from midflight.run.parts import serve_while
 from midflight.run.rollout.rollouts import Evaluations, Fates, GroupAges, Phases, Recorded, RolloutStream
 from midflight.run.rollout.serving import Agents
 from midflight.trajectories.packing import pack
+from midflight.trajectories.pairs import copy_store, drafted
 from midflight.trajectories.store import Store, Unfinished
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import Accounts, Batch, PackedBatch, Task, Version, WeightManifest, facts
@@ -101,7 +104,7 @@ class RolloutSystem:
         posted: PostedTasks | None = None,
     ) -> None:
         config, serving = agents.config, agents.serving
-        self._teacher, self._version = teacher, version
+        self._teacher, self._version, self._folder = teacher, version, Path(config.run.folder)
         self._observe, self._phases_told = agents.record, phases
         self._writer = StoreWriter(store)
         self._gateway, self._handover = serving.gateway, serving.handover
@@ -240,6 +243,15 @@ class RolloutSystem:
     @property
     def over(self) -> bool:
         return self._last_step.is_set()
+
+    async def copy_store(self, version: Version) -> Copied:
+        """Waits for facts before it to be written, then for a thread of its own: facts go on being written, and the loop goes on."""
+        store = await self._writer.read(lambda store: (store.copied(version), store)[1])
+        try:
+            await asyncio.to_thread(copy_store, store.path, drafted(self._folder, version))
+        except StoreFailed as error:
+            return Copied(str(error))
+        return Copied()
 
     async def publish(self, manifest: WeightManifest) -> None:
         async with self._evaluations.making_way():

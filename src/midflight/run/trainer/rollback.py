@@ -5,12 +5,13 @@ from pathlib import Path
 from midflight.errors import ConfigError
 from midflight.run.trainer.trainer_process import PublishedVersions
 from midflight.trainer.folders import checkpoints, set_newest, verified, version_of
+from midflight.trajectories.pairs import store_path
 from midflight.trajectories.store import Store
 from midflight.types import Version
 from midflight.types.facts import Interrupted, WentBack
 
 
-def roll_back(folder: Path, to: Version, *, run: str) -> int:
+def roll_back(folder: Path, to: Version, *, run: str, store_folder: Path | None = None) -> int:
     """Number of groups that wait again. `ConfigError` when there is no such checkpoint, or not a whole one.
 
     The checkpoint is named first. A crash after that does no harm: a run that goes on rolls its store back to where its checkpoint is.
@@ -22,9 +23,10 @@ def roll_back(folder: Path, to: Version, *, run: str) -> int:
         raise ConfigError(f"rolling {folder} back to version {to}: there is no checkpoint of it. Those that there are: {known}.")
     verified(there[to])
     set_newest(root, there[to])
-    if not (folder / "store.sqlite").exists():
+    path = store_path(folder, store_folder)
+    if not path.exists():  # on another machine, which goes on from the checkpoint's copy
         return 0
-    store = Store(folder / "store.sqlite", run=run)
+    store = Store(path, run=run)
     try:
         groups = store.groups_after(to)
         for fact in (Interrupted(), WentBack(to, PublishedVersions(folder / "published").resumed_as(to), groups)):

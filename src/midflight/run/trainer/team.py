@@ -128,10 +128,11 @@ class Team:
         return load_checkpoint(folder, self._trainer, as_version=as_version).version
 
     @together()
-    def stage(self) -> Callable[[], None]:
-        """Copies the state between two steps; what it returns writes the copy, beside the next steps."""
+    def stage(self, *, beside: Callable[[Path], bool] | None = None) -> Callable[[], bool]:
+        """Copies the state between two steps; what it returns writes the copy, beside the next steps, and says whether there is a checkpoint.
+        `beside` puts what belongs to it into its draft."""
         self._wire.say(Stage())
-        return _writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire)
+        return partial(_writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire), beside=beside)
 
     @together()
     def weights(self) -> dict[str, Tensor]:
@@ -172,7 +173,7 @@ async def follow(make: Callable[[], PolicyTrainer], checkpoints: Path, *, keep: 
 @together()
 def _done(
     deed: Step | Load | Stage | Gather, trainer: PolicyTrainer, checkpoints: Path, keep: int, wire: Wire
-) -> Callable[[], None] | None:
+) -> Callable[[], object] | None:
     """What is left to do beside the next deeds."""
     match deed:
         case Step(batch):
@@ -186,7 +187,7 @@ def _done(
     return None
 
 
-def _writing(trainer: PolicyTrainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[[], None]:
+def _writing(trainer: PolicyTrainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[..., bool]:
     return partial(together()(stage(trainer, cursor="").write), checkpoints, keep=keep, group=wire.writing)
 
 

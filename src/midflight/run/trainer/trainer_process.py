@@ -19,7 +19,7 @@ from midflight.errors import ConfigError
 from midflight.models.load import add_adapters, export_model, is_adapted, load_model, lora_config, make_model, save_adapters
 from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.run.api.service import RolloutClient, WentOn
-from midflight.run.heart import START_SECONDS, Heart
+from midflight.run.heart import START_SECONDS
 from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec
 from midflight.run.trainer.team import Team, follow
 from midflight.run.trainer.training import TrainingLoop
@@ -32,6 +32,7 @@ from midflight.trainer.model.policy import Ranks, join
 from midflight.trainer.model.probe import proven_layout
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
+from midflight.trajectories.pairs import copy_name, drafted
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.files import remove_stale
 from midflight.weights.transports.publish import Publisher
@@ -108,7 +109,7 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
         found: list[str] = []
         team, resumed, over = await _ready(config, spec, launcher, published, found.append)
     launcher.tell(ModelReady(str(run / "start"), team.version, resumed, tuple(found)))
-    await _train(config, team, spec, published, heart=launcher.heart, over=over)
+    await _train(config, team, spec, published, launcher, over=over)
     with launcher.heart.doing("exports its model", limit=START_SECONDS, heavy=True):
         await asyncio.to_thread(_export, config, team, run / "model", merged=True)
         await asyncio.to_thread(team.end)
@@ -170,6 +171,24 @@ async def _first(config: Config, launcher: Launcher, alarm: Callable[[str], None
     for name in ("start", "reference") if config.objective.kl_coefficient else ("start",):
         await asyncio.to_thread(export_model, model, source, run / name)
     return model, layout
+
+
+def _pairing(config: Config, service: RolloutClient, launcher: Launcher) -> Callable[[Path], bool]:
+    """Gets a copy of the store into a checkpoint's draft, and says whether it is there: the two are one pair. Called in the thread that writes
+    the checkpoint; waits for the rollout process, which copies beside its work."""
+    loop = asyncio.get_running_loop()
+
+    def pair(draft: Path) -> bool:
+        version = version_of(draft)
+        said = asyncio.run_coroutine_threadsafe(service.copy_store(version), loop).result()
+        if said.error:
+            stays = f"the checkpoint of version {version} was not made, and the one before stays, for its copy of the store failed. {said.error}"
+            launcher.tell(Alarm(f"{stays} The run goes on."))
+            return False
+        drafted(Path(config.run.folder), version).replace(draft / copy_name(version))
+        return True
+
+    return pair
 
 
 def _layout(config: Config, model: PreTrainedModel, alarm: Callable[[str], None] | None = None) -> Layout:
@@ -258,7 +277,7 @@ class ModelWeights:
         self._released.append(version)
 
 
-async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions, *, heart: Heart, over: bool) -> None:
+async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions, launcher: Launcher, *, over: bool) -> None:
     section = config.weights
     if spec.life:  # engines that were reading what a trainer before published have had the time of a start
         remove_stale(spec.segment)
@@ -270,17 +289,18 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
     engines, folder = num_engines(config.engine), Path(config.run.folder) / "weights"
     with make_publisher(section.transport, name=spec.segment, folder=folder, host=spec.host, full_every=full_every) as weights:
         async with _service(spec) as service:
+            stage = partial(team.stage, beside=_pairing(config, service, launcher)) if config.run.store_folder else team.stage
             loop = TrainingLoop(
                 team,
                 ModelWeights(team.weights, weights, published, dtype=served_dtype(config)),
                 service,
                 steps=config.run.steps,
                 prefetch=config.rollout.max_staleness > 0,
-                stage=team.stage,
+                stage=stage,
                 save_every=config.trainer.checkpoint_every,
                 publish_every=section.every,
                 stop_at_reward=config.run.stop_at_reward,
-                heart=heart,
+                heart=launcher.heart,
                 idle_seconds=COMPILE_SECONDS if config.trainer.compile else 0.0,
                 handover_seconds=2 * (config.evaluation.pin_seconds + section.stage_seconds + engines * section.commit_seconds),
             )

@@ -22,7 +22,8 @@ REWARD_WINDOW = 20
 """Steps over which `stop_at_reward` takes its mean: long enough that luck does not end a run."""
 
 Stage = Callable[[], Callable[[], object]]
-"""Copies the trainer's state, and returns what puts the copy on disk. Both block; the trainer may step on before the second is called."""
+"""Copies the trainer's state, and returns what puts the copy on disk, or says False. Both block; the trainer may step on before the second is
+called."""
 
 DISK_SECONDS = 600.0
 """For copies of a model, in memory and to a disk that others use too."""
@@ -193,8 +194,9 @@ class TrainingLoop:
         if after is not None:
             await after
         with self._doing(f"writes the checkpoint of version {version}", limit=DISK_SECONDS):
-            await asyncio.to_thread(write)
-        await self._service.checkpointed(version)
+            made = await asyncio.to_thread(write)
+        if made is not False:
+            await self._service.checkpointed(version)
 
     def _over(self) -> bool:
         full = len(self._rewards) == REWARD_WINDOW

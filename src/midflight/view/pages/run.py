@@ -8,6 +8,7 @@ from nicegui import ui
 
 from midflight.archive.phases import slots_of
 from midflight.archive.runs import ArchivedRun, RunCondition, differences, flat
+from midflight.archive.stored import copy_in_words
 from midflight.archive.times import Times, busy_shares, failures, split
 from midflight.errors import RunGone
 from midflight.observe.journal import PastLines
@@ -40,6 +41,8 @@ def draw(visit: Visit) -> None:
 def _alone(visit: Visit) -> None:
     times = Times(visit.run.folder, newest=LATELY_BYTES)
     times.refresh()
+    if (said := copy_in_words(visit.run.folder)) is not None:
+        ui.label(said)
     head = ui.element("div").style("width: 100%")
 
     def show_head() -> None:

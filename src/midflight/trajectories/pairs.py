@@ -1,0 +1,206 @@
+"""Where a run's store lies, and its copies beside the checkpoints: a checkpoint and the copy in its folder are one pair.
+
+The store lies on a disk of the machine that the gateway runs on, for its log of writes (WAL) needs memory that all who open it share: on a
+file system of a network it would be lost without a word. A copy is made for each checkpoint, while the store is written to, and belongs to
+it: both are whole or absent, kept and removed together. So another machine goes on from a pair as this one does from the store.
+"""
+
+import hashlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+
+from midflight.errors import ConfigError, MidflightError
+from midflight.trajectories.database import COPIED, look, naming
+from midflight.types import Version
+
+STORE = "store.sqlite"
+BESIDE = ("", "-wal", "-shm")
+PAGES_A_STEP = 256
+"""A megabyte: after each the interpreter and the disk are free for others."""
+NETWORKED = frozenset(
+    ("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "lustre", "ceph", "glusterfs", "beegfs", "gpfs", "pvfs2", "orangefs", "afs")
+)
+"""Types of file system that lie on other machines, as the system names them; and all of `fuse`, but for those that layer local folders."""
+LAYERED = frozenset(("fuse.fuse-overlayfs", "fuseblk", "fuse.mergerfs"))
+
+
+def store_path(folder: Path, store_folder: Path | None) -> Path:
+    """Of the run in `folder`: there, or in `store_folder` under a name that no other run has. `ConfigError` where that depends on who asks."""
+    if store_folder is None:
+        return folder / STORE
+    if not store_folder.is_absolute():
+        raise ConfigError(
+            f"run.store_folder is {str(store_folder)!r}: give an absolute path, for other programs look for the store there too."
+        )
+    return store_folder / f"midflight-{hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()}.sqlite"
+
+
+def drafted(folder: Path, version: Version) -> Path:
+    """A copy that waits for its checkpoint, on the checkpoint's file system."""
+    return folder / f".store-{version}.sqlite"
+
+
+def copy_name(version: Version) -> str:
+    return f"store-{version}.sqlite"
+
+
+def remove(store: Path) -> None:
+    """With what SQLite keeps beside it."""
+    for beside in BESIDE:
+        store.with_name(store.name + beside).unlink(missing_ok=True)
+
+
+# --- Copying ----------------------------------------------------------------------------------------------------------
+
+
+def copy_store(store: Path, copy: Path, *, pages: int = PAGES_A_STEP, step: Callable[[int, int], None] = lambda left, total: None) -> None:
+    """Puts the store, as it is at the beginning, into a file of its own; whole and on disk when this returns, else there is nothing.
+
+    Blocks, some pages at a time, and whoever writes to the store goes on meanwhile. `step` is told the pages left and their number. Raises
+    `StoreFailed` with the remedy.
+    """
+    for left in copy.parent.glob(".store-*.sqlite*"):
+        left.unlink(missing_ok=True)
+    draft = copy.with_name(f"{copy.name}.writing")
+    try:
+        with naming(draft), closing(look(store)) as source, closing(sqlite3.connect(draft, isolation_level=None)) as target:
+            source.isolation_level = None
+            source.execute("BEGIN")
+            source.execute("SELECT COUNT(*) FROM runs")  # from here on it sees one moment, so that writing never makes it begin again
+            target.execute("PRAGMA synchronous = OFF")
+            source.backup(target, pages=pages, sleep=0, progress=lambda status, left, total: step(left, total))
+            target.execute("PRAGMA locking_mode = EXCLUSIVE")  # without shared memory, which the other file system may lack
+            target.execute("PRAGMA journal_mode = DELETE")
+        _sync(draft)
+        draft.replace(copy)
+        _sync(copy.parent)
+    finally:
+        remove(draft)
+
+
+def _sync(path: Path) -> None:
+    with naming(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+# --- Going on, and looking -------------------------------------------------------------------------------------------
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """That of a checkpoint."""
+
+    path: Path
+    version: Version
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was made."""
+        return max(0.0, time.time() - self.path.stat().st_mtime)
+
+
+def newest_copy(folder: Path) -> Copy | None:
+    """That of the checkpoint which `latest` names."""
+    root = folder / "checkpoints"
+    with suppress(OSError, ValueError):
+        for path in (root / (root / "latest").read_text().strip()).glob("store-*.sqlite"):
+            return Copy(path, int(path.stem.removeprefix("store-")))
+    return None
+
+
+def copied_at(store: Path) -> Version | None:
+    """The newest version whose checkpoint has a copy of this store. None where there is no store; -1 where it has no copy."""
+    if not store.is_file() or not store.stat().st_size:
+        return None
+    with closing(look(store)) as found, naming(store):
+        numbers = found.execute("SELECT value FROM numbers WHERE name = ?", (COPIED,)).fetchall()
+    return numbers[0][0] if numbers else -1
+
+
+def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None]:
+    """What to read of a run: its store, or the copy where that is newer or alone."""
+    store, copy = store_path(folder, store_folder), newest_copy(folder)
+    if copy is not None:
+        with suppress(MidflightError):
+            here = copied_at(store)
+            return (copy.path, copy) if here is None or here < copy.version else (store, None)
+    return store, None
+
+
+def go_on(folder: Path, store_folder: Path | None) -> str | None:
+    """Makes the store ready for a run that goes on from `latest`: its own where it is there and not older than the pair, else the pair's copy.
+
+    Says what it did where that is not the usual. `ConfigError` where neither is there, though steps were made.
+    """
+    store, copy = store_path(folder, store_folder), newest_copy(folder)
+    here = copied_at(store)
+    if here is not None and (copy is None or here >= copy.version):
+        return None
+    before = folder / STORE
+    source = copy.path if copy is not None else before if store != before and before.is_file() else None
+    if source is None:
+        if store_folder is not None and _num_steps(folder):
+            raise ConfigError(
+                f"resuming {folder}: its store is not at {store}, and the checkpoint has no copy of it. Resume on the machine that it ran on, "
+                "go back to a checkpoint with a copy by `midflight rollback`, or start anew with --overwrite."
+            )
+        return None
+    said = f"The store at {store} goes on from {source}"
+    if here is not None:
+        for beside in BESIDE:
+            with suppress(FileNotFoundError):
+                store.with_name(store.name + beside).replace(store.with_name(f"{store.stem}.older.sqlite{beside}"))
+        said += f", for it was older than that; it is kept as {store.stem}.older.sqlite"
+    store.parent.mkdir(parents=True, exist_ok=True)
+    remove(store)
+    copy_store(source, store)
+    return f"{said}." if copy is None else f"{said}, a copy of version {copy.version}: rollouts since then are generated again."
+
+
+class _Made(msgspec.Struct, frozen=True):
+    num_steps: int = 0
+
+
+def _num_steps(folder: Path) -> int:
+    root = folder / "checkpoints"
+    with suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
+        return msgspec.json.decode((root / (root / "latest").read_text().strip() / "state.json").read_bytes(), type=_Made).num_steps
+    return 0
+
+
+# --- Where it may lie -------------------------------------------------------------------------------------------------
+
+
+def check_local(store: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> None:
+    """`ConfigError` where the store would lie on a file system of a network."""
+    place = store.absolute().parent
+    there = next(one for one in (place, *place.parents) if one.is_dir()).resolve()
+    kind = file_system(there, mounts=mounts)
+    if kind in NETWORKED or (kind.startswith("fuse") and kind not in LAYERED):
+        raise ConfigError(
+            f"the store would lie in {place}, on a file system of a network ({kind}), where its log of writes is not safe: set "
+            "run.store_folder to a folder on a disk of this machine; each checkpoint gets a copy."
+        )
+
+
+def file_system(folder: Path, *, mounts: Path) -> str:
+    """The type of the file system that a folder lies on; empty where the system does not say. Of mounts over each other the last counts."""
+    found, kind = -1, ""
+    with suppress(OSError):
+        for line in mounts.read_text(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            if len(fields := before.split()) < 5 or not after:
+                continue
+            point = Path(fields[4].encode().decode("unicode_escape"))  # a blank is written in octal
+            if folder.is_relative_to(point) and len(point.parts) >= found:
+                found, kind = len(point.parts), after.split()[0]
+    return kind
