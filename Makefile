@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-real test-docs docs test-clients test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-real test-docs docs test-clients test-coding-agents test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -34,14 +34,19 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
-	$(MAKE) docs test-docs test-package test-clients test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke
+	$(MAKE) docs test-docs test-package test-clients test-coding-agents test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
-test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done
+test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done $(VENV)-javascript/.done
 	for clients in $(VENV)-clients $(VENV)-clients-openai2; do \
-	    MIDFLIGHT_PYTHON=$(CURDIR)/$(BIN)/python $$clients/bin/python -m pytest -q -p no:cacheprovider \
+	    MIDFLIGHT_PYTHON=$(CURDIR)/$(BIN)/python MIDFLIGHT_JAVASCRIPT=$(CURDIR)/$(VENV)-javascript $$clients/bin/python -m pytest -q -p no:cacheprovider \
 	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients || exit 1; \
 	done
+
+# Claude Code and Codex do whole tasks against a scripted model. They come from npm, into a folder of their own: about 700 MB.
+test-coding-agents: $(VENV)/.dev $(VENV)-coding-agents/.done
+	MIDFLIGHT_CODING_AGENTS=$(CURDIR)/$(VENV)-coding-agents/node_modules \
+	    $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/coding_agents
 
 # Every page that has something to run, done from its first block to its last. `python -m tests.pages` says what is not run, and why.
 test-docs: $(VENV)/.dev
@@ -146,6 +151,15 @@ $(VENV)-docs/.done $(VENV)-ops/.done:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
+$(VENV)-javascript/.done: tests/clients/javascript/package.json
+$(VENV)-coding-agents/.done: tests/coding_agents/package.json
+$(VENV)-javascript/.done $(VENV)-coding-agents/.done:
+	@command -v npm > /dev/null || apt-get install -y -qq nodejs npm
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --ignore-scripts --no-audit --no-fund --loglevel=error
+	touch $@
+
 $(VENV)-trackers/.done: tests/real_trackers/requirements.txt
 $(VENV)-clients/.done: tests/clients/requirements.txt constraints.txt
 $(VENV)-clients-openai2/.done: tests/clients/requirements-openai2.txt constraints.txt
@@ -178,4 +192,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-javascript $(VENV)-coding-agents $(VENV)-vllm $(VENV)-sglang runs build dist site

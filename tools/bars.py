@@ -36,7 +36,7 @@ from pathlib import Path
 CODE = re.compile(r"\bDECISIONS \d+|(?<![-\w])(?!F8|F16|F32|F64|U8)[PGSEWFTOUMA]\d{1,2}\b")
 """Not the names of tensors' types in safetensors, and no part of a longer name."""
 UNSEEN = ("<!-- block: ", "<!-- try: ")
-GENERATED = ("docs/configuration.md", "docs/models.md", "docs/fields.md")
+GENERATED = ("docs/configuration.md", "docs/models.md", "docs/fields.md", "docs/clients.md")
 ASIDE = ("docs/cluster.md", "docs/performance.md", "docs/scale.md", "docs/adapters/")
 """Pages, or folders of them, for those who do just that. They are not in the sum: each has a bar of its own."""
 MADE = re.compile(r"<!-- made by .*|<!-- learning: begin -->.*?<!-- learning: end -->", re.DOTALL)

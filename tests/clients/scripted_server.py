@@ -16,7 +16,12 @@ import asyncio
 import json
 import re
 import socket
+import sys
 from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.corpus.recorded import recording
 
 from midflight.config.sections import Config
 from midflight.gateway.http.http import build_app
@@ -69,7 +74,7 @@ async def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving.gateway.address = url
-        await serve_app(build_app(serving.gateway, serving.control), listener, ready=lambda: print(f"ready: {url}", flush=True))
+        await serve_app(recording(build_app(serving.gateway, serving.control)), listener, ready=lambda: print(f"ready: {url}", flush=True))
 
 
 if __name__ == "__main__":

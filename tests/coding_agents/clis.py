@@ -1,0 +1,116 @@
+"""The command lines of Claude Code and Codex, as they come from npm, in a scratch folder with a home of their own.
+
+The variables that keep them from calling home are those that their makers document. Whatever else they find of the machine's
+environment is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODULES = Path(os.environ.get("MIDFLIGHT_CODING_AGENTS", Path(__file__).parents[2] / ".venv-coding-agents" / "node_modules"))
+SECONDS = 150.0
+"""For a whole task: it takes some seconds on a machine that does nothing else."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command line said and did."""
+
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
+
+
+def binary(pattern: str) -> Path:
+    found = sorted(path for path in MODULES.glob(pattern) if path.is_file() and os.access(path, os.X_OK))
+    if not found:
+        pytest.fail(f"there is no {pattern} in {MODULES}; run `make test-coding-agents`, or set MIDFLIGHT_CODING_AGENTS")
+    return found[0]
+
+
+def surroundings(home: Path, **more: str) -> dict[str, str]:
+    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(home), "TERM": "dumb", "LANG": "C.UTF-8", "SHELL": "/bin/bash", **more}
+
+
+async def run(command: list[str | Path], *, folder: Path, environ: dict[str, str]) -> Ended:
+    """Waits for the end; ended after `SECONDS` too."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env=environ,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(SECONDS):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    return Ended(process.returncode, output.decode(), errors.decode())
+
+
+async def claude_code(
+    task: str, *, folder: Path, home: Path, url: str, key: str = "any", words: tuple[str, ...] = (), **environ: str
+) -> Ended:
+    """`url` without `/v1`, which its SDK adds. The last event says how it ended."""
+    models = dict.fromkeys(
+        (
+            "ANTHROPIC_MODEL",
+            "ANTHROPIC_SMALL_FAST_MODEL",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+            "ANTHROPIC_DEFAULT_SONNET_MODEL",
+            "ANTHROPIC_DEFAULT_OPUS_MODEL",
+            "CLAUDE_CODE_SUBAGENT_MODEL",
+        ),
+        "policy",
+    )
+    silent = dict.fromkeys(
+        ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_ERROR_REPORTING", "DISABLE_AUTOUPDATER", "IS_SANDBOX"),
+        "1",
+    )
+    reach = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "CLAUDE_CONFIG_DIR": str(home / ".claude")}
+    command = [
+        binary("@anthropic-ai/claude-code-*/claude"),
+        "-p",
+        task,
+        "--output-format",
+        "stream-json",
+        "--verbose",
+        "--dangerously-skip-permissions",
+        *words,
+    ]
+    return await run(command, folder=folder, environ=surroundings(home, **models, **silent, **reach, **environ))
+
+
+async def codex(task: str, *, folder: Path, home: Path, url: str, key: str = "any", words: tuple[str, ...] = ()) -> Ended:
+    """`url` with its `/v1`."""
+    provider = f'{{name="midflight",base_url="{url}",wire_api="responses",env_key="MIDFLIGHT_KEY"}}'
+    (home / ".codex").mkdir(parents=True, exist_ok=True)
+    command = [
+        binary("@openai/codex*/vendor/*/bin/codex"),
+        "exec",
+        "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox",
+        "--json",
+        *("-c", "model=policy", "-c", "model_provider=midflight", "-c", f"model_providers.midflight={provider}"),
+        *("-c", "check_for_update_on_startup=false", "-c", "analytics.enabled=false"),
+        *words,
+        task,
+    ]
+    return await run(command, folder=folder, environ=surroundings(home, CODEX_HOME=str(home / ".codex"), MIDFLIGHT_KEY=key))

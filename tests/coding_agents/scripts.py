@@ -1,0 +1,95 @@
+"""What the scripted model says to Claude Code and to Codex: whole tasks in their tools, chosen by what the conversation holds so far."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+_MESSAGE = re.compile(r"<\|(user|assistant|tool|system)\|>(.*?)(?:<\|end\|>|$)", re.DOTALL)
+LONG = "\n".join(f"line {number} of a long file, with some words in it" for number in range(600)) + "\n"
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def thinking(thought: str, said: str) -> str:
+    return f"<think>\n{thought}\n</think>\n\n{said}"
+
+
+def reply(prompt: str) -> str:
+    """The answer to a rendered conversation. The task is the user's message that begins with its name."""
+    messages = [(role, text) for role, text in _MESSAGE.findall(prompt)]
+    if messages and messages[-1] == ("assistant", ""):
+        messages.pop()
+    users = [text for role, text in messages if role == "user"]
+    said = "\n".join(users)
+    num_turns = sum(role == "assistant" for role, _ in messages)
+    if "SUMMARY-OF-ALL" in said:
+        return thinking("I know enough.", "Finished after a summary.")
+    if _wants_summary(users):
+        return "<analysis>all of it</analysis>\n<summary>SUMMARY-OF-ALL: the long files were read.</summary>"
+    for name, steps in TASKS.items():
+        if name in said:
+            return steps[min(num_turns, len(steps) - 1)]
+    return "ok"
+
+
+def _wants_summary(users: Sequence[str]) -> bool:
+    """Claude Code and Codex ask for one in a user's message at the end, each in words of its own."""
+    last = users[-1].lower() if len(users) > 1 else ""
+    return "checkpoint" in last or ("summary" in last and "task-" not in last)
+
+
+CLAUDE_SUB = (
+    thinking("I count.", call("Bash", command="wc -w b.txt", description="Count words")),
+    "b.txt has two words.",
+)
+# Claude Code writes `replace_all` into the conversation also where the model left it out: then the turns after are a row of their own.
+CLAUDE = (
+    thinking("I look at both.", "I read both files.\n" + call("Read", file_path="a.txt") + "\n" + call("Read", file_path="b.txt")),
+    call("Edit", file_path="a.txt", old_string="two", new_string="TWO", replace_all=False),
+    thinking("Now I look.", call("Bash", command="cat a.txt", description="Show the file")),
+    call(
+        "Agent",
+        description="Count words",
+        prompt="TASK-SUB: count the words of b.txt",
+        subagent_type="general-purpose",
+        run_in_background=False,
+    ),
+    thinking("All is done.", "Finished: a.txt says TWO."),
+)
+CLAUDE_LONG = (
+    call("Read", file_path="long.txt"),
+    call("Read", file_path="longer.txt"),
+    call("Bash", command="ls", description="List"),
+    "Finished without a summary.",
+)
+CODEX_SUB = (
+    thinking("I count.", call("exec_command", cmd="wc -w b.txt")),
+    "b.txt has two words.",
+)
+CODEX = (
+    thinking(
+        "I look at both.", "I read both files.\n" + call("exec_command", cmd="cat a.txt") + "\n" + call("exec_command", cmd="cat b.txt")
+    ),
+    call("exec_command", cmd="sed -i s/two/TWO/ a.txt"),
+    thinking("Now I look.", call("exec_command", cmd="cat a.txt")),
+    thinking("All is done.", "Finished: a.txt says TWO."),
+)
+CODEX_LONG = (
+    call("exec_command", cmd="cat long.txt"),
+    call("exec_command", cmd="cat longer.txt"),
+    call("exec_command", cmd="ls"),
+    "Finished without a summary.",
+)
+TASKS = {
+    "TASK-SUB": CLAUDE_SUB,
+    "TASK-CODEX-SUB": CODEX_SUB,
+    "TASK-CLAUDE-LONG": CLAUDE_LONG,
+    "TASK-CLAUDE": CLAUDE,
+    "TASK-CODEX-LONG": CODEX_LONG,
+    "TASK-CODEX": CODEX,
+}
+"""The first name that the user's messages hold counts."""

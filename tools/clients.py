@@ -1,0 +1,84 @@
+"""docs/clients.md, made from the bodies of real clients in tests/corpus: `python tools/clients.py docs/clients.md`.
+
+Which client in which version was run, over which routes, what of the dialect it used, and which of its fields were without effect is
+read from what was recorded. The rest of the page is here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.corpus.recorded import Recorded, read
+
+INTRODUCTION = """# Clients
+
+Made by `python tools/clients.py docs/clients.md`; edit the sentences there.
+
+An agent that exists changes its base URL and nothing else. The endpoint speaks OpenAI's and Anthropic's APIs, SGLang's and vLLM's; a pause, new
+weights or a dead engine is invisible to all clients.
+
+While `midflight serve` runs ([a program](../README.md#agents-you-already-have)):
+
+| client | what it is given |
+|---|---|
+| Claude Code | `ANTHROPIC_BASE_URL=http://127.0.0.1:8000`, `ANTHROPIC_API_KEY` of any value, `ANTHROPIC_MODEL=policy` |
+| Codex | a provider with `base_url = "http://127.0.0.1:8000/v1"` and `wire_api = "responses"`, `model = "policy"` |
+| `openai`: chats, completions, responses | `base_url="http://127.0.0.1:8000/v1"` |
+| `anthropic` | `base_url="http://127.0.0.1:8000"`: its SDK adds the `/v1` |
+| the AI SDK | `createOpenAI({ baseURL: "http://127.0.0.1:8000/v1" })` |
+| `openai-agents` | `OpenAIResponsesModel(...)` or `OpenAIChatCompletionsModel(...)` with `openai_client=AsyncOpenAI(base_url=...)` |
+| `langchain-openai` | `ChatOpenAI(base_url=...)`, with `use_responses_api` or without |
+| `pydantic-ai` | `OpenAIProvider(base_url=...)`, or `AnthropicProvider(base_url=...)` without `/v1` |
+| `smolagents`, `litellm` | `api_base=...`; litellm's model is then `openai/policy` |
+| SGLang's clients: `RuntimeEndpoint`, slime, AReaL, verl, SkyRL | `http://127.0.0.1:8000`, as a server's |
+| vLLM's clients: tokens in and out, as verifiers and prime-rl | the same |
+
+What changes no text has no effect and is named in the answer's head; what would is refused by name ([gateway.md](gateway.md)). Prompts with tools need room:
+`midflight new-model DIR --set model.max_context=4096`, and coding agents some ten thousand tokens more. [examples/agent_openai.py](../examples/agent_openai.py) is an agent that streams.
+
+**To take part in training** an agent needs a session: its base URL is then `/s/<id>.<secret>/v1`, or that token is its API key. An
+[environment](environments.md) gets one for each rollout by itself, a worker gets one with each [claim](sessions.md#claims), and a harness
+[opens them](sessions.md#sessions-over-http). Requests without a session are answered by `midflight serve` and refused by a training run.
+
+## What was run
+
+Unmodified clients, run by `make test-clients` and `make test-coding-agents`. One body of each kind that they sent is in
+[tests/corpus](../tests/corpus), without their sentences, and every change is tried on all of them.
+
+| client | version | route | what it used | without effect |
+|---|---|---|---|---|
+"""
+NAMES = {
+    "claude-cli": "Claude Code",
+    "codex_exec": "Codex",
+    "ai-sdk": "AI SDK",
+    "OpenAI-JS": "openai (npm)",
+    "Anthropic-JS": "anthropic (npm)",
+    "OpenAI-Python": "openai",
+    "AsyncOpenAI-Python": "openai, async",
+    "Anthropic-Python": "anthropic",
+    "AsyncAnthropic-Python": "anthropic, async",
+}
+"""What clients are called that name themselves otherwise."""
+
+
+def page() -> str:
+    """The page, as Markdown."""
+    return INTRODUCTION + "".join(_rows(list(read())))
+
+
+def _rows(bodies: list[Recorded]) -> Iterator[str]:
+    """One for each client and route."""
+    routes = dict.fromkeys((one.client, one.version, one.path) for one in bodies)
+    for client, version, path in sorted(routes, key=lambda route: (NAMES.get(route[0], route[0]).lower(), route)):
+        these = [one for one in bodies if (one.client, one.version, one.path) == (client, version, path)]
+        used = dict.fromkeys(word for one in these for word in one.features.split(", "))
+        ignored = dict.fromkeys(f"`{word}`" for one in these for word in one.ignored.split(", ") if word)
+        yield f"| {NAMES.get(client, client)} | {version} | `{path}` | {', '.join(used)} | {', '.join(ignored)} |\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())
