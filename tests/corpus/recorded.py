@@ -20,8 +20,7 @@ from typing import Any
 BODIES = Path(__file__).parent / "bodies"
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/generate")
 _AGENT = re.compile(r"^(?P<name>[A-Za-z][\w.-]*(?:/[A-Z]\w+)?)[/ ](?P<version>\d[\w.-]*)")
-_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
-_ID = re.compile(r"[0-9a-f]{12,}")
+_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{12,}")
 _PATH = re.compile(r"/(?:tmp|work|root|home|opt)/[^\s\"'\\]*")
 _LONGEST = 40
 """Letters of a text that is kept; a longer one is kept if it holds no sentence."""
@@ -57,7 +56,7 @@ def scrubbed(body: Any) -> Any:
             return value
         if len(value) > _LONGEST and value.count(" ") > 3 and not _is_json(value):
             return f"(text of {len(value)} letters)"
-        return _PATH.sub("/scratch", _ID.sub(number, _UUID.sub(number, value)))
+        return _PATH.sub("/scratch", _ID.sub(number, value))
 
     return part(body)
 
