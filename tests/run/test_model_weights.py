@@ -13,7 +13,7 @@ from torch import Tensor
 
 from midflight.models.load import make_model
 from midflight.models.names import in_dtype, named_tensors
-from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions
+from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, sending_host
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.publish import SharedMemoryPublisher
 
@@ -76,3 +76,15 @@ def test_a_version_released_during_a_publication_is_given_back_before_the_next(t
         publishing.result(10)
     outbox.publish(3)
     assert publisher.asked == ["publish 2", "published 2", "release 0", "release 1", "publish 3", "published 3"]
+
+
+def test_a_broadcast_is_reached_where_the_gateway_is_if_the_trainer_is_on_loopback() -> None:
+    cases = {
+        ("127.0.0.1", "127.0.0.1"): "127.0.0.1",
+        ("10.0.0.1", "127.0.0.1"): "10.0.0.1",
+        ("0.0.0.0", "127.0.0.1"): "127.0.0.1",
+        ("::", "127.0.0.1"): "127.0.0.1",
+        ("localhost", "127.0.0.1"): "127.0.0.1",
+        ("10.0.0.1", "10.0.0.2"): "10.0.0.2",
+    }
+    assert {case: sending_host(*case) for case in cases} == cases

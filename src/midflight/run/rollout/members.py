@@ -361,5 +361,5 @@ def _obstacle(transport: str | None, folder: Path, location: str) -> str:
     if transport == "file":
         return f'they are files in {folder}, which it does not see; share that folder, or set weights.transport to "collective".'
     if transport == "collective" and location and is_loopback(host := Address.parse(location).host):
-        return f"the trainer sends them from {host}, which other machines do not reach; have it listen on an address of its machine."
+        return f"the trainer sends them from {host}, which other machines do not reach; set gateway.host to an address of its machine."
     return ""

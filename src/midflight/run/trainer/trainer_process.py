@@ -277,6 +277,12 @@ class ModelWeights:
         self._released.append(version)
 
 
+def sending_host(gateway: str, own: str) -> str:
+    """Where a broadcast of weights is reached: the trainer's own address; of a trainer on loopback that of the gateway beside it, which
+    names this machine to engines that join from others, unless it names no address."""
+    return own if own != "127.0.0.1" or gateway in ("0.0.0.0", "::", "localhost") else gateway
+
+
 async def _train(config: Config, team: Team, spec: TrainerSpec, published: PublishedVersions, launcher: Launcher, *, over: bool) -> None:
     section = config.weights
     if spec.life:  # engines that were reading what a trainer before published have had the time of a start
@@ -287,7 +293,9 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
         return
     full_every = section.full_every if section.delta else 1
     engines, folder = num_engines(config.engine), Path(config.run.folder) / "weights"
-    with make_publisher(section.transport, name=spec.segment, folder=folder, host=spec.host, full_every=full_every) as weights:
+    with make_publisher(
+        section.transport, name=spec.segment, folder=folder, host=sending_host(config.gateway.host, spec.host), full_every=full_every
+    ) as weights:
         async with _service(spec) as service:
             stage = partial(team.stage, beside=_pairing(config, service, launcher)) if config.run.store_folder else team.stage
             loop = TrainingLoop(
