@@ -33,7 +33,7 @@ While `midflight serve` runs ([a program](../README.md#agents-you-already-have))
 | `langchain-openai` | `ChatOpenAI(base_url=...)`, with `use_responses_api` or without |
 | `pydantic-ai` | `OpenAIProvider(base_url=...)`, or `AnthropicProvider(base_url=...)` without `/v1` |
 | `smolagents`, `litellm` | `api_base=...`; litellm's model is then `openai/policy` |
-| SGLang's clients: `RuntimeEndpoint`, slime, AReaL, verl, SkyRL | `http://127.0.0.1:8000`, as a server's |
+| SGLang's clients: its own runtime endpoint, slime, AReaL, verl, SkyRL | `http://127.0.0.1:8000`, as a server's |
 | vLLM's clients: tokens in and out, as verifiers and prime-rl | the same |
 
 What changes no text has no effect and is named in the answer's head; what would is refused by name ([gateway.md](gateway.md)). Prompts with tools need room:
