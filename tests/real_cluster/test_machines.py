@@ -109,5 +109,5 @@ def test_trainer_ranks_on_two_machines_meet_though_each_calls_itself_loopback(ma
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environ}
     ranks = [m.start(sys.executable, "-c", RANK, m.address, a.address, str(i), **options) for i, m in enumerate((a, b))]
     for rank in ranks:
-        said, errors = rank.communicate(timeout=100)
+        said, errors = rank.communicate(timeout=600)
         assert said.split() == ["3.0", str(3.0 * (3 << 20))], errors

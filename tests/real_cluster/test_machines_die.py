@@ -108,12 +108,12 @@ def test_an_engine_on_a_machine_that_knows_no_ray_joins_and_leaves_under_load(st
     def told(event: str) -> bool:
         return any((line.get("engine"), line.get("event")) == ("guest", event) for line in run.journal())
 
-    run.until(lambda: told("joined"), "the guest in the run")
+    run.until(lambda: told("joined"), "the guest in the run", 900)
     run.until_steps(3)
     assert guest.poll() is None, (story.cluster.folder / "guest.log").read_text()
     os.kill(next(pid for pid, line in machine.processes().items() if "midflight join" in line), signal.SIGTERM)
-    run.until(lambda: told("left"), "the guest out of the run")
-    guest.wait(60)
+    run.until(lambda: told("left"), "the guest out of the run", 900)
+    guest.wait(300)
     run.until_steps(3)
     story.sound()
 
