@@ -99,7 +99,13 @@ def beside(folder: Path, *, rollouts: int, steps: int, tokens: int) -> None:
 
 def _step_line(step: int, at: float, rollouts: int, tokens: int) -> StepLine:
     rising, lengths = 0.2 + 0.6 * step / (step + 200), histogram([tokens * (5 + n) / 10 for n in range(6)])
-    trainer = {"rho/ess": 0.9, "mismatch/mean": 1e-3, "entropy/estimate": 1.0 / (1 + step / 500), "rho/k3": 1e-3, "grad_norm": 0.5}
+    trainer: dict[str, float | None] = {
+        "rho/ess": 0.9,
+        "mismatch/mean": 1e-3,
+        "entropy/estimate": 1.0 / (1 + step / 500),
+        "rho/k3": 1e-3,
+        "grad_norm": 0.5,
+    }
     return StepLine(
         step=step, version=step, seconds=at, step_seconds=6.0, tokens=rollouts * tokens, groups=GROUPS_PER_STEP, rollouts=rollouts,
         reward=rising, reward_by_source={"letters": rising, "sums": rising / 2}, components={"right": rising}, staleness={0: 500, 1: 200},

@@ -115,6 +115,7 @@ class NoSteps:
 class NoReport:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     skipped: str | None = None
+    alarms: tuple[str, ...] = ()
 
 
 class SameWeights:
@@ -154,7 +155,7 @@ class Watch:
             self.url.set_result(message.url)
         if isinstance(message, Progress):
             self._seconds.append(message.status.seconds)
-            cpu = {child.name: cpu_seconds(child.pid) for child in self.ring.children.values() if child.running}
+            cpu = {child.name: cpu_seconds(child.pid) for child in self.ring.children.values() if child.running and child.pid}
             self._cpu.append({**cpu, "launcher": time.process_time()})
 
     def measured(self, config: Config, *, warmup: int) -> Measured:

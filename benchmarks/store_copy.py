@@ -12,7 +12,8 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from midflight.trajectories.pairs import copy_store
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import Finish, FinishReason, GroupKey, RolloutKey, Row, Segment, Task, Trajectory, Turn
-from midflight.types.facts import Admitted, TrajectoryKept, TurnKept
+from midflight.types.facts import Admitted, Fact, TrajectoryKept, TurnKept
 
 TOKENS = 2048
 """Of a rollout; about 18 bytes each in the store."""
@@ -76,16 +77,20 @@ def fill(store: Store, path: Path, num_bytes: int) -> None:
     made = Row(ids, ids >= 0, ids >= 0, ids.astype(np.float32), ids, ids)
     index = 0
     while sum(file.stat().st_size for file in path.parent.glob("store.sqlite*")) < num_bytes:
-        deeds = []
+        deeds: list[Callable[[Store], None]] = []
         for _ in range(8):
             index += 1
             key = GroupKey(0, index)
-            facts = [
+            facts: list[Fact] = [
                 Admitted(key, Task(str(index), "s", {})),
                 *(TrajectoryKept(Trajectory(RolloutKey(key, n), "", "s", 1.0, (made,)), {}, {}) for n in range(8)),
             ]
-            deeds += [lambda store, fact=fact: store.apply(fact) for fact in facts]
+            deeds += [partial(applied, fact) for fact in facts]
         store.write(deeds)
+
+
+def applied(fact: Fact, store: Store) -> None:
+    store.apply(fact)
 
 
 def turn() -> Turn:

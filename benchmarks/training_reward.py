@@ -195,7 +195,7 @@ class Watch:
         from overlap_runs import cpu_seconds
 
         for child in self.ring.children.values():
-            if child.running:
+            if child.running and child.pid is not None:
                 self._peaks[child.name] = max(peak_mib(child.pid), self._peaks.get(child.name, 0.0))
                 self._cpu[child.name] = cpu_seconds(child.pid)
 

@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, cast
 
 from openai import AsyncOpenAI
 
@@ -45,7 +46,7 @@ async def claude_code(task: Task, client: AsyncOpenAI) -> float:
     command = [
         found("@anthropic-ai/claude-code-*/claude"),
         "-p",
-        task.data["question"],
+        task.text("question"),
         "--max-turns",
         "2",
         "--dangerously-skip-permissions",
@@ -62,7 +63,7 @@ async def codex(task: Task, client: AsyncOpenAI) -> float:
     options = ("model=policy", "model_provider=midflight", f"model_providers.midflight={provider}", "analytics.enabled=false")
     words = [word for option in options for word in ("-c", option)]
     command = [found("@openai/codex*/vendor/*/bin/codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    return vowels(await said([*command, *words, task.data["question"]], {"KEY": "unused"}))
+    return vowels(await said([*command, *words, task.text("question")], {"KEY": "unused"}))
 
 
 def found(pattern: str) -> str:
@@ -125,12 +126,22 @@ def make_model(folder: Path, *, pages: Path = Path("docs")) -> None:
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    ends = {"eos_token_id": backend.token_to_id("<|end|>"), "pad_token_id": backend.token_to_id("<|pad|>"), "bos_token_id": None}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    ends: dict[str, Any] = {
+        "eos_token_id": backend.token_to_id("<|end|>"),
+        "pad_token_id": backend.token_to_id("<|pad|>"),
+        "bos_token_id": None,
+    }
     config = LlamaConfig(vocab_size=backend.get_vocab_size(), max_position_embeddings=32_768, tie_word_embeddings=True, **sizes, **ends)
     model = LlamaForCausalLM(config)
     with torch.no_grad():  # what all embeddings have in common, the end has twice: so answers end, after twenty tokens or so
-        table = model.get_input_embeddings().weight
+        table = cast("torch.nn.Embedding", model.get_input_embeddings()).weight
         common = torch.nn.functional.normalize(torch.randn(32), dim=0)
         table += common
         table[ends["eos_token_id"]] = 1.94 * common

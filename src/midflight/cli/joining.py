@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from midflight.cli.view import TOKEN_VARIABLE
 from midflight.errors import ConfigError
-from midflight.run.parts import TOKEN_VARIABLE
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option, such as engine.threads=4.")]
 

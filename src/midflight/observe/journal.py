@@ -386,12 +386,12 @@ _log = logging.getLogger(__name__)
 class Observers:
     """Each applies every fact, in order. An observer that fails is logged once, and hurts neither the run nor the others."""
 
-    def __init__(self, observers: Sequence[facts.Record]) -> None:
-        self._observers = tuple(observers)
-        self._reported: set[int] = set()
+    def __init__(self, observers: Sequence[facts.Record], *, of: Mapping[type, facts.Record] = {}) -> None:
+        """`of`: those of facts of one type alone."""
+        self._observers, self._of, self._reported = tuple(observers), {kind: (observe,) for kind, observe in of.items()}, set[int]()
 
     def apply(self, fact: facts.Fact) -> None:
-        for number, observe in enumerate(self._observers):
+        for number, observe in enumerate(self._observers + self._of.get(type(fact), ())):
             try:
                 observe(fact)
             except Exception:

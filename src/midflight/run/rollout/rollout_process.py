@@ -100,17 +100,18 @@ class RolloutProcess:
         self._metrics.learning = self._state.learning.status
         self._metrics.memory = partial(resident, os.getppid())
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
+        of: dict[type, facts.Record] = {}
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             folder = Path(config.run.folder)
             observers.append(Journal(folder / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
-            observers.append(HeldoutStore(folder / HELDOUT, run=config.run.name).apply)
+            of[facts.EvaluationKept] = HeldoutStore(folder / HELDOUT, run=config.run.name).apply
         rollout = config.rollout
         if rollout.show_every:
             observers.append(Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions).apply)
         self._last = LastRollout(self._decoded) if config.observe.samples else None
         if self._last is not None:
             observers.append(self._last.apply)
-        self._record = Observers([*observers, self._alarms().apply]).apply
+        self._record = Observers([*observers, self._alarms().apply], of=of).apply
         for text in spec.alarms:
             self._record(facts.Alarmed("trainer", text))
         self._engines = {name: self._remote(name, EngineAddress(url)) for name, url in spec.engines.items()}
