@@ -61,7 +61,7 @@ test-notebook: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/notebook
 
 # Rings on Ray: on one node, and over machines of network namespaces, which lose power and cables. Minimal Ray, which takes 240 MB.
-# CLUSTER names fewer files.
+# All of it takes many minutes and is for every night; CLUSTER names fewer files.
 CLUSTER ?= tests/real_cluster
 test-cluster: $(VENV)/.ray
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=900' $(CLUSTER)
