@@ -13,6 +13,7 @@ a viewer that has just started stands beside the median of the next five; the ba
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
 import statistics
@@ -24,6 +25,7 @@ import urllib.request
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -261,12 +263,12 @@ def _answered(url: str) -> float:
 def _painted(url: str) -> list[float]:
     """From the request to the first content on the screen; the browser itself runs already. Empty without one."""
     try:
-        from playwright.sync_api import sync_playwright
+        playwright: Any = importlib.import_module("playwright.sync_api")  # `make test-view` installs it
     except ImportError:
         return []
     if CHROMIUM is None:
         return []
-    with sync_playwright() as started:
+    with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto("about:blank")
