@@ -42,6 +42,9 @@ ip link set lo up
 echo up
 exec sleep infinity
 """
+ROOT = Path(__file__).parents[2]
+HERE = tuple(path for path in (ROOT, Path(sys.prefix)) if Path("/tmp") in path.parents and ROOT not in path.parents)
+"""This checkout and its environment, which every machine has: where they lie below /tmp they are shown there."""
 SPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--time")
 DAY = 86_400
 MAX_MACHINES = 200
@@ -83,7 +86,7 @@ class Machine:
         self._first = subprocess.Popen(
             ["unshare", *SPACES, "--fork", "--kill-child", "--mount-proc", *ages, "bash", "-c", BOOT],
             stdout=subprocess.PIPE,
-            env={**os.environ, "NAME": name, "SHARED": " ".join(map(str, shared))},
+            env={**os.environ, "NAME": name, "SHARED": " ".join(map(str, (*shared, *HERE)))},
             preexec_fn=die_with_parent,
         )
         assert self._first.stdout is not None
