@@ -37,10 +37,11 @@ nightly: $(VENV)/.dev
 	$(MAKE) docs test-docs test-package test-clients test-coding-agents test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
+CLIENTS ?= tests/clients
 test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done $(VENV)-javascript/.done
 	for clients in $(VENV)-clients $(VENV)-clients-openai2; do \
 	    MIDFLIGHT_PYTHON=$(CURDIR)/$(BIN)/python MIDFLIGHT_JAVASCRIPT=$(CURDIR)/$(VENV)-javascript $$clients/bin/python -m pytest -q -p no:cacheprovider \
-	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients || exit 1; \
+	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients $(CLIENTS) || exit 1; \
 	done
 
 # Claude Code and Codex do whole tasks against a scripted model. They come from npm, into a folder of their own: about 700 MB.
