@@ -21,6 +21,7 @@ from pathlib import Path
 
 from smoke import SETTINGS, options_of
 
+DEMO = Path(__file__).parents[1] / "configs" / "demo.toml"
 OURS = ("run.steps=100000", "run.restarts=100", "trainer.checkpoint_every=2", "warm_start.target_accuracy=0.0", "evaluation.eval_every=0")
 
 
@@ -33,28 +34,28 @@ def main() -> None:
         run = Path(folder) / "run"
         sets = [word for one in (*OURS, *options.sets) for word in ("--set", one)]
         command = subprocess.Popen(
-            [sys.executable, "-m", "midflight", "train", "configs/demo.toml", "--folder", run, *sets], stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "midflight", "train", DEMO, "--folder", run, *sets], stdout=subprocess.DEVNULL
         )
         try:
-            wait_for_step(run, above=3)
+            wait_for_step(command, run, above=3)
             print("| killed | seconds to the next step |\n|---|---|")
             for part, words in (
                 ("trainer", "the trainer: engines, gateway and agents stay"),
                 ("rollout", "the gateway: all parts start again"),
             ):
-                print(f"| {words} | {statistics.median(lost(command.pid, run, part) for _ in range(options.rounds)):.1f} |", flush=True)
+                print(f"| {words} | {statistics.median(lost(command, run, part) for _ in range(options.rounds)):.1f} |", flush=True)
         finally:
             command.send_signal(signal.SIGINT)
             command.wait(30)
 
 
-def lost(launcher: int, run: Path, part: str) -> float:
+def lost(launcher: subprocess.Popen[bytes], run: Path, part: str) -> float:
     before = newest(run)
     began = time.monotonic()
-    os.kill(pid_of(launcher, part), signal.SIGKILL)
-    wait_for_step(run, above=before + 1)  # numbers go on above all that there were
+    os.kill(pid_of(launcher.pid, part), signal.SIGKILL)
+    wait_for_step(launcher, run, above=before + 1)  # numbers go on above all that there were
     seconds = time.monotonic() - began
-    wait_for_step(run, above=newest(run) + 3)
+    wait_for_step(launcher, run, above=newest(run) + 3)
     return seconds
 
 
@@ -77,8 +78,10 @@ def newest(run: Path) -> int:
     return max((line["version"] for line in map(json.loads, lines) if line["kind"] == "step"), default=-1)
 
 
-def wait_for_step(run: Path, *, above: int) -> None:
+def wait_for_step(launcher: subprocess.Popen[bytes], run: Path, *, above: int) -> None:
     while newest(run) <= above:
+        if launcher.poll() is not None:
+            raise SystemExit(f"the run ended with exit status {launcher.returncode}; what it said is above")
         time.sleep(0.02)
 
 
