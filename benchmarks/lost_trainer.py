@@ -33,9 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         sets = [word for one in (*OURS, *options.sets) for word in ("--set", one)]
-        command = subprocess.Popen(
-            [sys.executable, "-m", "midflight", "train", DEMO, "--folder", run, *sets], stdout=subprocess.DEVNULL
-        )
+        command = subprocess.Popen([sys.executable, "-m", "midflight", "train", DEMO, "--folder", run, *sets], stdout=subprocess.DEVNULL)
         try:
             wait_for_step(command, run, above=3)
             print("| killed | seconds to the next step |\n|---|---|")
