@@ -67,7 +67,8 @@ class ScriptedGenerator:
 
     def answer(self, request: GenerateRequest) -> tuple[tuple[int, ...], tuple[float, ...], Finish]:
         if not self.texts:
-            played = play(Script(), request, self.tokenizer)
+            script = Script() if self.error is None else Script(mean_length=None)  # no end before the error
+            played = play(script, request, self.tokenizer)
             return played.token_ids, played.logprobs, played.finish
         ids = self.tokenizer.encode(self.texts.pop(0))[: request.sampling.max_tokens]
         ended = ids[-1] in self.tokenizer.eos_token_ids
