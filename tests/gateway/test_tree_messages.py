@@ -136,7 +136,7 @@ def test_calls_left_out_added_or_in_another_order_are_a_rewritten_history(model:
 
 
 def test_a_call_that_the_agent_was_not_shown_is_not_passed_over(model: Model) -> None:
-    """With `parallel_tool_calls` off the agent sees the first call only: going on from both would be another text."""
+    """Going on from both would be another text. (An answer of one call ends with it, so no agent is shown less than was said.)"""
     first = model.tree.plan_chat([USER])
     ids = model.tokenizer.encode(TWO_CALLS)
     reply = model.tokenizer.decode(ids, skip_special=True)

@@ -46,12 +46,7 @@ class ChatReading:
     keep: frozenset[int]
     """Special tokens that the parser needs to see."""
     one_call: bool
-    """Whether the agent is shown the first tool call only."""
-
-    def shown(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        if not self.one_call:
-            return pieces
-        return tuple(piece for piece in pieces if not isinstance(piece, CallPiece) or piece.index == 0)
+    """Whether the answer ends with its first tool call."""
 
 
 class Answer:
@@ -80,6 +75,8 @@ class Answer:
     tail = ""
     """The text that no news has carried."""
     tail_pieces: tuple[Piece, ...] = ()
+    _has_called = False
+    """Whether a call has been read, where the agent wants one."""
     _floor: Version | None = None
     """The version of this attempt's last chunk."""
     _turn: Turn | None = None
@@ -212,6 +209,11 @@ class Answer:
             tuple(self.top_logprobs[tokens:]),
         )
 
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All of the message, after `close`."""
+        return (*self._pieces, *self.tail_pieces)
+
     def close(self) -> Turn:
         """The turn, after `finish` was set."""
         assert self.finish is not None, "I5: a generation ends with a finish"
@@ -223,9 +225,8 @@ class Answer:
         if self._chat is None:
             self.message = AssistantMessage(self.text)
         else:
-            pieces = (self._chat.parser.feed(self.tail) if self.tail else ()) + self._chat.parser.finish()
-            self.tail_pieces = self._chat.shown(pieces)
-            self.message = joined((*self._pieces, *self.tail_pieces))
+            self.tail_pieces = (self._chat.parser.feed(self.tail) if self.tail else ()) + self._chat.parser.finish()
+            self.message = joined(self.pieces)
         # A record that an engine left out can't be made up: then the turn is context, as if it had never been asked for.
         has_kept = len(self.kept) == len(self.output_ids)
         self._turn = Turn(
@@ -263,11 +264,37 @@ class Answer:
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, Finish | None]:
         """How many new tokens stand, and the finish that cuts them there, if any does. The matcher has read them then."""
         room = self.room
-        if self._matcher is not None:
+        if self._matcher is not None and self._chat is not None and self._chat.one_call:
+            cut = self._cut_after_call(self._matcher, token_ids[:room])
+            if cut is not None:
+                return cut
+        elif self._matcher is not None:
             match = self._matcher.feed(token_ids if len(token_ids) <= room else token_ids[:room])
             if match is not None:
                 return match.token_index + 1 - len(self.output_ids), Finish(FinishReason.STOP, match.stop)
         return (len(token_ids), None) if len(token_ids) <= room else (room, Finish(FinishReason.LENGTH))
+
+    def _cut_after_call(self, matcher: StopMatcher, token_ids: tuple[int, ...]) -> tuple[int, Finish] | None:
+        """The same where the agent wants one call: the answer ends with it, and with the end of turn if that comes next. So what the
+        agent sends back is all that was said."""
+        ends = self._tokenizer.eos_token_ids.union(self.request.sampling.stop_token_ids)
+        for place, token_id in enumerate(token_ids):
+            if self._has_called and token_id not in ends:
+                return place, Finish(FinishReason.STOP)
+            if (match := matcher.feed((token_id,))) is not None:
+                return match.token_index + 1 - len(self.output_ids), Finish(FinishReason.STOP, match.stop)
+            self._tell(matcher)
+        return None
+
+    def _tell(self, matcher: StopMatcher) -> None:
+        """Text that has become certain is news."""
+        if text := matcher.take():
+            self._texts.append(text)
+            if self._chat is not None:
+                pieces = self._chat.parser.feed(text)
+                self._pieces += pieces
+                if self._chat.one_call:
+                    self._has_called |= any(isinstance(piece, CallPiece) for piece in pieces)
 
     def _add(
         self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], top_logprobs: tuple[Likely, ...], kept: tuple[bytes, ...]
@@ -276,11 +303,8 @@ class Answer:
         self.logprobs += logprobs
         self.top_logprobs += top_logprobs
         self.kept += kept
-        if self.request.eager and self._matcher is not None and (text := self._matcher.take()):
-            self._texts.append(text)
-            if self._chat is not None:
-                pieces = self._chat.parser.feed(text)
-                self._pieces += self._chat.shown(pieces) if self._chat.one_call else pieces
+        if self.request.eager and self._matcher is not None:
+            self._tell(self._matcher)
 
     def _label(self, version: Version, kv_version: Version, *, end: int) -> None:
         """Tokens before `end` that have no label get this one."""

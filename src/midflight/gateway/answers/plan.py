@@ -229,12 +229,13 @@ class Planner:
         truncated = policy_sampled and sampling.truncates_the_policy
         # Rows that an owner reads have no records: there such a turn is context.
         wants_kept = truncated and session.key is not None and session.key.kind is Kind.TRAINING
+        chat = self._chat(call, prompt)
         request = GenerateRequest(
             request_id=own or f"{session.session_id}.{self._prefix}{self._serial:08d}",
             input_ids=prompt.ids,
             num_prompt_tokens=len(prompt.ids),
             sampling=sampling.changed(seed=seed),
-            eager=call.stream,
+            eager=call.stream or (chat is not None and chat.one_call),
             wants_kept=wants_kept,
         )
         return Answer(
@@ -244,7 +245,7 @@ class Planner:
             index=index,
             number=number,
             policy_sampled=policy_sampled and wants_kept is truncated,
-            chat=self._chat(call, prompt),
+            chat=chat,
         )
 
     def _chat(self, call: CompletionCall, prompt: Prompt) -> ChatReading | None:
@@ -254,4 +255,5 @@ class Planner:
             return None
         calls, forced = chosen is not ToolChoice.NONE, chosen is ToolChoice.REQUIRED
         parser = self._format.parser(prompt.text, calls=calls, forced=forced, tools=source.tools)
-        return ChatReading(parser, keep=self._format.kept_token_ids, one_call=not call.parallel_tool_calls)
+        # The grammar of a call that must come allows no second one.
+        return ChatReading(parser, self._format.kept_token_ids, one_call=chosen is ToolChoice.AUTO and not call.parallel_tool_calls)

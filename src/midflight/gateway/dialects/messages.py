@@ -29,7 +29,7 @@ class MessagesExchange:
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
         answer = answers[0]
-        message = self._message(reply, content(answer.tail_pieces, answer.request_id))
+        message = self._message(reply, content(answer.pieces, answer.request_id))
         usage: Json = _usage(len(answer.prompt.ids), len(answer.turn.output_ids))
         return message | _ending(answer) | {"usage": usage} | self._told_ids(answer)
 

@@ -36,7 +36,7 @@ class ResponsesExchange:
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
         (answer,) = answers
         items = self._growing(reply)
-        for _ in (*items.add(answer.tail_pieces), *self._end(items, reply, answer)):
+        for _ in (*items.add(answer.pieces), *self._end(items, reply, answer)):
             pass
         return self._finished(reply, items, answer)
 

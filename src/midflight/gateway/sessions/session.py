@@ -101,7 +101,7 @@ class CompletionCall:
     forced_tool: str | None = None
     """With `REQUIRED`: the one tool that must be called."""
     parallel_tool_calls: bool = True
-    """False shows the agent the first call only."""
+    """False ends the answer with its first call."""
 
     def name_of(self, asked: str) -> str:
         """What the client calls a parameter, for refusals. The gateway itself adds the grammar of a call that must come, because of `tool_choice`."""

@@ -56,8 +56,8 @@ def _objects_of(tools: Sequence[Tool], member: str) -> tuple[list[str], list[str
 
 
 class Llama3:
-    """Several objects are separated by `;`. After the tag each is a call of its own; without it, all of the message must be
-    calls, which is known at its end."""
+    """Several objects are separated by `;`. After the tag each is a call of its own; without it, the first is one where `;` or the end
+    of the message follows, and so is each after it."""
 
     opening = PYTHON_TAG
     markers = (PYTHON_TAG,)
@@ -71,17 +71,16 @@ class Llama3:
             yield from cursor.run(SPACES)
 
     def read_bare(self, cursor: Cursor, give: Give) -> Reading[None]:
-        calls: list[ToolCall] = []
         while True:
-            calls.append(as_call((yield from read_object(cursor))))
+            call = as_call((yield from read_object(cursor)))
             yield from cursor.run(SPACES)
             if not (yield from cursor.literal(";")):
                 break
+            give(call)
             yield from cursor.run(SPACES)
         if (yield from cursor.peek()):
             raise NotACall
-        for call in calls:
-            give(call)
+        give(call)
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         names = [f"tool_{place}" for place in range(len(tools))]
@@ -104,8 +103,7 @@ def _tool_rules(name: str, tool: Tool) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Mistral:
-    """Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, whose calls are known when the list is
-    closed, and `[TOOL_CALLS]name[ARGS]{...}` (in some versions without `[ARGS]`, or with `[CALL_ID]` and an id before it)."""
+    """Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, each of whose calls is known by what follows it, and `[TOOL_CALLS]name[ARGS]{...}` (in some versions without `[ARGS]`, or with `[CALL_ID]` and an id before it)."""
 
     named: bool
     """Whether the model is made to write the second form."""
@@ -116,11 +114,9 @@ class Mistral:
     def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
         yield from cursor.run(SPACES)
         if (yield from cursor.literal("[")):
-            calls = yield from _listed(cursor)
+            yield from _listed(cursor, give)
         else:
-            calls = [(yield from _named(cursor))]
-        for call in calls:
-            give(call)
+            give((yield from _named(cursor)))
 
     def read_bare(self, cursor: Cursor, give: Give) -> None:
         return None
@@ -133,15 +129,16 @@ class Mistral:
         return "\n".join([f'calls: {lark.marker(TOOL_CALLS)} "[" call{more} "]"', f"call: {alternatives(names)}", *objects])
 
 
-def _listed(cursor: Cursor) -> Reading[list[ToolCall]]:
-    calls: list[ToolCall] = []
-    while True:
+def _listed(cursor: Cursor, give: Give) -> Reading[None]:
+    goes_on = True
+    while goes_on:
         yield from cursor.run(SPACES)
-        calls.append(as_call((yield from read_object(cursor))))
+        call = as_call((yield from read_object(cursor)))
         yield from cursor.run(SPACES)
-        if not (yield from cursor.literal(",")):
+        goes_on = yield from cursor.literal(",")
+        if not goes_on:
             yield from cursor.expect("]")
-            return calls
+        give(call)
 
 
 def _named(cursor: Cursor) -> Reading[ToolCall]:
