@@ -32,8 +32,13 @@ def reply(prompt: str) -> str:
         return "<analysis>all of it</analysis>\n<summary>SUMMARY-OF-ALL: the long files were read.</summary>"
     for name, steps in TASKS.items():
         if name in said:
-            return steps[min(num_turns, len(steps) - 1)]
+            return steps[min(num_turns, len(steps) - 1)].replace("AGENT-ID", _agent_id(prompt))
     return "ok"
+
+
+def _agent_id(prompt: str) -> str:
+    """The last one that a tool told of."""
+    return next(reversed(re.findall(r'"agent_id\W+([0-9a-f-]{36})', prompt)), "")
 
 
 def _wants_summary(users: Sequence[str]) -> bool:
@@ -70,6 +75,12 @@ CODEX_SUB = (
     thinking("I count.", call("exec_command", cmd="wc -w b.txt")),
     "b.txt has two words.",
 )
+# Its tools for agents stand in a namespace.
+CODEX_ASKING = (
+    call("multi_agent_v1__spawn_agent", message="TASK-CODEX-SUB: count the words of b.txt"),
+    call("multi_agent_v1__wait_agent", targets=["AGENT-ID"], timeout_ms=60000),
+    thinking("It knows.", "Finished: asked."),
+)
 CODEX = (
     thinking(
         "I look at both.", "I read both files.\n" + call("exec_command", cmd="cat a.txt") + "\n" + call("exec_command", cmd="cat b.txt")
@@ -90,6 +101,7 @@ TASKS = {
     "TASK-CLAUDE-LONG": CLAUDE_LONG,
     "TASK-CLAUDE": CLAUDE,
     "TASK-CODEX-LONG": CODEX_LONG,
+    "TASK-CODEX-ASKING": CODEX_ASKING,
     "TASK-CODEX": CODEX,
 }
 """The first name that the user's messages hold counts."""

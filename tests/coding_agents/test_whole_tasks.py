@@ -76,6 +76,21 @@ def test_codex_does_a_task_with_thinking_and_parallel_calls(tmp_path: Path, dist
     asyncio.run(main())
 
 
+def test_codex_asks_an_agent_of_its_own_by_the_tools_of_a_namespace(tmp_path: Path) -> None:
+    async def main() -> None:
+        work, home = scratch(tmp_path)
+        async with desk() as it:
+            ended = await by_codex(it, "TASK-CODEX-ASKING: do it", folder=work, home=home)
+            assert said_by_codex(ended) == "Finished: asked."
+            assert any(event["item"].get("tool") == "spawn_agent" for event in ended.events if "item" in event), ended.output
+            record = it.close()
+            check_every_token_is_trained_once(record, it.turns)
+            assert (record.num_turns, len(record.rows)) == (5, 2), told(record)
+            assert "b.txt has two words." in told(record)
+
+    asyncio.run(main())
+
+
 async def _disturbed(it: Desk, work: object, disturbed: bool) -> Ended:
     """Waits for the end of the agent. Answers came from several versions then, and had been interrupted."""
     assert asyncio.iscoroutine(work)

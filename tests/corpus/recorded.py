@@ -84,6 +84,7 @@ def features(body: dict[str, Any]) -> str:
     found = {
         "streamed": body.get("stream"),
         "tools": body.get("tools"),
+        "a call into a namespace": any(isinstance(m, dict) and m.get("namespace") for m in messages),
         "a forced tool": body.get("tool_choice") not in (None, "auto", "none", {"type": "auto"}),
         "results of tools": kinds & {"tool", "tool_result", "function_call_output", "custom_tool_call_output"},
         "a schema": (body.get("response_format") or {}).get("type") == "json_schema"

@@ -61,7 +61,12 @@ PASSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("responses", {"context_management": [{"type": "compaction"}]}, "context_management", "context_management"),
     ("responses", {"truncation": "auto"}, "truncation", "truncation"),
     ("responses", {"include": ["web_search_call.results"]}, "include.web_search_call.results", "other"),
-    ("responses", {"tools": [{"type": "namespace", "name": "n", "tools": []}]}, "tools.namespace", "tools.namespace"),
+    (
+        "responses",
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]},
+        "tools.tools.web_search",
+        "tools.tools.web_search",
+    ),
     ("responses", {"tools": [ADD | {"defer_loading": True}]}, "tools.defer_loading", "tools.defer_loading"),
     ("responses", {"tools": [{"type": "new_kind_20300101"}]}, "tools.new_kind", "other"),
     ("responses", {"reasoning": {"budget": 3}}, "reasoning.budget", "other"),
@@ -256,6 +261,69 @@ def test_a_custom_call_comes_back_as_one_and_its_tokens_are_found_again(stream: 
             call = output[-1]
             assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", 'a "b"\n')
             back = [*asked["input"], *output, {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}]
+            assert (await sdk.responses.create(**(asked | {"input": back}))).output_text == "ok"
+            record = it.gateway.close(handle.session_id)
+            assert (record.num_turns, len(record.rows), record.num_rewritten) == (2, 1, 0)
+
+    run_virtual(main())
+
+
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "For helpers.",
+    "tools": [
+        {"type": "function", "name": "ask", "description": "Asks one."},
+        {"type": "custom", "name": "patch", "description": "Edits."},
+    ],
+}
+
+
+def test_functions_of_a_namespace_are_tools_whose_names_begin_with_its_name() -> None:
+    read = exchange(
+        "responses",
+        tools=[ADD, AGENTS, {**AGENTS, "name": "mcp__files__"}],
+        tool_choice={"type": "function", "name": "ask", "namespace": "agents"},
+    )
+    assert read.call.forced_tool == "agents__ask" and not read.unread.fields
+    tools = {tool.name: tool.description for tool in read.call.sources[0].tools}
+    assert list(tools) == ["add", "agents__ask", "agents__patch", "mcp__files__ask", "mcp__files__patch"]
+    assert (tools["agents__ask"], tools["agents__patch"]) == ("For helpers.\n\nAsks one.", "Edits.")
+    for wrong, param in (
+        ([AGENTS, AGENTS], "tools.1.tools.0.name"),
+        ([{"type": "namespace", "name": "a", "tools": [AGENTS]}], "tools.0.tools.0.type"),
+        ([{"type": "namespace", "tools": []}], "tools.0.name"),
+        ([{"type": "namespace", "name": f"n{k}", "tools": [ADD] * 1024} for k in range(2)], "tools"),
+    ):
+        with pytest.raises(RequestRejected) as refused:
+            exchange("responses", tools=wrong)
+        assert refused.value.param == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_into_a_namespace_comes_back_apart_from_it_and_its_tokens_are_found_again(stream: bool) -> None:
+    text = "".join(f'<tool_call>\n{{"name": "agents__{name}", "arguments": {{"input": "x"}}}}\n</tool_call>' for name in ("ask", "patch"))
+
+    async def main() -> None:
+        generator = ScriptedGenerator(texts=[f"{text}<|end|>", "ok<|end|>"])
+        async with offered(generator, limits=EngineLimits(2048, 262, features=frozenset(Feature))) as it:
+            handle = it.gateway.open(KEY, sampling=DEFAULTS.changed(max_tokens=200), tracked=True)
+            sdk = it.sdk(base_url=handle.base_url)
+            asked: dict[str, Any] = {"model": "policy", "tools": [AGENTS], "input": [{"role": "user", "content": "hi"}]}
+            if stream:
+                events = [event async for event in await sdk.responses.create(**asked, stream=True)]
+                answer = events[-1].response
+                added = [event.item.namespace for event in events if event.type == "response.output_item.added"]
+                assert added == ["agents", "agents"]
+            else:
+                answer = await sdk.responses.create(**asked)
+            assert [(call.type, call.namespace, call.name) for call in answer.output] == [
+                ("function_call", "agents", "ask"),
+                ("custom_tool_call", "agents", "patch"),
+            ]
+            assert [tool.name for tool in answer.tools[0].tools] == ["ask", "patch"]
+            back = [*asked["input"], *(call.model_dump(exclude_none=True) for call in answer.output)]
+            back += [{"type": f"{call.type}_output", "call_id": call.call_id, "output": "done"} for call in answer.output]
             assert (await sdk.responses.create(**(asked | {"input": back}))).output_text == "ok"
             record = it.gateway.close(handle.session_id)
             assert (record.num_turns, len(record.rows), record.num_rewritten) == (2, 1, 0)

@@ -52,7 +52,7 @@ def test_every_tool_of_the_sdks_is_read_or_left_out_under_a_name_that_is_listed(
     """Whoever upgrades an SDK lists its new tools in `policy.TOOLS`."""
     found = set(kinds(tool_param.ToolParam)) | set(kinds(claude.ToolUnionParam))
     assert {"web_search", "namespace", "custom"} <= found and len(found) > 20
-    for kind in found - {"function", "custom"}:
+    for kind in found - {"function", "custom", "namespace"}:
         tool = {"type": kind, "name": "t"}
         for dialect, body in ((ResponsesExchange, {"input": "hi"}), (MessagesExchange, {"messages": HI, "max_tokens": 2})):
             exchange = asked(dialect, {**body, "tools": [tool]})

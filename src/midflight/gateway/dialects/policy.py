@@ -254,7 +254,7 @@ TOOLS: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "apply_patch", "code_execution", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "local_shell",
-            "mcp", "mcp_toolset", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_fetch", "web_search",
+            "mcp", "mcp_toolset", "programmatic_tool_calling", "shell", "tool_search", "web_fetch", "web_search",
             "web_search_preview", "bash", "text_editor", "memory", "browser", "browser_toolset", "computer_toolset", "tool_search_tool_bm25",
             "tool_search_tool_regex", "str_replace_editor", "advisor",
         ),

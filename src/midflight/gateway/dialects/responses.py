@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from midflight.gateway.answers.answer import Answer, Event, News
@@ -10,7 +10,7 @@ from midflight.gateway.dialects.exchange import Alternatives, Exchange, Reply, c
 from midflight.gateway.dialects.fields import assistant, parse, tool_call
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses_input import FormatBody, ResponsesBody, responses_call
-from midflight.gateway.dialects.tool_bodies import CUSTOM, FUNCTION, FunctionTool, custom_input
+from midflight.gateway.dialects.tool_bodies import CUSTOM, NAMESPACE, FunctionTool, Offered, custom_input
 from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.session import ToolChoice
 from midflight.text import Message, Tokenizer
@@ -28,7 +28,7 @@ class ResponsesExchange:
         self._body = parse(ResponsesBody, body, unread=self.unread)
         self._kept = KeptResponses() if kept is None else kept
         self.call, self._said = responses_call(self._body, self.unread, self._kept)
-        self._custom = frozenset(str(tool.name) for tool in self._body.tools or () if tool.type == CUSTOM)
+        self._tools = {str(each.body.name): each for each in self._body.offered}
         self._items: OutputItems | None = None
         self._untold: list[Json] = []
         """Log-probabilities of streamed tokens that no text has carried yet."""
@@ -67,7 +67,7 @@ class ResponsesExchange:
         return items.event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
 
     def _growing(self, reply: Reply) -> OutputItems:
-        self._items = self._items or OutputItems(reply.job.request_id, custom=self._custom)
+        self._items = self._items or OutputItems(reply.job.request_id, tools=self._tools)
         return self._items
 
     def _end(self, items: OutputItems, reply: Reply, answer: Answer) -> Iterable[Json]:
@@ -140,8 +140,8 @@ class ResponsesExchange:
 
     def _tool_choice(self) -> Json:
         if self.call.forced_tool is not None:
-            kind = CUSTOM if self.call.forced_tool in self._custom else FUNCTION
-            return {"type": kind, "name": self.call.forced_tool}
+            tool = self._tools[self.call.forced_tool]
+            return {"type": tool.body.type, **_names(tool)}
         given = self._body.tool_choice
         return ToolChoice.AUTO.value if given is None else cast(Json, given)
 
@@ -166,7 +166,15 @@ def _cut(answer: Answer) -> bool:
     return answer.turn.finish.reason is FinishReason.LENGTH
 
 
+def _names(tool: Offered) -> dict[str, Json]:
+    """How the client calls it."""
+    return {"name": tool.body.name} if tool.namespace is None else {"name": tool.name, "namespace": tool.namespace}
+
+
 def _tool(tool: FunctionTool) -> Json:
+    if tool.type == NAMESPACE:
+        inner = [_tool(each) for each in tool.tools or () if each.passed_over() is None]
+        return {"type": NAMESPACE, "name": tool.name, "description": tool.description or "", "tools": inner}
     if tool.type == CUSTOM:
         return {"type": CUSTOM, "name": tool.name, "description": tool.description}
     return {
@@ -201,6 +209,7 @@ def _usage(input_tokens: int, output_tokens: int) -> Json:
     }
 
 
+_NO_TOOLS: Mapping[str, Offered] = {}
 OPENING_EVENTS = 2
 """`response.created` and `response.in_progress` come before all events of items."""
 
@@ -208,12 +217,12 @@ OPENING_EVENTS = 2
 class OutputItems:
     """The items of one answer. Each event has the next sequence number."""
 
-    def __init__(self, request_id: str, *, custom: frozenset[str] = frozenset()) -> None:
-        """`custom`: names of the tools whose calls are told as a text."""
+    def __init__(self, request_id: str, *, tools: Mapping[str, Offered] = _NO_TOOLS) -> None:
+        """`tools`: how calls are told, by the names that the model calls."""
         self.items: list[dict[str, Json]] = []
         """They grow with each piece, and are whole after `end`."""
         self.num_events = OPENING_EVENTS
-        self._request_id, self._custom = request_id, custom
+        self._request_id, self._tools = request_id, tools
         self._text: str | None = None
         """The text of the open item. None if all items are done."""
         self._logprobs: list[Json] = []
@@ -286,13 +295,14 @@ class OutputItems:
 
     def _add_call(self, piece: CallPiece) -> Iterator[dict[str, Json]]:
         yield from self._close()
-        name, arguments, custom = piece.call.name, piece.call.arguments, piece.call.name in self._custom
+        name, arguments, tool = piece.call.name, piece.call.arguments, self._tools.get(piece.call.name)
+        custom = tool is not None and tool.body.type == CUSTOM
         kind, part, told = ("custom_tool_call", "input", custom_input(arguments)) if custom else ("function_call", "arguments", arguments)
         item: dict[str, Json] = {
             "id": f"{'ctc' if custom else 'fc'}_{self._request_id}_{len(self.items)}",
             "type": kind,
             "call_id": call_id(self._request_id, piece.index),
-            "name": name,
+            **({"name": name} if tool is None else _names(tool)),
             part: "",
             "status": "in_progress",
         }
@@ -300,7 +310,7 @@ class OutputItems:
         yield self._of_item("response.output_item.added")
         written = "custom_tool_call_input" if custom else "function_call_arguments"
         yield self._of_last(f"response.{written}.delta", delta=told)
-        yield self._of_last(f"response.{written}.done", **({} if custom else {"name": name}), **{part: told})
+        yield self._of_last(f"response.{written}.done", **({} if custom else {"name": item["name"]}), **{part: told})
         self.items[-1] = {**item, part: told, "status": "completed"}
         yield self._of_item("response.output_item.done")
 

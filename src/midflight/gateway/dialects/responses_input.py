@@ -112,7 +112,7 @@ def _call(item: Item, param: str) -> Json:
         return tool_bodies.custom_call(dict(item), param, call_id=filled(item.get("call_id"), f"{param}.call_id"))
     return tool_call(
         call_id=filled(item.get("call_id"), f"{param}.call_id"),
-        name=filled(item.get("name"), f"{param}.name"),
+        name=tool_bodies.called(item, param),
         arguments=arguments_text(item.get("arguments"), f"{param}.arguments"),
     )
 
@@ -211,6 +211,10 @@ class ResponsesBody(constraints.SamplingBody):
     chat_template_kwargs: dict[str, JsonValue] | None = None
     enable_thinking: bool | None = None
 
+    @cached_property
+    def offered(self) -> list[tool_bodies.Offered]:
+        return tool_bodies.offered(self.tools)
+
     @property
     def conversation_name(self) -> str | None:
         return self.conversation.id if isinstance(self.conversation, ConversationBody) else self.conversation
@@ -238,7 +242,7 @@ def responses_call(body: ResponsesBody, unread: Unread, kept: KeptResponses) -> 
     """The call that a request means, and its conversation without the instructions, which hold for one response. Raises `RequestRejected` where its fields contradict each other or ask for what is not supported."""
     _refuse_unkept(body)
     _note(body, unread)
-    chosen = tool_bodies.choice_of(body.tool_choice, tool_bodies.tools_of(tool_bodies.placed(body.tools)))
+    chosen = tool_bodies.choice_of(body.tool_choice, tool_bodies.tools_of((each.place, each.body) for each in body.offered))
     options = template_options(
         body.chat_template_kwargs,
         body.reasoning and body.reasoning.effort,

@@ -1,13 +1,14 @@
 """Tools as OpenAI's clients send them: functions, and tools of type `custom`, which stand as functions with one text for an argument.
 
+Functions of a namespace stand as functions whose names begin with its name, and their calls are told apart again.
 Tools of other types run on servers of the vendor's, or are interfaces that a model has to know; they are left out of the prompt.
 """
 
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, ClassVar, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, NamedTuple, Protocol, TypeVar
 
 from pydantic import Field, JsonValue, WithJsonSchema
 
@@ -36,7 +37,9 @@ class Describes(Protocol):
     def tool(self, place: str) -> Tool: ...
 
 
-FUNCTION, CUSTOM = "function", "custom"
+D = TypeVar("D", bound=Describes)
+
+FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
 
 _DATED = re.compile(r"_(?:[0-9]{6,8}|[0-9]{4}_[0-9]{2}_[0-9]{2})$")
 
@@ -63,9 +66,13 @@ class FunctionBody(Body):
     """Ignored: a call is shown only when it is well formed. One that must come is sampled under its schema."""
 
     def tool(self, place: str) -> Tool:
-        """A tool without `parameters` takes no arguments."""
-        parameters: JsonValue = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
-        return Tool(self.name, self.description or "", check_schema(parameters, f"{place}.parameters", of_object=True))
+        return function_tool(self.name, self.description, self.parameters, place=place)
+
+
+def function_tool(name: str, description: str | None, parameters: JsonValue, *, place: str) -> Tool:
+    """A tool without `parameters` takes no arguments."""
+    schema: JsonValue = {"type": "object", "properties": {}} if parameters is None else parameters
+    return Tool(name, description or "", check_schema(schema, f"{place}.parameters", of_object=True))
 
 
 class CustomBody(Body):
@@ -107,7 +114,18 @@ def custom_call(given: JsonValue, param: str, *, call_id: str) -> Json:
     """A call of a custom tool that was sent back, as the call of the function that stands for it."""
     held = given if isinstance(given, dict) else {}
     text = text_of(held, INPUT, param)
-    return tool_call(call_id=call_id, name=filled(held.get("name"), f"{param}.name"), arguments=custom_arguments(text))
+    return tool_call(call_id=call_id, name=called(held, param), arguments=custom_arguments(text))
+
+
+def called(call: Mapping[str, JsonValue], param: str) -> str:
+    """The name of the function that a call means, with its namespace if it has one."""
+    name, namespace = filled(call.get("name"), f"{param}.name"), call.get(NAMESPACE)
+    return name if namespace is None else full_name(filled(namespace, f"{param}.{NAMESPACE}"), name)
+
+
+def full_name(namespace: str, name: str) -> str:
+    """What the model calls a function of a namespace. Names of some namespaces end with the two strokes already."""
+    return f"{namespace.removesuffix('__')}__{name}"
 
 
 def custom_input(arguments: str) -> str:
@@ -147,17 +165,58 @@ class FunctionTool(Body):
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
     """As in `FunctionBody`."""
+    tools: Annotated[list["FunctionTool"], Field(max_length=MAX_TOOLS)] | None = None
+    """What a namespace holds."""
 
     def passed_over(self) -> str | None:
-        return left_out(self.type, (FUNCTION, CUSTOM))
+        return left_out(self.type, (FUNCTION, CUSTOM, NAMESPACE))
 
     def tool(self, place: str) -> Tool:
-        if self.name is None:
-            raise RequestRejected(f"{place}.name is missing: send it.", param=f"{place}.name")
+        name = self.called(place)
         if self.type == CUSTOM:
             form = (self.model_extra or {}).get("format")
-            return custom_tool(self.name, self.description, form if isinstance(form, dict) else {})
-        return FunctionBody(name=self.name, description=self.description, parameters=self.parameters).tool(place)
+            return custom_tool(name, self.description, form if isinstance(form, dict) else {})
+        return function_tool(name, self.description, self.parameters, place=place)
+
+    def called(self, place: str) -> str:
+        if self.name is None:
+            raise RequestRejected(f"{place}.name is missing: send it.", param=f"{place}.name")
+        return self.name
+
+
+class Offered(NamedTuple):
+    """A tool of a responses request as the model calls it."""
+
+    place: str
+    body: FunctionTool
+    """Its name is the one that the model calls."""
+    namespace: str | None = None
+    name: str | None = None
+    """Its name inside the namespace."""
+
+
+def offered(bodies: Sequence[FunctionTool] | None) -> list[Offered]:
+    """The tools in order, those of namespaces one by one. The words about a namespace stand before those of its first function."""
+    found: list[Offered] = []
+    for place, body in placed(bodies):
+        found += _within(body, place) if body.type == NAMESPACE else [Offered(place, body)]
+        if len(found) > MAX_TOOLS:
+            raise RequestRejected(f"tools hold more than {MAX_TOOLS} functions: send {MAX_TOOLS} at most.", param="tools")
+    return found
+
+
+def _within(body: FunctionTool, place: str) -> Iterator[Offered]:
+    namespace, words = body.called(place), body.description
+    for number, inner in enumerate(body.tools or ()):
+        where = f"{place}.tools.{number}"
+        if inner.type == NAMESPACE:
+            raise RequestRejected(f"{where} is a namespace in a namespace: send it beside the other one.", param=f"{where}.type")
+        if inner.passed_over() is None:
+            name = inner.called(where)
+            told = "\n\n".join(filter(None, (words, inner.description)))
+            words = None
+            renamed = inner.model_copy(update={"name": full_name(namespace, name), "description": told})
+            yield Offered(where, renamed, namespace, name)
 
 
 def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
@@ -175,7 +234,7 @@ def tools_of(bodies: Iterable[tuple[str, Describes]]) -> tuple[Tool, ...]:
     return tuple(found.values())
 
 
-def placed(bodies: Sequence[Describes] | None) -> Iterable[tuple[str, Describes]]:
+def placed(bodies: Sequence[D] | None) -> Iterable[tuple[str, D]]:
     return ((f"tools.{place}", body) for place, body in enumerate(bodies or ()))
 
 
@@ -246,4 +305,5 @@ def _named(value: Mapping[str, JsonValue], param: str) -> tuple[str, str]:
     name, place = (inner.get("name"), f"{param}.{kind}.name") if isinstance(inner, dict) else (value.get("name"), f"{param}.name")
     if not isinstance(name, str):
         raise RequestRejected(f"{place} is {name!r:.80}: send the name of a tool.", param=place)
-    return name, place
+    namespace = value.get(NAMESPACE)
+    return (full_name(namespace, name) if isinstance(namespace, str) else name), place
