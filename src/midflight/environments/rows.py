@@ -321,6 +321,8 @@ def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> 
     if callable(found) and not hasattr(found, "__getitem__"):
         try:
             found = found(**arguments)
+        except ConfigError:
+            raise
         except Exception as error:
             given = f" with {dict(arguments)}" if arguments else ""
             raise ConfigError(

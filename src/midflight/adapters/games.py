@@ -1,0 +1,117 @@
+"""Games as conversations: what a game shows is the user's message, what the model answers is its move."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from midflight.environments.conversation import with_observation
+from midflight.errors import ConfigError, EnvironmentFailed
+from midflight.types import Json, Result, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What a game made of an answer."""
+
+    shown: str
+    """What the model is told; of a game that has ended nobody asks for it."""
+    reward: float = 0.0
+    ended: bool = False
+    valid: bool = True
+    """Whether the answer was a move at all."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class Game(Protocol):
+    name: str
+
+    async def begin(self) -> str:
+        """What the model is shown at first. Waits for the game, which the rollout's deadline ends."""
+        ...
+
+    async def move(self, said: str) -> Move:
+        """As `begin`. What it raises fails the rollout, which is not scored then."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GameBound:
+    """For games that never end. `unfinished` is what an unfinished one earns beside what it has earned; None leaves it without a score."""
+
+    max_turns: int
+    unfinished: float | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> "GameBound":
+        return cls(int(told["max_turns"]), None if told["unfinished"] is None else float(told["unfinished"]))
+
+
+async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Result:
+    """One game. Each answer earned what its move earned. Waits for answers and moves; ended by its caller."""
+    shown = await game.begin()
+    messages: list[dict[str, Json]] = with_observation(task.messages, f"\n\n{shown}" if task.prompt else shown)
+    earned, metrics, num_invalid = list[float](), dict[str, float](), 0
+    for _ in range(bound.max_turns):
+        if (answer := await _answer(client, messages)) is None:
+            break
+        move = await game.move(str(answer.get("content") or ""))
+        messages.append(answer)
+        earned.append(move.reward)
+        num_invalid += not move.valid
+        metrics |= move.metrics
+        if move.ended:
+            return _result(earned, 0.0, metrics, messages, num_invalid, finished=True)
+        messages.append({"role": "user", "content": move.shown})
+    if bound.unfinished is None:
+        why = (
+            f"in {bound.max_turns} answers"
+            if len(earned) == bound.max_turns
+            else f"before {len(earned)} answers filled the model's context"
+        )
+        raise EnvironmentFailed(
+            f"task {task.id} of {task.source}: the game {game.name} did not end {why}, so nobody knows what it is worth; raise max_turns in the "
+            "options of its source or model.max_context, or say there what such a game is worth: unfinished = 0.0."
+        )
+    return _result(earned, bound.unfinished, metrics, messages, num_invalid, finished=False)
+
+
+def _result(
+    earned: list[float], beside: float, metrics: dict[str, float], messages: list[dict[str, Json]], num_invalid: int, *, finished: bool
+) -> Result:
+    counted = {"game/turns": float(len(earned)), "game/invalid": float(num_invalid), "game/unfinished": float(not finished)}
+    total = sum(earned) + beside
+    fields: dict[str, Json] = {"messages": cast(Json, messages)}
+    return Result(total, components={"game": total}, metrics={**metrics, **counted}, turns=earned, fields=fields)
+
+
+async def _answer(client: Any, messages: list[dict[str, Json]]) -> dict[str, Json] | None:
+    """The model's message; None where the conversation has filled its context."""
+    try:
+        said = await client.chat.completions.create(model="policy", messages=messages)
+    except Exception as error:
+        if getattr(error, "code", None) == "context_length_exceeded":
+            return None
+        raise
+    kept = {name: value for name, value in said.choices[0].message.model_dump().items() if value not in (None, [])}
+    return {**kept, "content": kept.get("content", "")}
+
+
+def package(name: str, *, extra: str) -> Any:
+    """The package of that name. `ConfigError` names the extra that brings it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if error.name and not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"importing {name} failed: {error}; install what it needs with: pip install 'midflight[{extra}]'.") from error
+        raise ConfigError(f"this environment needs the package {name}; install it with: pip install 'midflight[{extra}]'.") from error
+
+
+def settings(task: Task, name: str) -> Mapping[str, Any]:
+    """What the source of that adapter wrote into the task."""
+    found = task.data.get(name)
+    if not isinstance(found, dict):
+        raise EnvironmentFailed(
+            f"task {task.id} of {task.source} has no {name!r}: its source must be the function `midflight.adapters.{name}:tasks`."
+        )
+    return found
