@@ -1,6 +1,6 @@
 """The tensors of a model by name, replacing all of them at once, and the names of their dtypes: torch's, safetensors', and the configuration's."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -75,8 +76,10 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def as_tensors(specs: Iterable[TensorSpec], views: Mapping[str, memoryview]) -> dict[str, Tensor]:
-    """Tensors over the given bytes, without copying: they live as long as the views do. The views must be writable memory."""
-    return {s.name: _tensor(s, views[s.name]) for s in specs}
+    """Tensors over the given bytes, without copying: they live as long as the views do. The views must be writable memory; those of
+    one memory become tensors of one storage."""
+    memories = {id(view.obj): torch.frombuffer(view.obj, dtype=torch.uint8) for view in views.values() if view.nbytes}
+    return {s.name: _tensor(s, views[s.name], memories.get(id(views[s.name].obj), _NOTHING)) for s in specs}
 
 
 def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memoryview]]:
@@ -86,11 +89,34 @@ def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memory
         yield TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, flat.numel()), flat.numpy().data
 
 
-def _tensor(spec: TensorSpec, view: memoryview) -> Tensor:
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one along their first dimension, without copying; `None` where they do not lie one after the other in one storage."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+            return None
+        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += tensor.nbytes
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def put_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same tensors one after the other in one storage, which is new unless they lie so."""
+    if side_by_side(tensors) is not None:
+        return tensors
+    return torch.cat(list(tensors)).split([len(tensor) for tensor in tensors])
+
+
+def _tensor(spec: TensorSpec, view: memoryview, memory: Tensor) -> Tensor:
     dtype = TORCH_DTYPES[spec.dtype]
     if spec.num_bytes == 0:
         return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype).reshape(spec.shape)
+    tensor = torch.frombuffer(view, dtype=dtype)
+    offset = tensor.data_ptr() - memory.data_ptr()
+    if offset % dtype.itemsize:  # not of ours, which are aligned
+        return tensor.reshape(spec.shape)
+    return memory[offset : offset + spec.num_bytes].view(dtype).reshape(spec.shape)
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class KvCache:
                 tensors[place] = self._grown(old)
 
     def write(self, place: Place, keys: Tensor, values: Tensor, *, rows: Tensor) -> None:
-        """Stores N tokens: keys [kv_heads, N, D], values [kv_heads, N, E]. `rows` [kv_heads * N] numbers the rows of the cache seen as [slots * kv_heads * context, head_dim]."""
+        """Stores N tokens: keys [N, kv_heads, D], values [N, kv_heads, E]. `rows` [N * kv_heads] numbers the rows of the cache seen as [slots * kv_heads * context, head_dim]."""
         if place not in self._keys:
             self._keys[place], self._values[place] = self._empty(keys), self._empty(values)
         for cache, new in ((self._keys[place], keys), (self._values[place], values)):
@@ -61,7 +61,7 @@ class KvCache:
                 cache[targets, :, :length] = cache[sources, :, :length]
 
     def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._slots, like.shape[0], self.context, like.shape[-1])
+        return like.new_zeros(self._slots, like.shape[1], self.context, like.shape[-1])
 
     def _grown(self, old: Tensor) -> Tensor:
         slots, heads, context, size = old.shape
@@ -71,9 +71,9 @@ class KvCache:
 
 
 def slot_rows(slots: Tensor, positions: Tensor, *, num_heads: int, context: int) -> Tensor:
-    """Rows for `KvCache.write`, head-major: row(h, n) = (slot_n * num_heads + h) * context + position_n."""
-    heads = torch.arange(num_heads, device=slots.device)[:, None]
-    return ((slots * num_heads + heads) * context + positions).reshape(-1)
+    """Rows for `KvCache.write`, token by token: row(n, h) = (slot_n * num_heads + h) * context + position_n."""
+    heads = torch.arange(0, num_heads * context, context, device=slots.device)
+    return ((slots * (num_heads * context) + positions)[:, None] + heads).view(-1)
 
 
 ATTENTION: Final = "midflight_slots"
@@ -137,9 +137,15 @@ class StepPlaces:
     reaches: Mapping[int, Reach]
     """By layer, where the model says it in its configuration."""
     rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """For `KvCache.write`, by the number of key heads, made by the first layer of a step that has so many."""
+    """By the number of key heads, made by the first layer of a step that has so many."""
     times: dict[int, int] = field(default_factory=dict[int, int])
     """How often each layer has attended in this step."""
+
+    def token_rows(self, num_heads: int) -> Tensor:
+        """For `KvCache.write`."""
+        if num_heads not in self.rows:
+            self.rows[num_heads] = slot_rows(self.slots, self.positions, num_heads=num_heads, context=self.cache.context)
+        return self.rows[num_heads]
 
     def place(self, layer: int) -> Place:
         """Where the layer's keys are kept, the next time that it attends."""
@@ -187,22 +193,24 @@ def slot_attention(
     if not _UNKNOWN.isdisjoint(options) and (used := [name for name in _UNKNOWN if options.get(name) is not None]):
         raise NotSupported(f"running the model: its attention uses {used[0]!r}, which the embedded engine does not compute")
     layer, num_heads = int(module.layer_idx), key.shape[1]  # pyright: ignore[reportArgumentType]
-    if num_heads not in step.rows:
-        step.rows[num_heads] = slot_rows(step.slots, step.positions, num_heads=num_heads, context=step.cache.context)
     place = step.place(layer)
-    step.cache.write(place, key[0], value[0], rows=step.rows[num_heads])
+    step.cache.write(place, key[0].transpose(0, 1), value[0].transpose(0, 1), rows=step.token_rows(num_heads))
     reach = step.reaches.get(layer, _EVERYWHERE)
     if sliding_window is not None:
         reach = Reach(sliding_window, reach.chunk)
-    queries, outputs = query[0].transpose(0, 1), list[Tensor]()
-    for bucket in step.buckets:
-        outputs.append(
-            _attend(queries[bucket.start : bucket.end], place, step.cache, bucket, scale=scaling, weighing=weighing, reach=reach)
-        )
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+    return attend(query[0].transpose(0, 1), place, step, scale=scaling, weighing=weighing, reach=reach)[None], None
 
 
 _EVERYWHERE: Final = Reach()
+
+
+def attend(queries: Tensor, place: Place, step: StepPlaces, *, scale: float | None, weighing: Weighing | None, reach: Reach) -> Tensor:
+    """Queries [N, heads, D] of a step's tokens over the keys kept at `place`, theirs among them -> [N, heads, E]."""
+    outputs = [
+        _attend(queries[bucket.start : bucket.end], place, step.cache, bucket, scale=scale, weighing=weighing, reach=reach)
+        for bucket in step.buckets
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend(

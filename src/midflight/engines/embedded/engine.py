@@ -75,9 +75,9 @@ class EmbeddedEngine:
         self._lease_seconds = pause_lease_seconds
         self._model, self._max_batch_tokens = model, max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
-        self._weights = EngineWeights(model, receiver, version=version)
         routers = routers_of(model) if records_experts else None
         runner, self._manner = served(model, max_running=max_running, max_context=max_context, max_batch_tokens=max_batch_tokens)
+        self._weights = EngineWeights(model, receiver, version=version, together=runner.together)
         self._scheduler = Scheduler(
             runner, max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context, version=version, routers=routers
         )

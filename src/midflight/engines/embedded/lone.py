@@ -20,6 +20,8 @@ class LoneRunner:
 
     keeps_states = True
     """A cache is copied whole, at the length at which it was kept."""
+    together = ()
+    """As `Runner.together`."""
 
     def __init__(self, model: PreTrainedModel, *, serial: bool) -> None:
         self.model = model.eval()

@@ -1,7 +1,7 @@
 """Whether the engine computes a model as the model computes itself: tried when the model is loaded, in the first way that is right.
 
-Sequences share steps and slots where that is right (`Runner`), else each goes alone (`LoneRunner`); a model for which neither is right
-is refused by name. Tried are prefill at once and in parts, a prefix copied to another slot, decodes of several slots with a free one
+Plain families go without their modules (`PlainRunner`); sequences share steps and slots where that is right (`Runner`), else each goes
+alone (`LoneRunner`); a model for which nothing is right is refused by name. Tried are prefill at once and in parts, a prefix copied to another slot, decodes of several slots with a free one
 between them, a slot that is used again, and scores in one stretch and in several.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.lone import LoneRunner
+from midflight.engines.embedded.plain import PlainRunner, is_plain
 from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.scoring import token_logprobs
 from midflight.errors import ConfigError
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 class Manner:
     """How the engine computes a model."""
 
+    plain: bool = False
+    """Without its modules."""
     lone: bool = False
     """Each sequence alone, in place of all in one pass."""
     serial: bool = False
@@ -36,9 +39,9 @@ class Manner:
     """Rows are scored in stretches, each over what is kept of those before."""
 
 
-_MANNERS = (Manner(), Manner(serial=True), Manner(lone=True), Manner(lone=True, serial=True))
-_found: dict[tuple[str, int, int], tuple[Manner, Proof]] = {}
-"""By configuration and limits: the answer does not depend on the weights."""
+_MANNERS = (Manner(plain=True), Manner(), Manner(serial=True), Manner(lone=True), Manner(lone=True, serial=True))
+_found: dict[tuple[str, bool, int, int], tuple[Manner, Proof]] = {}
+"""By configuration, whether adapters or the like are in it, and limits: the answer does not depend on the weights."""
 
 
 def engine_verdict(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> Proof:
@@ -59,7 +62,7 @@ def served(model: PreTrainedModel, *, max_running: int, max_context: int, max_ba
 
 
 def _judge(model: PreTrainedModel, *, max_context: int, max_batch_tokens: int) -> tuple[Manner, Proof]:
-    key = (f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}", max_context, max_batch_tokens)
+    key = (f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}", is_plain(model), max_context, max_batch_tokens)
     if key not in _found:
         before = attention_of(model)
         try:
@@ -118,12 +121,14 @@ def _manners(model: PreTrainedModel, num_tokens: int) -> Sequence[Manner]:
     they are long enough for it to matter."""
     text: Any = model.config.get_text_config()
     by_place = bool(getattr(text, "attn_temperature_tuning", False)) and num_tokens >= int(text.floor_scale)
-    return [manner for manner in _MANNERS if manner.lone or not by_place]
+    return [manner for manner in _MANNERS if (manner.lone or not by_place) and (not manner.plain or is_plain(model))]
 
 
 def _runner(model: PreTrainedModel, manner: Manner, *, max_running: int, max_context: int) -> Runner | LoneRunner:
     if manner.lone:
         return LoneRunner(model, serial=manner.serial)
+    if manner.plain:
+        return PlainRunner(model, max_running=max_running, max_context=max_context)
     return Runner(model, max_running=max_running, max_context=max_context, serial=manner.serial)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,11 @@ class Runner:
         self._reaches = reaches(model.config.get_text_config())
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=self.device)
+
+    @property
+    def together(self) -> Sequence[Sequence[str]]:
+        """Names of weights that are used as one, and should come one after the other in memory."""
+        return ()
 
     @property
     def keeps_states(self) -> bool:

@@ -1,14 +1,14 @@
 """The second set of weights: brought in while decoding goes on, made live between two steps (I7)."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.errors import EngineError, WeightsCorrupt
-from midflight.models.names import as_bytes, as_tensors, assign, named_tensors
+from midflight.models.names import as_bytes, as_tensors, assign, named_tensors, put_together
 from midflight.models.sizes import fingerprint_views
 from midflight.ports import WeightReceiver
 from midflight.types import Attestation, Version, WeightManifest
@@ -27,8 +27,11 @@ class EngineWeights:
     At most one version is staged: a later stage replaces it.
     """
 
-    def __init__(self, model: PreTrainedModel, receiver: WeightReceiver, *, version: Version) -> None:
-        self._model, self._receiver = model, receiver
+    def __init__(
+        self, model: PreTrainedModel, receiver: WeightReceiver, *, version: Version, together: Sequence[Sequence[str]] = ()
+    ) -> None:
+        """`together`: names of tensors that the runner uses as one, and wants one after the other in memory."""
+        self._model, self._receiver, self._together = model, receiver, together
         self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
         self._shapes = {name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()}
         self._staged: _StagedTensors | None = None
@@ -84,7 +87,10 @@ class EngineWeights:
                 )
 
     def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: t.to(device=self._shapes[name][2], dtype=self._shapes[name][1]) for name, t in tensors.items()}
+        found = {name: t.to(device=self._shapes[name][2], dtype=self._shapes[name][1]) for name, t in tensors.items()}
+        for names in self._together:
+            found.update(zip(names, put_together([found[name] for name in names]), strict=True))
+        return found
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

@@ -1,0 +1,118 @@
+"""Plain families, computed without their modules: chosen by itself, right, and never of weights that are not those of the model."""
+
+from typing import cast
+
+import pytest
+import torch
+from tests.engines.models import MemoryReceiver, ask, make_engine
+from tests.engines.test_runner import reference_logprobs
+from tests.models.tiny import tiny_model
+from tests.models.zoo import tiny
+from transformers import PreTrainedModel
+
+from midflight.engines.embedded import plain, probe
+from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.plain import PlainRunner, is_plain
+from midflight.engines.embedded.probe import Manner
+from midflight.models.names import as_tensors, named_tensors, put_together, side_by_side
+from midflight.types import TensorSpec
+
+REQUESTS = [ask("a", request_id="0", max_tokens=20), *(ask("the same prompt", request_id=f"{1 + i}", seed=i) for i in range(3))]
+
+
+def runner_of(engine: EmbeddedEngine) -> PlainRunner:
+    runner = engine._scheduler._runner
+    assert isinstance(runner, PlainRunner)
+    return runner
+
+
+def assert_computes(engine: EmbeddedEngine, model: PreTrainedModel) -> None:
+    """That the engine generates with the log-probabilities of a plain forward of `model`."""
+    for request, generation in zip(REQUESTS, engine.generate_all(REQUESTS), strict=True):
+        difference = reference_logprobs(model, request, generation) - torch.tensor(generation.logprobs, dtype=torch.float64)
+        assert difference.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "mistral", "ministral", "qwen2", "qwen2-sliding", "qwen3"])
+def test_a_plain_family_goes_without_its_modules_and_agrees_with_their_forward(name: str) -> None:
+    engine = make_engine(tiny(name), max_batch_tokens=8, max_running=3)
+    assert engine._manner == Manner(plain=True)
+    assert_computes(engine, tiny(name))
+
+
+@pytest.mark.parametrize("name", ["gemma", "phi3", "ministral3", "qwen3_moe"])
+def test_what_only_looks_plain_goes_with_its_modules(name: str) -> None:
+    assert not is_plain(tiny(name))
+
+
+def test_a_forward_that_is_wrong_is_found_out_and_the_modules_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_found", {})
+    added = plain._added
+    monkeypatch.setattr(plain, "_added", lambda x, inner, weight, bias: 1.01 * added(x, inner, weight, bias))
+    model = tiny("llama")
+    assert make_engine(model)._manner == Manner()
+    assert_computes(make_engine(model), tiny("llama"))
+
+
+def test_what_was_found_of_a_model_does_not_count_for_one_of_other_modules() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    def doubled() -> PreTrainedModel:
+        model = tiny("llama")
+        model.model.layers[0].mlp.down_proj.__class__ = Doubled
+        return model
+
+    assert make_engine(tiny("llama"))._manner == Manner(plain=True)
+    engine = make_engine(doubled())
+    assert engine._manner == Manner()
+    assert_computes(engine, doubled())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_weights_that_are_used_as_one_are_the_parameters_themselves(name: str) -> None:
+    model = tiny(name)
+    engine = make_engine(model)
+    layer, attention = runner_of(engine)._layers[1], model.model.layers[1].self_attn
+    assert layer.qkv.data_ptr() == attention.q_proj.weight.data_ptr()
+    assert (layer.qkv_bias is None) == (attention.q_proj.bias is None)
+    other = tiny(name, seed=1)
+    for tensor, new in zip(named_tensors(model).values(), named_tensors(other).values(), strict=True):
+        tensor.copy_(new)
+    assert_computes(engine, other)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_a_version_is_laid_out_when_it_is_staged_and_swapped_without_copying(name: str) -> None:
+    receiver = MemoryReceiver()
+    engine = make_engine(tiny(name), receiver=receiver)
+    engine._weights.stage(receiver.publish(1, tiny(name, seed=1)))
+    staged = cast("dict[str, torch.Tensor]", engine._weights._staged.tensors)  # type: ignore[union-attr]
+    before = {key: tensor.data_ptr() for key, tensor in staged.items()}
+    engine._commit(1)
+    assert_computes(engine, tiny(name, seed=1))
+    assert {key: tensor.data_ptr() for key, tensor in named_tensors(engine._model).items()} == before
+    assert runner_of(engine)._layers[0].qkv.data_ptr() == before["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_weights_that_were_replaced_in_another_way_are_found_too() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    other = tiny_model(seed=1)
+    for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data = new.data.clone()
+    assert_computes(engine, tiny_model(seed=1))
+
+
+def test_tensors_of_one_memory_are_side_by_side_and_others_are_put_together() -> None:
+    memory = memoryview(bytearray(4 * 10))
+    specs = [TensorSpec("a", "F32", (2, 2), 0, 16), TensorSpec("b", "F32", (3, 2), 16, 24)]
+    a, b = as_tensors(specs, {s.name: memory[s.offset : s.offset + s.num_bytes] for s in specs}).values()
+    b.fill_(7)
+    whole = side_by_side([a, b])
+    assert whole is not None and whole.tolist() == [[0, 0], [0, 0], [7, 7], [7, 7], [7, 7]]
+    assert put_together([a, b])[1] is b
+    assert side_by_side([b, a]) is None
+    first, second = put_together([b, a])
+    assert side_by_side([first, second]) is not None and first.tolist() == b.tolist()
