@@ -175,7 +175,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (calling(function=None), "messages.1.tool_calls.0.function", "None"),
     (calling(function={"name": 1, "arguments": "{}"}), "messages.1.tool_calls.0.function.name", "1"),
     (calling(function={"name": "f", "arguments": "[]"}), "messages.1.tool_calls.0.function.arguments", "[]"),
-    (calling(function={"name": "f", "arguments": "{"}), "messages.1.tool_calls.0.function.arguments", "JSON text"),
+    (calling(function={"name": "f", "arguments": "{]"}), "messages.1.tool_calls.0.function.arguments", "JSON text"),
     (calling(function={"name": "f", "arguments": "[" * 100_000}), "messages.1.tool_calls.0.function.arguments", "JSON text"),
     (calling(function={"name": "f"}), "messages.1.tool_calls.0.function.arguments", "None"),
 ]  # fmt: skip

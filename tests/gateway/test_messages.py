@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gateway.generating import closed
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, make_gateway, offered
@@ -254,6 +254,7 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(["messages", "system", "tools", "tool_choice", "thinking", "output_config"]), JSON | st.lists(JSON, max_size=2))
+@settings(deadline=None)
 def test_whatever_is_sent_is_read_or_refused(field: str, value: object) -> None:
     try:
         messages(**{field: value})
@@ -299,6 +300,7 @@ PIECES = st.lists(TEXTS.map(ContentPiece) | TEXTS.map(ReasoningPiece) | st.none(
 
 
 @given(PIECES, st.integers(0, 8), st.sampled_from([STOPPED, Finish(FinishReason.LENGTH), Finish(FinishReason.STOP, "END")]))
+@settings(deadline=None)
 def test_a_streamed_message_accumulates_to_the_whole_one(drawn: list[Piece | None], told: int, finish: Finish) -> None:
     calls = iter(range(len(drawn)))
     pieces: list[Piece] = [replace(CALL, index=next(calls)) if piece is None else piece for piece in drawn]

@@ -177,7 +177,7 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input.0.content.0", "input_file"),
     ({"input": [{"role": "user", "content": None}]}, "input.0.content", "None"),
     ({"input": [CALL | {"arguments": "[1]"}]}, "input.0.arguments", "[1]"),
-    ({"input": [CALL | {"arguments": "{"}]}, "input.0.arguments", "{"),
+    ({"input": [CALL | {"arguments": "{]"}]}, "input.0.arguments", "{]"),
     ({"input": [CALL | {"name": None}]}, "input.0.name", "None"),
     ({"input": [{"type": "function_call_output", "output": "3"}]}, "input.0.call_id", "None"),
     ({"input": [OUTPUT | {"output": [{"type": "input_image"}]}]}, "input.0.output.0", "input_image"),
@@ -198,7 +198,7 @@ class BarParser:
     """Segments between bars: `T` thinking, `F` a call with its arguments, else content. Content is told at once."""
 
     def __init__(self) -> None:
-        self._text, self._num_calls = "", 0
+        self._text, self.num_calls = "", 0
 
     def feed(self, text: str) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
@@ -216,13 +216,15 @@ class BarParser:
         if text.startswith("T"):
             return (ReasoningPiece(text[1:]),)
         if text.startswith("F"):
-            self._num_calls += 1
-            return (CallPiece(self._num_calls - 1, ToolCall("add", text[1:])),)
+            self.num_calls += 1
+            return (CallPiece(self.num_calls - 1, ToolCall("add", text[1:])),)
         return ()
 
 
 class Bars(MessageFormat):
-    def parser(self, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[Tool] = ()) -> BarParser:
+    def parser(
+        self, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[Tool] = (), partly: bool = False
+    ) -> BarParser:
         return BarParser()
 
 

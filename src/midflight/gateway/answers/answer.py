@@ -11,7 +11,7 @@ import numpy as np
 from midflight.errors import EngineUnavailable
 from midflight.gateway.sessions.history import Prompt
 from midflight.text import StopMatcher, Tokenizer
-from midflight.text.formats import AssistantMessage, CallPiece, MessageParser, Piece
+from midflight.text.formats import AssistantMessage, MessageParser, Piece
 from midflight.text.formats.assistant import joined
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Likely, Segment, Turn, UInt8, Version, fill_unknown
 
@@ -291,10 +291,8 @@ class Answer:
         if text := matcher.take():
             self._texts.append(text)
             if self._chat is not None:
-                pieces = self._chat.parser.feed(text)
-                self._pieces += pieces
-                if self._chat.one_call:
-                    self._has_called |= any(isinstance(piece, CallPiece) for piece in pieces)
+                self._pieces += self._chat.parser.feed(text)
+                self._has_called = self._chat.one_call and self._chat.parser.num_calls > 0
 
     def _add(
         self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], top_logprobs: tuple[Likely, ...], kept: tuple[bytes, ...]

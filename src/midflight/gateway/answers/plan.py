@@ -254,6 +254,6 @@ class Planner:
         if not isinstance(source, Messages):
             return None
         calls, forced = chosen is not ToolChoice.NONE, chosen is ToolChoice.REQUIRED
-        parser = self._format.parser(prompt.text, calls=calls, forced=forced, tools=source.tools)
+        parser = self._format.parser(prompt.text, calls=calls, forced=forced, tools=source.tools, partly=call.stream)
         # The grammar of a call that must come allows no second one.
         return ChatReading(parser, self._format.kept_token_ids, one_call=chosen is ToolChoice.AUTO and not call.parallel_tool_calls)

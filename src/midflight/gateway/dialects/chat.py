@@ -14,7 +14,7 @@ from midflight.gateway.dialects.fields import Tokens, TopLogprobs, arguments_tex
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Ending, Message, Tokenizer
-from midflight.text.formats import AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
+from midflight.text.formats import ArgumentsPiece, AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
 from midflight.types import FinishReason, Json
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -317,22 +317,23 @@ class ChatExchange:
         return written
 
     def _deltas(self, pieces: Sequence[Piece], request_id: str) -> list[_Object]:
-        """A call is announced without its arguments first, because clients that gather streams expect that."""
+        """A call is announced without its arguments first, because clients that gather streams expect that. They come as they are read."""
         deltas: list[_Object] = []
         for piece in pieces:
             if isinstance(piece, ContentPiece):
                 deltas.append({"content": piece.text})
             elif isinstance(piece, ReasoningPiece):
                 deltas.append(_reasoning(piece.text))
+            elif isinstance(piece, ArgumentsPiece):
+                if piece.text:
+                    deltas.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
             else:
-                written, announced = (
-                    self._call(piece.call, request_id, piece.index),
-                    self._call(piece.call, request_id, piece.index, told=False),
-                )
-                kind = str(written["type"])
-                part = "input" if kind == tool_bodies.CUSTOM else "arguments"
-                deltas.append({"tool_calls": [{"index": piece.index, **announced}]})
-                deltas.append({"tool_calls": [{"index": piece.index, kind: {part: cast(_Object, written[kind])[part]}}]})
+                deltas.append({"tool_calls": [{"index": piece.index, **self._call(piece.call, request_id, piece.index, told=False)}]})
+                if not piece.begins:
+                    written = self._call(piece.call, request_id, piece.index)
+                    kind = str(written["type"])
+                    part = "input" if kind == tool_bodies.CUSTOM else "arguments"
+                    deltas.append({"tool_calls": [{"index": piece.index, kind: {part: cast(_Object, written[kind])[part]}}]})
         return deltas
 
     def _call(self, call: ToolCall, request_id: str, index: int, *, told: bool = True) -> _Object:

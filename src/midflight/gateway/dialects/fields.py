@@ -305,12 +305,13 @@ def tool_result(content: str, *, call_id: str) -> dict[str, Json]:
 
 
 def arguments_text(value: JsonValue, param: str) -> str:
-    """The arguments of a call as JSON text. A text that was sent is kept as it is; an empty one means no arguments."""
+    """The arguments of a call as JSON text. A text that was sent is kept as it is; an empty one means no arguments. One that breaks off may
+    have been told so by a stream."""
     if value == "":
         return "{}"
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else value
-        is_object = isinstance(text, str) and isinstance(from_json(text, allow_inf_nan=False), dict)
+        is_object = isinstance(text, str) and isinstance(from_json(text, allow_inf_nan=False, allow_partial=True), dict)
     except ValueError:
         text, is_object = value, False
     if not is_object:

@@ -12,7 +12,7 @@ from midflight.gateway.dialects.exchange import Reply, call_id, weight_versions
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_input import MessagesBody, messages_call
 from midflight.gateway.dialects.policy import Unread
-from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
+from midflight.text.formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
 from midflight.wire.edge import Fault, retry_headers
 
@@ -148,9 +148,14 @@ class BlockStream:
                     yield from self._grow(_TEXT, text)
                 case ReasoningPiece(text):
                     yield from self._grow(_THINKING, text)
-                case CallPiece():
-                    yield from self._start(tool_use(piece, self._request_id) | {"input": {}}, "tool_use")
-                    yield self._delta({"type": "input_json_delta", "partial_json": piece.call.arguments})
+                case CallPiece(index, call, begins):
+                    yield from self._start(tool_use(call.name, index, self._request_id), "tool_use")
+                    if not begins:
+                        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+                case ArgumentsPiece(_, text) if text:
+                    yield self._delta({"type": "input_json_delta", "partial_json": text})
+                case ArgumentsPiece():
+                    pass
 
     def end(self) -> Iterator[Json]:
         """Ends the last block. Call it after the last piece."""
@@ -181,14 +186,9 @@ class BlockStream:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
-def tool_use(piece: CallPiece, request_id: str) -> dict[str, Json]:
-    given = cast(Json, json.loads(piece.call.arguments))
-    return {
-        "type": "tool_use",
-        "id": "toolu_" + call_id(request_id, piece.index).removeprefix("call_"),
-        "name": piece.call.name,
-        "input": given,
-    }
+def tool_use(name: str, index: int, request_id: str) -> dict[str, Json]:
+    """The block of a call, without its input."""
+    return {"type": "tool_use", "id": "toolu_" + call_id(request_id, index).removeprefix("call_"), "name": name, "input": {}}
 
 
 def _opened(kind: str) -> dict[str, Json]:
@@ -203,13 +203,13 @@ def _place(piece: Piece) -> str | int:
             return _TEXT
         case ReasoningPiece():
             return _THINKING
-        case CallPiece(index):
+        case CallPiece(index) | ArgumentsPiece(index):
             return index
 
 
 def _block(pieces: Sequence[Piece], request_id: str) -> Json:
     first = pieces[0]
     if isinstance(first, CallPiece):
-        return tool_use(first, request_id)
+        return tool_use(first.call.name, first.index, request_id) | {"input": cast(Json, json.loads(first.call.arguments))}
     kind = _TEXT if isinstance(first, ContentPiece) else _THINKING
     return _opened(kind) | {kind: "".join(piece.text for piece in pieces if not isinstance(piece, CallPiece))}

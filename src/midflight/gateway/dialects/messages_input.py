@@ -164,7 +164,7 @@ class ClientTool(fields.Body):
         "allowed_callers": "the model calls tools itself",
         "cache_control": policy.IGNORED["cache_control"],
         "defer_loading": "all tools are in the prompt",
-        "eager_input_streaming": "a call is streamed once it is known to be one",
+        "eager_input_streaming": "every call is streamed as it comes",
         "input_examples": "templates have no place for them: write them into the description",
     }
     neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {

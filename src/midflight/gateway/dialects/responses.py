@@ -14,7 +14,7 @@ from midflight.gateway.dialects.tool_bodies import CUSTOM, NAMESPACE, FunctionTo
 from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.session import ToolChoice
 from midflight.text import Message, Tokenizer
-from midflight.text.formats import CallPiece, ContentPiece, Piece, ReasoningPiece
+from midflight.text.formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
 from midflight.wire.edge import Fault
 
@@ -243,6 +243,8 @@ class OutputItems:
                     yield from self._grow("reasoning", text)
                 case CallPiece():
                     yield from self._add_call(piece)
+                case ArgumentsPiece():
+                    yield from self._argue(piece.text, last=piece.last)
 
     def end(self, *, complete: bool, logprobs: Sequence[Json] = ()) -> Iterator[dict[str, Json]]:
         """Ends the last item. An answer without any piece is an empty message. `logprobs` are those of all tokens, for the first message."""
@@ -280,7 +282,9 @@ class OutputItems:
         yield self._of_part("response.content_part.added", part=self._part())
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Json]]:
-        """Ends the open item, if there is one."""
+        """Ends the open item, if there is one. A call that is still open has broken off."""
+        if self._text is not None and self.items[-1]["type"] == "function_call":
+            yield from self._end_call("incomplete")
         if self._text is None:
             return
         text, part = self._text, self._part()
@@ -295,23 +299,40 @@ class OutputItems:
 
     def _add_call(self, piece: CallPiece) -> Iterator[dict[str, Json]]:
         yield from self._close()
-        name, arguments, tool = piece.call.name, piece.call.arguments, self._tools.get(piece.call.name)
+        tool = self._tools.get(piece.call.name)
         custom = tool is not None and tool.body.type == CUSTOM
-        kind, part, told = ("custom_tool_call", "input", custom_input(arguments)) if custom else ("function_call", "arguments", arguments)
+        kind, part = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
         item: dict[str, Json] = {
             "id": f"{'ctc' if custom else 'fc'}_{self._request_id}_{len(self.items)}",
             "type": kind,
             "call_id": call_id(self._request_id, piece.index),
-            **({"name": name} if tool is None else _names(tool)),
+            **({"name": piece.call.name} if tool is None else _names(tool)),
             part: "",
             "status": "in_progress",
         }
         self.items.append(item)
         yield self._of_item("response.output_item.added")
-        written = "custom_tool_call_input" if custom else "function_call_arguments"
-        yield self._of_last(f"response.{written}.delta", delta=told)
-        yield self._of_last(f"response.{written}.done", **({} if custom else {"name": item["name"]}), **{part: told})
-        self.items[-1] = {**item, part: told, "status": "completed"}
+        self._text = ""
+        if not piece.begins:
+            yield from self._argue(custom_input(piece.call.arguments) if custom else piece.call.arguments, last=True)
+
+    def _argue(self, text: str, *, last: bool) -> Iterator[dict[str, Json]]:
+        """Arguments of the open call, or the text of a custom one."""
+        written = "custom_tool_call_input" if self.items[-1]["type"] == "custom_tool_call" else "function_call_arguments"
+        self._text = (self._text or "") + text
+        if text:
+            yield self._of_last(f"response.{written}.delta", delta=text)
+        if last:
+            yield from self._end_call("completed")
+
+    def _end_call(self, status: str) -> Iterator[dict[str, Json]]:
+        item, text, self._text = self.items[-1], self._text, None
+        if item["type"] == "custom_tool_call":
+            yield self._of_last("response.custom_tool_call_input.done", input=text)
+            self.items[-1] = {**item, "input": text, "status": status}
+        else:
+            yield self._of_last("response.function_call_arguments.done", name=item["name"], arguments=text)
+            self.items[-1] = {**item, "arguments": text, "status": status}
         yield self._of_item("response.output_item.done")
 
     def _part(self) -> Json:

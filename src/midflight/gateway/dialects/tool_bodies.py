@@ -97,7 +97,7 @@ def custom_tool(name: str, description: str | None, form: Mapping[str, JsonValue
     definition = grammar.get("definition") if isinstance(grammar, dict) else None
     syntax = grammar.get("syntax") if isinstance(grammar, dict) else None
     told = [description or ""] + [f"The {INPUT} must match this {syntax} grammar:\n{definition}"] * isinstance(definition, str)
-    return Tool(name, "\n\n".join(filter(None, told)), CUSTOM_SCHEMA)
+    return Tool(name, "\n\n".join(filter(None, told)), CUSTOM_SCHEMA, told_whole=True)
 
 
 INPUT = "input"

@@ -1,6 +1,6 @@
 """An assistant's message in its parts, whole or piece by piece, and what a format of tool calls is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -16,6 +16,8 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    told_whole: bool = False
+    """Whether no part of a call is told before it is complete."""
 
     def as_json(self) -> dict[str, Json]:
         """As chat templates read it (OpenAI's form)."""
@@ -51,18 +53,34 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A whole call: it is held back until it is known to be well formed."""
+    """A call, held back until it is known to be well formed. One that `begins` is told by its name; its arguments follow."""
 
     index: int
     """From 0 in its message."""
     call: ToolCall
+    begins: bool = False
 
 
-Piece: TypeAlias = ContentPiece | ReasoningPiece | CallPiece
+@dataclass(frozen=True, slots=True)
+class ArgumentsPiece:
+    """More of the arguments of the call that has begun."""
+
+    index: int
+    text: str
+    last: bool = False
+    """Whether the call is complete."""
+
+
+Piece: TypeAlias = ContentPiece | ReasoningPiece | CallPiece | ArgumentsPiece
 
 
 class MessageParser(Protocol):
     """Takes the text of one message as it grows. However the text is cut, the pieces joined are the same message."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have ended."""
+        ...
 
     def feed(self, text: str) -> tuple[Piece, ...]:
         """The pieces that became certain with this text."""
@@ -75,15 +93,31 @@ class MessageParser(Protocol):
 
 def joined(pieces: tuple[Piece, ...]) -> AssistantMessage:
     """The message that these pieces make."""
+    arguments = [(p.index, p.text) for p in pieces if isinstance(p, ArgumentsPiece)]
+    begun = [p for p in pieces if isinstance(p, CallPiece)]
     return AssistantMessage(
         content="".join(p.text for p in pieces if isinstance(p, ContentPiece)),
         reasoning="".join(p.text for p in pieces if isinstance(p, ReasoningPiece)),
-        tool_calls=tuple(p.call for p in pieces if isinstance(p, CallPiece)),
+        tool_calls=tuple(
+            ToolCall(p.call.name, "".join(text for index, text in arguments if index == p.index)) if p.begins else p.call for p in begun
+        ),
     )
 
 
-Give: TypeAlias = Callable[[ToolCall], None]
-"""Takes a call that is certain: what the cursor took until then is that call and no content."""
+class Calls(Protocol):
+    """Who is told of calls while a text is read."""
+
+    def begin(self, name: str) -> None:
+        """What the cursor takes from here on are arguments of a call, an object, as long as it is well formed."""
+        ...
+
+    def end(self) -> None:
+        """The arguments that began are whole; what follows belongs to the form of the call."""
+        ...
+
+    def give(self, call: ToolCall) -> None:
+        """A call that is certain: what the cursor took until then is that call and no content."""
+        ...
 
 
 class ToolFormat(Protocol):
@@ -99,12 +133,12 @@ class ToolFormat(Protocol):
         """Every marker that may be a special token, the opening one too."""
         ...
 
-    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
-        """Reads on after the opening marker, and gives each call that is complete. Ends by itself or by `NotACall`;
+    def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
+        """Reads on after the opening marker, says where arguments begin and end, and gives each call that is complete. Ends by itself or by `NotACall`;
         what was taken after the last call given is content."""
         ...
 
-    def read_bare(self, cursor: Cursor, give: Give) -> Reading[None] | None:
+    def read_bare(self, cursor: Cursor, calls: Calls) -> Reading[None] | None:
         """Reads a message whose first letter is `{`, in formats that write calls without a marker too; `None` in others."""
         ...
 

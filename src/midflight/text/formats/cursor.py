@@ -29,6 +29,7 @@ class Cursor:
         self._at = 0
         self._ended = False
         self._taken: list[str] = []
+        self._doubt: int | None = None
 
     def push(self, text: str) -> None:
         assert self._at == len(self._text), "a reading stops only at the end of the text"
@@ -90,6 +91,22 @@ class Cursor:
     def mark(self) -> int:
         return len(self._taken)
 
+    def doubt(self) -> None:
+        """What is taken from here on may prove wrong when more of it is read, until `trust`."""
+        self._doubt = len(self._taken)
+
+    def trust(self) -> None:
+        self._doubt = None
+
+    @property
+    def sure(self) -> int:
+        """A mark: what was taken before it will not prove wrong."""
+        return len(self._taken) if self._doubt is None else self._doubt
+
+    def between(self, start: int, end: int) -> str:
+        """What was taken between two marks, of which nothing was dropped."""
+        return "".join(self._taken[start:end])
+
     def since(self, mark: int) -> str:
         """What was taken since `mark`, of which nothing was dropped."""
         return "".join(self._taken[mark:])
@@ -98,6 +115,7 @@ class Cursor:
         """What was taken, which is forgotten here."""
         text = "".join(self._taken)
         self._taken.clear()
+        self._doubt = None
         return text
 
     def _back(self, text: str) -> None:

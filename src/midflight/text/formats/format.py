@@ -70,6 +70,8 @@ _ANY = re.compile(r"(?s:.)+")
 class PlainParser:
     """A `MessageParser` where nothing is looked for: all is content."""
 
+    num_calls = 0
+
     def feed(self, text: str) -> tuple[assistant.Piece, ...]:
         return (assistant.ContentPiece(text),) if text else ()
 
@@ -83,17 +85,30 @@ class FormatParser:
     Whitespace: inside a thinking block its ends are dropped, and so is what stands before and after the block. Whitespace
     beside calls is dropped where the content would begin or end with it, and kept between two texts. All other is content.
 
-    Held back are: half a marker; a call until it is whole; and, while calls are looked for, whitespace at the end.
+    Held back are: half a marker; a call until it is whole; and, while calls are looked for, whitespace at the end. With `partly` the
+    call of a known tool is told from the first letter of its arguments on. If it then breaks off or proves to be none, it stays a call
+    with the arguments that were told: always the beginning of a JSON object. A whole text would be content there.
     """
 
     def __init__(
-        self, tools: assistant.ToolFormat | None, thinking: Thinking | None, *, opened: bool, known: Sequence[assistant.Tool] = ()
+        self,
+        tools: assistant.ToolFormat | None,
+        thinking: Thinking | None,
+        *,
+        opened: bool,
+        known: Sequence[assistant.Tool] = (),
+        partly: bool = False,
     ) -> None:
         """`None` looks for none. `opened`: the text begins inside the thinking block. `known`: the tools that may be called."""
         self._tools, self._thinking, self._opened, self._known = tools, thinking, opened, known
+        self._early = {tool.name for tool in known if not tool.told_whole} if partly else set[str]()
         self._cursor = Cursor()
         self._pieces: list[assistant.Piece] = []
-        self._num_calls = 0
+        self.num_calls = 0
+        self._told: int | None = None
+        """A mark of the cursor: up to there the arguments of a call that began were told. None: no call has begun."""
+        self._end: int | None = None
+        """A mark of the cursor: where these arguments end, once they do."""
         self._content = TrimmedText()
         self._reading = self._message()
         self._ended = False
@@ -112,6 +127,8 @@ class FormatParser:
 
     def _advance(self) -> tuple[assistant.Piece, ...]:
         next(self._reading, None)
+        if self._told is not None:
+            self._tell(self._told)
         pieces = tuple(_merged(self._pieces))
         self._pieces.clear()
         return pieces
@@ -161,7 +178,7 @@ class FormatParser:
             if self._cursor.take(plain):
                 self._write()
             elif (yield from self._cursor.literal(tools.opening)):
-                yield from self._calls(tools.read(self._cursor, self._call, self._known))
+                yield from self._calls(tools.read(self._cursor, self, self._known))
             else:
                 yield from self._cursor.letter()
                 self._write()
@@ -170,7 +187,7 @@ class FormatParser:
     def _bare(self, tools: assistant.ToolFormat) -> Reading[None]:
         """Calls without a marker, if the message begins so."""
         yield from self._cursor.run(SPACES)
-        reading = tools.read_bare(self._cursor, self._call)
+        reading = tools.read_bare(self._cursor, self)
         if reading is not None and (yield from self._cursor.peek()) == "{":
             yield from self._calls(reading)
         self._write()
@@ -178,13 +195,47 @@ class FormatParser:
     def _calls(self, reading: Reading[None]) -> Reading[None]:
         with suppress(NotACall):
             yield from reading
+        if self._told is not None:
+            self._break_off(self._told)
         self._write()
 
-    def _call(self, call: assistant.ToolCall) -> None:
+    def begin(self, name: str) -> None:
+        if name in self._early and self._told is None:
+            self._pieces.append(assistant.CallPiece(self.num_calls, assistant.ToolCall(name, ""), begins=True))
+            self._told, self._end = self._cursor.mark(), None
+
+    def end(self) -> None:
+        if self._told is not None:
+            self._end = self._cursor.mark()
+
+    def give(self, call: assistant.ToolCall) -> None:
+        if self._told is None:
+            self._pieces.append(assistant.CallPiece(self.num_calls, call))
+        else:
+            self._tell(self._told, last=True)
+        self._over()
+
+    def _tell(self, told: int, *, last: bool = False) -> None:
+        """Arguments that have become certain. `told`: up to where they were told before."""
+        sure = self._cursor.sure if self._end is None else self._end
+        if sure > told or last:
+            self._pieces.append(assistant.ArgumentsPiece(self.num_calls, self._cursor.between(told, sure), last))
+            self._told = sure
+
+    def _break_off(self, told: int) -> None:
+        """The call that began is none. Where the text has ended, a half word is the beginning of one; else it is content."""
+        if self._ended:
+            self._cursor.trust()
+        self._tell(told)
+        rest = "" if self._end is not None else self._cursor.since(self._cursor.sure)
+        self._over()
+        self._give(self._content.add(rest))
+
+    def _over(self) -> None:
+        """A call stands before this place."""
         self._cursor.drop()
         self._content.touch()
-        self._pieces.append(assistant.CallPiece(self._num_calls, call))
-        self._num_calls += 1
+        self.num_calls, self._told = self.num_calls + 1, None
 
     def _write(self) -> None:
         self._give(self._content.add(self._cursor.drop()))
@@ -197,10 +248,14 @@ class FormatParser:
 def _merged(pieces: Iterable[assistant.Piece]) -> Iterator[assistant.Piece]:
     """Neighbouring texts of one kind as one piece."""
     for kind, group in groupby(pieces, type):
+        pieces = list(group)
         if kind is assistant.CallPiece:
-            yield from group
+            yield from pieces
+            continue
+        text = "".join(piece.text for piece in pieces if not isinstance(piece, assistant.CallPiece))
+        if isinstance(last := pieces[-1], assistant.ArgumentsPiece):
+            yield assistant.ArgumentsPiece(last.index, text, last.last)
         else:
-            text = "".join(piece.text for piece in group if not isinstance(piece, assistant.CallPiece))
             yield assistant.ContentPiece(text) if kind is assistant.ContentPiece else assistant.ReasoningPiece(text)
 
 
@@ -275,16 +330,22 @@ class MessageFormat:
         """Special tokens that are markers: their text must reach the parser."""
 
     def parser(
-        self, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[assistant.Tool] = ()
+        self,
+        prompt_text: str | None,
+        *,
+        calls: bool,
+        forced: bool = False,
+        tools: Sequence[assistant.Tool] = (),
+        partly: bool = False,
     ) -> assistant.MessageParser:
         """A parser for one message. `prompt_text` says whether thinking was opened by the prompt; `calls`: whether tool calls
         are looked for, `forced`: even where free text is not searched for them. `tools`, where they are known, give types to
-        arguments that the format writes without."""
+        arguments that the format writes without. `partly` tells a call as it comes."""
         reads = calls and (forced or self._reads_free_calls)
         if self._thinking is None and not reads:
             return PlainParser()
         opened = self._thinking is not None and self._thinking.begun(prompt_text) is Begun.OPENED
-        return FormatParser(self._tools if reads else None, self._thinking, opened=opened, known=tools)
+        return FormatParser(self._tools if reads else None, self._thinking, opened=opened, known=tools, partly=partly)
 
     def parse(
         self, text: str, prompt_text: str | None, *, calls: bool, forced: bool = False, tools: Sequence[assistant.Tool] = ()

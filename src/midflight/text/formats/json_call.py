@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import NoReturn, cast
 
-from midflight.text.formats.assistant import ToolCall
+from midflight.text.formats.assistant import Calls, ToolCall
 from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
 from midflight.types import Json
 
@@ -16,12 +16,13 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR_LETTERS = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _CLOSERS = {"{": "}", "[": "]"}
+_ARGUMENTS = ("arguments", "parameters")
 
 
-def read_object(cursor: Cursor) -> Reading[dict[str, str]]:
-    """The members of a JSON object (RFC 8259), each value as written. Of members with one name the last counts.
+def read_object(cursor: Cursor, calls: Calls | None = None) -> Reading[dict[str, str]]:
+    """The members of a JSON object (RFC 8259), each value as written. Of members with one name the first counts.
 
-    `NotACall` at the first letter that no object can have there.
+    `NotACall` at the first letter that no object can have there. `calls` hears of arguments that come after the name of their call.
     """
     members: dict[str, str] = {}
     yield from cursor.expect("{")
@@ -32,8 +33,13 @@ def read_object(cursor: Cursor) -> Reading[dict[str, str]]:
         key = yield from _key(cursor)
         yield from _next(cursor)
         mark = cursor.mark()
+        begins = calls is not None and key in _ARGUMENTS and _may_begin(members) and (yield from cursor.peek()) == "{"
+        if begins and calls is not None:
+            calls.begin(cast(str, loads(members["name"])))
         yield from _value(cursor)
-        members[key] = cursor.since(mark)
+        if begins and calls is not None:
+            calls.end()
+        members.setdefault(key, cursor.since(mark))
         yield from _next(cursor)
         if not (yield from cursor.literal(",")):
             yield from cursor.expect("}")
@@ -41,13 +47,17 @@ def read_object(cursor: Cursor) -> Reading[dict[str, str]]:
         yield from _next(cursor)
 
 
+def _may_begin(members: Mapping[str, str]) -> bool:
+    return members.get("name", "").startswith('"') and not any(name in members for name in _ARGUMENTS)
+
+
 def as_call(members: Mapping[str, str]) -> ToolCall:
-    """The call that an object means: `name`, and `arguments` or `parameters`, an object or a JSON string that holds one.
+    """The call that an object means: `name`, and `arguments` or `parameters`, an object or a JSON string that holds one; the first counts.
 
     Other members mean nothing. Anything else is `NotACall`.
     """
     name = loads(members.get("name", ""))
-    arguments = members.get("arguments", members.get("parameters", ""))
+    arguments = next((value for key, value in members.items() if key in _ARGUMENTS), "")
     if arguments.startswith('"'):
         arguments = cast(str, loads(arguments))
         if not isinstance(loads(arguments), dict):
@@ -102,8 +112,11 @@ def _value(cursor: Cursor) -> Reading[None]:
                 continue
         elif first == '"':
             yield from _string(cursor)
-        elif _SCALAR.fullmatch((yield from cursor.run(_SCALAR_LETTERS))) is None:
-            raise NotACall
+        else:
+            cursor.doubt()
+            if _SCALAR.fullmatch((yield from cursor.run(_SCALAR_LETTERS))) is None:
+                raise NotACall
+            cursor.trust()
         if not (yield from _goes_on(cursor, closers)):
             return
 
@@ -141,6 +154,7 @@ def _string(cursor: Cursor) -> Reading[None]:
         yield from cursor.run(_PLAIN)
         if (yield from cursor.literal('"')):
             return
+        cursor.doubt()
         yield from cursor.expect("\\")
         escape = yield from cursor.letter()
         if escape == "u":
@@ -149,3 +163,4 @@ def _string(cursor: Cursor) -> Reading[None]:
                     raise NotACall
         elif escape not in tuple('"\\/bfnrt'):
             raise NotACall
+        cursor.trust()

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from midflight.text.formats.assistant import Give, Tool, ToolCall
+from midflight.text.formats.assistant import Calls, Tool, ToolCall
 from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
 from midflight.text.formats.json_call import as_call, read_object
 from midflight.text.formats.lark import Lark, alternatives, arguments, literal
@@ -23,14 +23,14 @@ class Hermes:
     opening = TOOL_CALL
     markers = (TOOL_CALL, END_TOOL_CALL)
 
-    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
+    def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
         yield from cursor.run(SPACES)
-        call = as_call((yield from read_object(cursor)))
+        call = as_call((yield from read_object(cursor, calls)))
         yield from cursor.run(SPACES)
         yield from cursor.expect(END_TOOL_CALL)
-        give(call)
+        calls.give(call)
 
-    def read_bare(self, cursor: Cursor, give: Give) -> None:
+    def read_bare(self, cursor: Cursor, calls: Calls) -> None:
         return None
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
@@ -62,25 +62,25 @@ class Llama3:
     opening = PYTHON_TAG
     markers = (PYTHON_TAG,)
 
-    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
+    def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
         yield from cursor.run(SPACES)
         while True:
-            give(as_call((yield from read_object(cursor))))
+            calls.give(as_call((yield from read_object(cursor, calls))))
             yield from cursor.run(SPACES)
             yield from cursor.expect(";")
             yield from cursor.run(SPACES)
 
-    def read_bare(self, cursor: Cursor, give: Give) -> Reading[None]:
+    def read_bare(self, cursor: Cursor, calls: Calls) -> Reading[None]:
         while True:
             call = as_call((yield from read_object(cursor)))
             yield from cursor.run(SPACES)
             if not (yield from cursor.literal(";")):
                 break
-            give(call)
+            calls.give(call)
             yield from cursor.run(SPACES)
         if (yield from cursor.peek()):
             raise NotACall
-        give(call)
+        calls.give(call)
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         names = [f"tool_{place}" for place in range(len(tools))]
@@ -103,7 +103,8 @@ def _tool_rules(name: str, tool: Tool) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Mistral:
-    """Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, each of whose calls is known by what follows it, and `[TOOL_CALLS]name[ARGS]{...}` (in some versions without `[ARGS]`, or with `[CALL_ID]` and an id before it)."""
+    """Both forms are read: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, each of whose calls is known by what follows it, and
+    `[TOOL_CALLS]name[ARGS]{...}` (in some versions without `[ARGS]`, or with `[CALL_ID]` and an id before it)."""
 
     named: bool
     """Whether the model is made to write the second form."""
@@ -111,14 +112,14 @@ class Mistral:
     opening = TOOL_CALLS
     markers = (TOOL_CALLS, ARGUMENTS, CALL_ID)
 
-    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
+    def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
         yield from cursor.run(SPACES)
         if (yield from cursor.literal("[")):
-            yield from _listed(cursor, give)
+            yield from _listed(cursor, calls)
         else:
-            give((yield from _named(cursor)))
+            calls.give((yield from _named(cursor, calls)))
 
-    def read_bare(self, cursor: Cursor, give: Give) -> None:
+    def read_bare(self, cursor: Cursor, calls: Calls) -> None:
         return None
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
@@ -129,29 +130,32 @@ class Mistral:
         return "\n".join([f'calls: {lark.marker(TOOL_CALLS)} "[" call{more} "]"', f"call: {alternatives(names)}", *objects])
 
 
-def _listed(cursor: Cursor, give: Give) -> Reading[None]:
+def _listed(cursor: Cursor, calls: Calls) -> Reading[None]:
     goes_on = True
     while goes_on:
         yield from cursor.run(SPACES)
-        call = as_call((yield from read_object(cursor)))
+        call = as_call((yield from read_object(cursor, calls)))
         yield from cursor.run(SPACES)
         goes_on = yield from cursor.literal(",")
         if not goes_on:
             yield from cursor.expect("]")
-        give(call)
+        calls.give(call)
 
 
-def _named(cursor: Cursor) -> Reading[ToolCall]:
+def _named(cursor: Cursor, calls: Calls) -> Reading[ToolCall]:
     name = yield from cursor.run(_NAME)
     yield from cursor.run(SPACES)
     if (yield from cursor.literal(CALL_ID)):
         yield from cursor.run(_NAME)
     yield from cursor.literal(ARGUMENTS)
     yield from cursor.run(SPACES)
-    mark = cursor.mark()
-    yield from read_object(cursor)
     if not name:
         raise NotACall
+    mark = cursor.mark()
+    if (yield from cursor.peek()) == "{":
+        calls.begin(name)
+    yield from read_object(cursor)
+    calls.end()
     return ToolCall(name, cursor.since(mark))
 
 

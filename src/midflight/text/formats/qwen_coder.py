@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from midflight.text.formats.assistant import Give, Tool, ToolCall
+from midflight.text.formats.assistant import Calls, Tool, ToolCall
 from midflight.text.formats.cursor import SPACES, Cursor, NotACall, Reading
 from midflight.text.formats.json_call import loads
 from midflight.text.formats.json_formats import END_TOOL_CALL, TOOL_CALL
@@ -32,7 +32,7 @@ class QwenCoder:
     opening = TOOL_CALL
     markers = (TOOL_CALL, END_TOOL_CALL)
 
-    def read(self, cursor: Cursor, give: Give, tools: Sequence[Tool]) -> Reading[None]:
+    def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
         yield from cursor.run(SPACES)
         yield from cursor.expect(FUNCTION)
         name = yield from _name(cursor)
@@ -44,9 +44,9 @@ class QwenCoder:
             values[key] = _written(text.removeprefix("\n").removesuffix("\n"), _property(schema, key))
         yield from cursor.run(SPACES)
         yield from cursor.expect(END_TOOL_CALL)
-        give(ToolCall(name, f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {value}' for key, value in values.items())}}}"))
+        calls.give(ToolCall(name, f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {value}' for key, value in values.items())}}}"))
 
-    def read_bare(self, cursor: Cursor, give: Give) -> None:
+    def read_bare(self, cursor: Cursor, calls: Calls) -> None:
         return None
 
     def rules(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
