@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from midflight.run.places.seat import SeatActor
@@ -34,6 +34,7 @@ class FakeCluster:
         self.asked: list[Mapping[str, float]] = []
         self.killed: list[Any] = []
         self.given_back = 0
+        self.drained: set[str] = set()
         self.calls: list[str] = []
         self.room = asyncio.Event()
         self.room.set()
@@ -44,6 +45,9 @@ class FakeCluster:
 
     def machines(self) -> Sequence[Machine]:
         return self.alive
+
+    def leaving(self) -> Collection[str]:
+        return self.drained
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> SeatActor:
         self.asked.append(resources)

@@ -92,6 +92,51 @@ def test_a_resource_that_no_machine_has_is_named_with_the_most_that_there_is() -
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("engine.count=3", "cluster.engine={ GPU = 2 }"),  # each of three fits, and all need 6
+            "cluster.engine: the run begins with 3 seats of GPU: 2 each, and beside the gateway and the trainer the cluster has room for 2 "
+            "(2 machines with CPU: 16, GPU: 4).",
+        ),
+        (
+            ("trainer.ranks=3", "cluster.trainer={ CPU = 5 }", "cluster.rollout={ CPU = 2 }"),  # one on each machine
+            "cluster.trainer: the run begins with 3 seats of CPU: 5 each, and beside the gateway the cluster has room for 2 (",
+        ),
+        (
+            ("trainer.ranks=2", "cluster.trainer={ CPU = 8 }", "cluster.rollout={ CPU = 1 }", "cluster.engine={}"),
+            "cluster.trainer: the run begins with 2 seats of CPU: 8 each, and beside the gateway the cluster has room for 1 (",
+        ),
+    ],
+)
+def test_a_cluster_that_has_no_room_for_all_seats_at_once_is_told_how_many_it_has_room_for(options: tuple[str, ...], said: str) -> None:
+    (found,) = problems(FakeCluster(HEAD, FAR), config(*options))
+    assert found.startswith(said)
+    assert found.endswith(" Ask for less, add a machine, or set cluster.autoscaler where machines come by themselves.")
+    assert problems(FakeCluster(HEAD, FAR), config(*options, "cluster.autoscaler=true")) == []
+
+
+def test_seats_have_room_if_there_is_any_way_to_place_them() -> None:
+    """The gateway takes the machine whose memory is least, though the first has room for it too: else two ranks of 8 would have none."""
+    options = (
+        "trainer.ranks=2",
+        "cluster.trainer={ CPU = 8 }",
+        "cluster.rollout={ CPU = 1 }",
+        "cluster.engine={ CPU = 1 }",
+        "engine.count=2",
+    )
+    small = Machine("s", "10.0.0.3", {"CPU": 3.0})
+    assert problems(FakeCluster(HEAD, FAR, small), config(*options)) == []
+    (said,) = problems(FakeCluster(HEAD, FAR, small), config(*options, "engine.count=3"))
+    assert "begins with 3 seats of CPU: 1 each" in said and "has room for 2 (3 machines with CPU: 19, GPU: 4)" in said
+    assert problems(FakeCluster(HEAD, FAR, small), config(*options, "engine.count=3", "cluster.engines_min=2")) == []
+
+
+def test_where_machines_come_by_themselves_none_need_have_what_a_part_asks_for() -> None:
+    assert problems(FakeCluster(HEAD), config("cluster.engine={ GPU = 8 }", "cluster.autoscaler=true")) == []
+
+
 def test_shared_memory_is_refused_over_machines_and_allowed_on_one() -> None:
     (said,) = problems(FakeCluster(HEAD, FAR), config("weights.transport=shared_memory"))
     assert said.startswith('weights.transport = "shared_memory" reaches no other machine, and the cluster has 2; set it to "collective"')

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from midflight.errors import ConfigError
+from midflight.errors import ConfigError, RunFailed
 from midflight.run.parts import Message, ProcessKind, Words, WorkerSpec
 from midflight.run.places import process, seated
 from midflight.run.places.local import LocalPlaces
 from midflight.run.places.port import Child, PartFailed, Place, Places, stop_all
-from midflight.run.places.seat import BelowSeat
+from midflight.run.places.ray import RaySeat
+from midflight.run.places.seat import BelowSeat, SeatActor
 from midflight.run.places.seated import RayPlaces
 
 from .fake_cluster import ActorDiedError, ActorUnavailableError, FakeCluster, OutOfMemoryError
@@ -56,9 +57,9 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "COMMAND", (sys.executable, "-I", "-S", str(script)))
 
 
-def on_cluster(cluster: FakeCluster, *, lost_seconds: float = 60.0, said: list[str] | None = None) -> RayPlaces:
-    asks = {kind: {"CPU": 1.0} for kind in ProcessKind}
-    return RayPlaces(cluster, asks, lost_seconds=lost_seconds, environ={"GIVEN": "to all"}, say=(said if said is not None else []).append)
+def on_cluster(cluster: FakeCluster, *, lost_seconds: float = 60.0, wait_seconds: float = 60.0, said: list[str] | None = None) -> RayPlaces:
+    asks, say = {kind: {"CPU": 1.0} for kind in ProcessKind}, (said if said is not None else []).append
+    return RayPlaces(cluster, asks, lost_seconds=lost_seconds, wait_seconds=wait_seconds, environ={"GIVEN": "to all"}, say=say)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -350,7 +351,7 @@ def test_a_seat_is_not_asked_again_when_its_machine_is_no_longer_listed(monkeypa
     run(main)
 
 
-def test_a_seat_is_waited_for_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seat_is_waited_for_and_that_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seated, "PATIENCE_SECONDS", 0.01)
     cluster, said = FakeCluster(), list[str]()
     cluster.room.clear()
@@ -358,11 +359,32 @@ def test_a_seat_is_waited_for_and_that_is_said(monkeypatch: pytest.MonkeyPatch) 
     async def main() -> None:
         async with on_cluster(cluster, said=said) as places:
             taking = asyncio.create_task(places.take(ProcessKind.ENGINE))
-            while not said:
+            while len(said) < 2:
                 await asyncio.sleep(0.01)
             cluster.room.set()
             await taking
-        assert said == ["engine waits for 1 x a machine with CPU: 1"] and len(cluster.killed) == 1
+        (words,) = set(said)
+        assert words == "engine waits for 1 x a machine with CPU: 1; what there is has no room now: 1 machine with CPU: 8"
+        assert len(cluster.killed) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_seat_that_the_run_needs_is_not_waited_for_for_ever(count: int) -> None:
+    cluster = FakeCluster()
+    cluster.room.clear()
+
+    async def main() -> None:
+        async with on_cluster(cluster, wait_seconds=0.05) as places:
+            taking = places.take(ProcessKind.ENGINE) if count == 1 else places.take_all(ProcessKind.TRAINER, count)
+            with pytest.raises(RunFailed, match=f"has waited 0.05 s for {count} x a machine with CPU: 1, and had no room among 1 machine"):
+                await taking
+            assert len(cluster.killed) == (count == 1), "nobody waits for it any more"
+            waiting = asyncio.create_task(places.take(ProcessKind.ENGINE, for_ever=True))
+            await asyncio.sleep(0.2)
+            cluster.room.set()
+            await waiting
 
     run(main)
 
@@ -377,6 +399,71 @@ def test_a_process_that_nobody_hears_any_more_ends_because_its_run_may_go_on_els
         assert (await told.hear(0)).closed
 
     run(main)
+
+
+def test_an_engines_seat_that_is_told_to_end_says_so_once_and_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with on_cluster(FakeCluster()) as places:
+            place = await places.take(ProcessKind.ENGINE)
+            async with started(place, tmp_path, "stay") as child:
+                heard = asyncio.create_task(words(child))
+                word = asyncio.create_task(place.recalled())
+                assert not place.is_recalled and seat_of(place).recall()
+                await word
+                assert place.is_recalled and child.running and not heard.done(), "it leaves before it ends"
+                assert not seat_of(place).recall(), "told twice it ends at once"
+                heard.cancel()
+
+    run(main)
+
+
+def test_a_seat_without_an_engine_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with on_cluster(FakeCluster()) as places:
+            empty = await places.take(ProcessKind.ENGINE)
+            assert not seat_of(empty).recall()
+            place = await places.take(ProcessKind.TRAINER)
+            child = place.child(ProcessKind.TRAINER, "trainer", log=tmp_path / "log", environ={}, arguments=["stay"])
+            await child.start()
+            assert not seat_of(place).recall()
+            await stop_all([child], seconds=0)
+
+    run(main)
+
+
+def seat_of(place: Any) -> SeatActor:
+    return place._seat
+
+
+def test_all_places_of_a_machine_that_is_to_be_taken_away_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seated, "LOOK_SECONDS", 0.01)
+    cluster = FakeCluster()
+
+    async def main() -> None:
+        async with on_cluster(cluster) as places:
+            place = await places.take(ProcessKind.ENGINE)
+            watch = asyncio.create_task(places.watch())
+            await asyncio.sleep(0.05)
+            assert not place.is_recalled
+            cluster.drained.add("127.0.0.1")
+            await place.recalled()
+            watch.cancel()
+
+    run(main)
+
+
+def test_rays_worker_hears_the_signal_and_gives_the_second_one_to_ray() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        leaves, seat = iter([True, False]), RaySeat()
+        seat.recall = lambda: next(leaves)  # type: ignore[method-assign]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_ranks_get_all_their_seats_or_none_and_the_room_of_all_is_given_back_with_the_last() -> None:

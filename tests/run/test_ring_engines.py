@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from midflight.config.load import load_config
+from midflight.errors import RunFailed
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.engines import Access, EnginePart, Engines
 from midflight.run.parts import TEACHER, Message, ModelReady, ProcessKind, Restarted, Spec
@@ -26,6 +28,14 @@ class Spot:
     def __init__(self, number: int) -> None:
         self.host, self.port = f"10.0.0.{number}", 1000 + number
         self.lost = self.closed = False
+        self.recall = asyncio.Event()
+
+    @property
+    def is_recalled(self) -> bool:
+        return self.recall.is_set()
+
+    async def recalled(self) -> None:
+        await self.recall.wait()
 
     def close(self) -> None:
         self.closed = True
@@ -35,7 +45,7 @@ class Life:
     """A process: it ends by `die`."""
 
     def __init__(self, part: EnginePart) -> None:
-        self.part = part
+        self.part, self.killed = part, False
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def die(self, *, machine: bool = False) -> None:
@@ -44,6 +54,7 @@ class Life:
 
     def signal(self, number: signal.Signals) -> None:
         assert number is signal.SIGKILL
+        self.killed = True
 
     async def ended(self) -> int:
         return -9
@@ -52,8 +63,9 @@ class Life:
 class Site:
     """Engines on a cluster that has `room` for so many."""
 
-    def __init__(self, *options: str, room: int) -> None:
+    def __init__(self, *options: str, room: int, access: Access = ACCESS) -> None:
         self.room = asyncio.Semaphore(room)
+        self.refusals: list[Exception] = []
         self.spots: list[Spot] = []
         self.lives: list[Life] = []
         self.said: list[Message] = []
@@ -67,7 +79,7 @@ class Site:
                 site.announced.append(f"{part.name} {part.address}")
 
         self.engines = Watched(
-            *(config, self, ACCESS),  # pyright: ignore[reportArgumentType]
+            *(config, self, access),  # pyright: ignore[reportArgumentType]
             budgets=Budgets(1),
             serving=self.serving,
             say=self.said.append,
@@ -75,7 +87,9 @@ class Site:
             follow=self._follow,  # pyright: ignore[reportArgumentType]
         )
 
-    async def take(self, part: ProcessKind) -> Spot:
+    async def take(self, part: ProcessKind, *, for_ever: bool = False) -> Spot:
+        if self.refusals:
+            raise self.refusals.pop()
         await self.room.acquire()
         self.spots.append(Spot(len(self.spots)))
         return self.spots[-1]
@@ -134,6 +148,94 @@ def test_an_engine_is_moved_when_its_machine_is_lost_and_no_restart_is_spent() -
         assert site.announced == ["engine0 http://10.0.0.1:1001", "engine0 http://10.0.0.2:1002"]
         assert site.said == [Restarted("engine0", "engine0 died", None)] * 2 and "engine0" in site.serving
         task.cancel()
+
+    run(main)
+
+
+class Gateway:
+    """Answers one request at a time, when a test lets it; `asked` are their first lines."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers = asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        assert "Authorization: Bearer control" in head
+        self.asked.append(head[0].removesuffix(" HTTP/1.1"))
+        await self.answers.wait()
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 31\r\n\r\n{"name":"engine1","resumed": 3}')
+        writer.close()
+
+
+def test_an_engine_whose_place_is_taken_away_leaves_the_run_before_it_ends_and_comes_back_elsewhere() -> None:
+    """The gateway drains it, and answers when it has aborted the rest and has it resumed elsewhere."""
+
+    async def main() -> None:
+        gateway = Gateway()
+        async with await asyncio.start_server(gateway, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            site = Site("engine.count=2", room=3, access=Access(f"http://127.0.0.1:{port}", "control", "engine", "segment"))
+            tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
+            await settle()
+            site.spots[1].recall.set()
+            while not gateway.asked:
+                await asyncio.sleep(0.01)
+            await settle()
+            assert gateway.asked == ["DELETE /midflight/v1/engines/engine1?force=true"]
+            assert not site.lives[1].killed and not site.spots[1].closed and len(site.lives) == 2, "it goes on while it has requests"
+            gateway.answers.set()
+            while len(site.lives) < 3:
+                await asyncio.sleep(0.01)
+            await settle()
+            assert site.lives[1].killed and site.spots[1].closed and not site.lives[0].killed
+            assert site.announced == ["engine1 http://10.0.0.2:1002"], "in its new place it joins"
+            (said,) = site.said
+            assert said == Restarted("engine1", f"{LEAVES}: 3 requests go on elsewhere", None)
+            for task in tasks:
+                task.cancel()
+
+    run(main)
+
+
+LEAVES = "engine1 leaves its place at 10.0.0.1, which is about to be taken away"
+
+
+def test_an_engine_whose_place_is_taken_away_is_moved_also_where_no_gateway_answers() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            gateway = f"http://127.0.0.1:{found.getsockname()[1]}"
+        site = Site("engine.count=2", room=3, access=Access(gateway, "control", "engine", "segment"))
+        tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
+        await settle()
+        site.spots[1].recall.set()
+        while len(site.lives) < 3:
+            await asyncio.sleep(0.01)
+        (said,) = site.said
+        assert isinstance(said, Restarted) and said.error.startswith(f"{LEAVES}; the gateway did not answer")
+        for task in tasks:
+            task.cancel()
+
+    run(main)
+
+
+def test_an_engine_finds_a_place_though_a_machine_dies_that_was_to_give_it_one_and_though_it_waits_long() -> None:
+    """A seat that is lost as it is taken costs a restart of the engine; that there is no room ends the run only where nobody else serves."""
+
+    async def main() -> None:
+        site = Site("engine.count=2", room=3)
+        first, second = (asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True))
+        await settle()
+        site.refusals = [RunFailed("engine has waited 1 s"), PartFailed("engine did not get its seat", part="engine")]
+        site.lives[1].die(machine=True)
+        await settle()
+        assert len(site.lives) == 3 and site.said[1] == Restarted("engine1", "engine did not get its seat", 0, 0.0)
+        second.cancel()
+        site.serving.discard("engine1")
+        site.refusals = [RunFailed("engine has waited 1 s")]
+        site.lives[0].die(machine=True)
+        with pytest.raises(RunFailed, match="engine has waited 1 s"):
+            await first
 
     run(main)
 

@@ -27,5 +27,9 @@ class ClusterSection(Section):
     """Engines of a run that has all the machines it wants; larger asks for more seats. Default: `engine.count`."""
     lost_seconds: Seconds = 20.0
     """Without news from a machine for so long its parts count as dead; larger bears longer breaks of the network."""
+    autoscaler: bool = False
+    """Machines come when a seat is waited for, as with an autoscaler or a queue. Without it a cluster that is too small for the parts is refused."""
+    wait_seconds: Seconds = 1800.0
+    """A seat that the run needs is waited for so long, and what for is said meanwhile; then the run ends. Larger gives machines more time to come, or to be free."""
     variables: tuple[str, ...] = ()
     """Names of environment variables of the launcher that the parts get on other machines too, such as `HF_HOME`."""

@@ -45,7 +45,7 @@ class Budgets:
     def of(self, part: str) -> Budget:
         return self._budgets.setdefault(part, Budget(self._size))
 
-    def spend_on(self, failures: BaseExceptionGroup[BaseException], *, now: float, possible: bool = True) -> Restarted:
+    def spend_on(self, failures: BaseException, *, now: float, possible: bool = True) -> Restarted:
         """Takes a restart of the part whose failure ended the others', and says so. Raises the failure where none is left or `possible`.
 
         Of errors of parts that ended together, one that a restart cannot mend says most.

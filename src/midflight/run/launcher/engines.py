@@ -4,25 +4,34 @@ for them at first.
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
 | `Engines.keep` (one each) | the engine's messages | its end; then it starts it again | cancellation, or a spent budget |
+| `Engines._leave` (one each) | nothing | word that its place is taken away; then for the gateway to let it go | that word, its requests; cancellation |
 | `Engines.join` (one each) | nothing | a place, however long that takes; then as above | the cluster, cancellation |
 """
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from midflight.config.derived import num_engines
 from midflight.config.seats import engines_min
 from midflight.config.sections import Config
-from midflight.errors import first_error
+from midflight.errors import RunFailed, first_error
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, PartLost, ProcessKind, Restarted, Spec, serve_while
 from midflight.run.places.port import Child, PartFailed, Place, Places
 
+if TYPE_CHECKING:
+    from midflight.run.api.membership import MembershipClient
+
 JOIN_SECONDS = 600.0
 """For the gateway to admit an engine: it first asks it what it is, and compares weights, which takes as long as they are large."""
+LEAVE_SECONDS = 600.0
+"""For the requests that are drained; the gateway has a shorter deadline."""
 AGAIN_SECONDS = 2.0
 """Between two attempts at a gateway that does not answer yet."""
 
@@ -79,8 +88,9 @@ class Engines:
         section, teacher = self._config.engine, self._config.distillation.teacher
         urls = section.urls or (None,) * num_engines(section)
         least = engines_min(self._config)
-        taken = await asyncio.gather(*(self._places.take(ProcessKind.ENGINE) for _ in urls[:least]))
-        first = [EnginePart(f"engine{index}", section.kind, place, url=urls[index]) for index, place in enumerate(taken)]
+        async with asyncio.TaskGroup() as group:
+            taken = [group.create_task(self._places.take(ProcessKind.ENGINE)) for _ in urls[:least]]
+        first = [EnginePart(f"engine{index}", section.kind, place.result(), url=urls[index]) for index, place in enumerate(taken)]
         if teacher is not None and with_teacher:
             first.append(EnginePart(TEACHER, "embedded", await self._places.take(ProcessKind.ENGINE), model=str(teacher)))
         self.parts = {part.name: part for part in first}
@@ -95,8 +105,7 @@ class Engines:
             event.set()
 
     async def join(self, name: str, url: str | None) -> None:
-        place = await self._places.take(ProcessKind.ENGINE)
-        await self.keep(EnginePart(name, self._config.engine.kind, place, url=url, joins=True))
+        await self.keep(EnginePart(name, self._config.engine.kind, await self._elsewhere(name, for_ever=True), url=url, joins=True))
 
     async def keep(self, part: EnginePart) -> None:
         """Runs one engine, and starts it again when it dies: it comes back with the first weights, in quarantine; the teacher with its own."""
@@ -104,14 +113,26 @@ class Engines:
             self.parts[part.name] = part
             failure = await self._life(part)
             self._serving.discard(part.name)
-            if not part.place.lost:
+            if not (part.place.lost or part.place.is_recalled):
                 await self._may_restart(failure)
             elif part.name == TEACHER:
                 raise failure  # its address is told at the start alone
             else:
                 part.place.close()
                 self._say(Restarted(part.name, str(failure), None))
-                part = replace(part, place=await self._places.take(ProcessKind.ENGINE), joins=True)
+                part = replace(part, place=await self._elsewhere(part.name), joins=True)
+
+    async def _elsewhere(self, name: str, *, for_ever: bool = False) -> Place:
+        """Waits for a place, while others serve longer than the limit of one that the run needs. A seat that dies as it is taken is another
+        death of the engine."""
+        while True:
+            try:
+                return await self._places.take(ProcessKind.ENGINE, for_ever=for_ever)
+            except PartFailed as failure:
+                await self._may_restart(PartFailed(str(failure), part=name))
+            except RunFailed:
+                if not self._others(name):
+                    raise
 
     async def _life(self, part: EnginePart) -> PartFailed:
         """Waits for the end of one process, which nobody asked for, and returns why it ended."""
@@ -121,7 +142,9 @@ class Engines:
         except PartFailed as failure:
             return failure
         try:
-            await serve_while(self._follow_on(part, engine), *([self._announce(part)] if part.joins else []))
+            beside = [self._announce(part)] if part.joins else []
+            beside += [] if part.name == TEACHER else [self._leave(part)]
+            await serve_while(self._follow_on(part, engine), *beside)
             failure = PartFailed(f"{part.name} ended, though nobody asked it to", part=part.name)
         except BaseExceptionGroup as errors:
             failure = first_error(errors)
@@ -146,16 +169,36 @@ class Engines:
 
         await self._follow(engine, spec)
 
-    async def _announce(self, part: EnginePart) -> None:
-        """Tells the gateway where the engine is. Waits until the engine serves, and for the gateway, which may not serve yet."""
-        from midflight.run.api.membership import EngineAddress, MembershipClient  # only here does the launcher ask anybody
+    @asynccontextmanager
+    async def _members(self) -> AsyncGenerator["MembershipClient"]:
+        """The gateway's. `PartLost` where it does not answer."""
+        from midflight.run.api.membership import MembershipClient  # only here does the launcher ask anybody
         from midflight.wire.client import HttpClient
 
-        await self._up[part.name].wait()
         async with HttpClient(self._access.gateway, lost=PartLost, token=self._access.control_token) as http:
+            yield MembershipClient(http)
+
+    async def _leave(self, part: EnginePart) -> None:
+        """Waits until its place is recalled, and then for its requests, which end there or go on elsewhere; only then it ends."""
+        await part.place.recalled()
+        said = f"{part.name} leaves its place at {part.place.host}, which is about to be taken away"
+        try:
+            async with self._members() as members:
+                answer = await members.leave(part.name, force=True, seconds=LEAVE_SECONDS)
+            said += f": {msgspec.json.decode(answer.content)['resumed']} requests go on elsewhere" if answer.status == 200 else ""
+        except PartLost as lost:  # nobody asks anything of it then
+            said += f"; the gateway {lost}"
+        raise PartFailed(said, part=part.name)
+
+    async def _announce(self, part: EnginePart) -> None:
+        """Tells the gateway where the engine is. Waits until the engine serves, and for the gateway, which may not serve yet."""
+        from midflight.run.api.membership import EngineAddress
+
+        await self._up[part.name].wait()
+        async with self._members() as members:
             while True:
                 try:
-                    answer = await MembershipClient(http).put(part.name, EngineAddress(part.address), seconds=JOIN_SECONDS)
+                    answer = await members.put(part.name, EngineAddress(part.address), seconds=JOIN_SECONDS)
                     break
                 except PartLost:
                     await asyncio.sleep(AGAIN_SECONDS)
@@ -163,11 +206,15 @@ class Engines:
             said = answer.content.decode(errors="replace")
             raise PartFailed(f"{part.name} at {part.address} was not admitted ({answer.status}): {said}", part=part.name)
 
+    def _others(self, name: str) -> Sequence[str]:
+        """Engines that serve."""
+        return sorted(self._serving & self.parts.keys() - {TEACHER, name})
+
     async def _may_restart(self, failure: PartFailed) -> None:
         """Waits for an engine's back-off. A spent budget is the failure; but while another engine serves, it is a longer wait."""
         name, loop = failure.part, asyncio.get_running_loop()
         while (wait := self._budgets.of(name).spend(loop.time())) is None:
-            others = ", ".join(sorted(self._serving & self.parts.keys() - {TEACHER}))
+            others = ", ".join(self._others(name))
             if not others or name == TEACHER:
                 raise failure
             back = self._budgets.of(name).seconds_to_next(loop.time())

@@ -45,7 +45,7 @@ from midflight.run.parts import (
     control_token,
     serve_while,
 )
-from midflight.run.places.port import HasDescriptor
+from midflight.run.places.port import HasDescriptor, PartFailed
 from midflight.types import Version
 from midflight.wire.server import exposure, is_loopback
 
@@ -132,7 +132,7 @@ class Run:
         while True:
             try:
                 return await self._ring(self.hear, budgets=budgets).run(Purpose.TRAIN, resume=resume)
-            except BaseExceptionGroup as failures:
+            except (BaseExceptionGroup, PartFailed) as failures:  # alone: of a place that was lost before anything ran there
                 again = budgets.spend_on(failures, now=time.monotonic())
             resume = can_go_on(self._folder)
             where = "its last checkpoint" if resume else "the beginning"

@@ -135,7 +135,7 @@ class Ring:
         )
         engines = await self._engines.take(with_teacher=purpose in (Purpose.TRAIN, Purpose.ROLLOUTS))
         remove_left()
-        beside = [*engines, self._watch()]
+        beside = [*engines, self._watch(), self._places.watch()]
         rollout = self._rollout(purpose)
         beside += [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
         try:

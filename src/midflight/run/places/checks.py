@@ -14,16 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.config.seats import seat_resources
+from midflight.config.seats import engines_min, seat_resources
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.run.places.seat import MONITOR_VARIABLE, Greeting
-from midflight.run.places.seated import Cluster, Machine, why_lost
+from midflight.run.places.seated import Cluster, Machine, said_of, why_lost
 from midflight.version import __version__
 from midflight.wire.server import is_loopback
 
 HELLO_SECONDS = 90.0
 """For a machine to start a seat: Python and our package are imported there first, which takes long on a busy one."""
+ROUNDING = 1e-6
+"""Of resources, which Ray counts in ten-thousandths."""
 WHERE = "{where}"
 """In a sentence: the machines of which it is true."""
 NOT_THERE = ("No module named 'midflight", "cannot import name")
@@ -33,7 +35,9 @@ NOT_THERE = ("No module named 'midflight", "cannot import name")
 async def check_cluster(cluster: Cluster, config: Config) -> None:
     """`ConfigError` with all that is wrong. Waits for an answer of each machine, at most `HELLO_SECONDS`."""
     machines = cluster.machines()
-    problems = [*_open(config, machines), *_resources(config, machines), *_transport(config, machines)]
+    problems = [*_open(config, machines), *_transport(config, machines)]
+    if not config.cluster.autoscaler:
+        problems += [*_resources(config, machines)] or [*_room(config, machines)]
     nearest = _existing(Path(config.run.folder))
     greetings = await asyncio.gather(*(_greeting(cluster, machine, nearest) for machine in machines))
     found: defaultdict[str, list[str]] = defaultdict(list)
@@ -78,6 +82,42 @@ def _resources(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
             yield f"cluster.{part}: no machine has {name}: {wanted[name]:g}; {there}. Lower it, or add a machine."
         if not missing:
             yield f"cluster.{part}: no machine has all of {_said(wanted)} together. Lower it, or add a machine."
+
+
+def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
+    """Whether all seats with which a run begins find room at once, whoever uses it now: exactly, over all ways to place them."""
+    asked, ranks = seat_resources(config), config.trainer.ranks
+    engines = engines_min(config) + (config.distillation.teacher is not None)
+    best = {(0, 0): 0}  # the most engines that there is room for beside so many gateways and ranks
+    for machine in machines:
+        before, best = best, {}
+        for (gateway, trainer), found in before.items():
+            for more in ((g, t) for g in range(2 - gateway) for t in range(ranks - trainer + 1)):
+                if (fits := _engines_beside(machine, asked, *more, most=engines)) is None:
+                    continue
+                key = (gateway + more[0], trainer + more[1])
+                best[key] = max(best.get(key, 0), min(engines, found + fits))
+    seated = max((trainer for gateway, trainer in best if gateway), default=0)
+    if best.get((1, ranks), -1) >= engines:
+        return
+    part, beside = ("engine", "the gateway and the trainer") if seated == ranks else ("trainer", "the gateway")
+    wanted, room = (engines, best[1, ranks]) if seated == ranks else (ranks, seated)
+    yield (
+        f"cluster.{part}: the run begins with {wanted} seats of {_said(asked[part])} each, and beside {beside} the cluster has room for {room} "
+        f"({said_of(machines)}). Ask for less, add a machine, or set cluster.autoscaler where machines come by themselves."
+    )
+
+
+def _engines_beside(machine: Machine, asked: Mapping[str, Mapping[str, float]], gateways: int, ranks: int, *, most: int) -> int | None:
+    """So many engines, `most` at most, have room there beside these; none where these have not."""
+    fits = most
+    for name in {name for wanted in asked.values() for name in wanted}:
+        left = machine.resources.get(name, 0.0) - gateways * asked["rollout"].get(name, 0.0) - ranks * asked["trainer"].get(name, 0.0)
+        if left < -ROUNDING:
+            return None
+        if each := asked["engine"].get(name, 0.0):
+            fits = min(fits, int((left + ROUNDING) / each))
+    return fits
 
 
 def _said(resources: Mapping[str, float]) -> str:

@@ -1,5 +1,6 @@
 """Places on this machine: a listening socket for each part, and the processes below this one."""
 
+import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ HOST = "127.0.0.1"
 
 
 class LocalPlace:
-    lost = False
+    lost = is_recalled = False
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener, self.fd = listener, listener.fileno()
@@ -35,6 +36,9 @@ class LocalPlace:
     ) -> LocalChild:
         sockets = (self._listener,) if listens else ()
         return LocalChild(part, name, log=log, environ=environ, inherited=(*sockets, *inherited), arguments=arguments, objects=objects)
+
+    async def recalled(self) -> None:
+        await asyncio.Event().wait()
 
     async def free_port(self) -> int:
         with socket.create_server((self.host, 0)) as found:
@@ -61,7 +65,10 @@ class LocalPlaces:
         for place in self._taken:
             place.close()
 
-    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0) -> LocalPlace:
+    async def watch(self) -> None:
+        """Nobody takes places away here."""
+
+    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False) -> LocalPlace:
         self._taken.append(LocalPlace(listen(host or HOST, port)))
         return self._taken[-1]
 

@@ -116,6 +116,15 @@ class Place(Protocol):
         """Its machine is gone, and so is everything that ran there: another place must be taken."""
         ...
 
+    @property
+    def is_recalled(self) -> bool:
+        """It is about to be taken away, alone or with its machine: what can leave it in order should."""
+        ...
+
+    async def recalled(self) -> None:
+        """Waits until it is; for ever where nobody says so. Ended by that, or by cancellation."""
+        ...
+
     def child(
         self,
         part: parts.ProcessKind,
@@ -153,13 +162,17 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         """Whether places may be on different machines."""
         ...
 
-    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0) -> Place:
+    async def watch(self) -> None:
+        """Finds out which places are recalled, until it is cancelled; ends at once where none can be."""
+        ...
+
+    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False) -> Place:
         """A place whose socket listens at `host`, by default where the other parts reach it and nobody else need. Waits until there is room
-        for it; ended by that, or by cancellation. `ConfigError` where it cannot listen there."""
+        for it; ended by that, by cancellation, or, unless `for_ever`, by a limit: `RunFailed`. `ConfigError` where it cannot listen there."""
         ...
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[Place]:
-        """So many places or none, ordered by machine and GPU. Waits until there is room for all."""
+        """So many places or none, ordered by machine and GPU. Waits until there is room for all; `RunFailed` after a limit."""
         ...
 
 

@@ -4,11 +4,13 @@ are not used."""
 import logging
 import math
 import os
+import signal
 import socket
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from midflight.config.seats import run_resources, seat_resources
@@ -36,7 +38,8 @@ def ray_places(config: Config, *, say: Callable[[str], None]) -> RayPlaces:
     resources = {kind: asked[kind if kind in asked else "rollout"] for kind in ProcessKind}
     environ = {name: os.environ[name] for name in ("PYTHONPATH", *cluster.variables) if name in os.environ}
     made = connect(config)
-    return RayPlaces(made, resources, lost_seconds=cluster.lost_seconds, environ=environ, say=say)
+    seconds = {"lost_seconds": cluster.lost_seconds, "wait_seconds": cluster.wait_seconds}
+    return RayPlaces(made, resources, **seconds, environ=environ, say=say)
 
 
 def connect(config: Config) -> "RayCluster":
@@ -116,12 +119,27 @@ def _why_none(error: BaseException) -> str:
     return f"no cluster was reached there: {lines[0]}"
 
 
+class RaySeat(SeatActor):
+    """The actor, in a worker of Ray's, whose SIGTERM it hears first: an engine that is to end leaves, a second one ends it at once."""
+
+    def __new__(cls, address: str = "") -> "RaySeat":
+        """This alone runs in the worker's main thread, where signals are heard."""
+        seat, before = super().__new__(cls), signal.getsignal(signal.SIGTERM)
+
+        def recalled(number: int, frame: FrameType | None) -> None:
+            if not seat.recall() and callable(before):
+                before(number, frame)
+
+        signal.signal(signal.SIGTERM, recalled)
+        return seat
+
+
 class RayCluster:
     """A `Cluster`. Actors die with this process: they have no names, and are not detached."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self._actor = ray.remote(SeatActor)
+        self._actor = ray.remote(RaySeat)
 
     def machines(self) -> Sequence[Machine]:
         return [
@@ -129,6 +147,10 @@ class RayCluster:
             for node in self._ray.nodes()
             if node["Alive"]
         ]
+
+    def leaving(self) -> Collection[str]:
+        found = import_module("ray._private.state").state.get_draining_nodes()
+        return {node["NodeManagerAddress"] for node in self._ray.nodes() if node["NodeID"] in found} if found else ()
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
         if not machine:

@@ -78,6 +78,8 @@ class Heard(msgspec.Struct, frozen=True):
     """With which it ended."""
     log: str = ""
     """The end of its log, where it ended."""
+    recalled: bool = False
+    """The seat is about to be taken away."""
 
 
 class BelowSeat:
@@ -140,6 +142,13 @@ class SeatActor:
         self._following: dict[str, asyncio.Task[None]] = {}
         """An actor has no main task whose group these could be in: they end with their processes, and with the actor."""
         self._listener: socket.socket | None = None
+        self._is_recalled = False
+
+    def recall(self) -> bool:
+        """The machine, or whoever ends this process, will not wait long. Whether the launcher can make something of that, which it is told
+        with the next answer: an engine leaves in order. Of the other parts none can, and asked twice none should."""
+        first, self._is_recalled = not self._is_recalled, True
+        return first and any(told.child.part is ProcessKind.ENGINE and told.child.running for told in self._told.values())
 
     async def hello(self, folder: str, nonce: str, cwd: str) -> bytes:
         """What the machine is. `nonce` is written into a file of that name in `folder`, for the launcher to find there."""
@@ -191,7 +200,8 @@ class SeatActor:
         await self._told[name].child.write(spec)
 
     async def hear(self, name: str, after: int) -> bytes:
-        return msgspec.json.encode(await self._told[name].hear(after))
+        heard = await self._told[name].hear(after)
+        return msgspec.json.encode(msgspec.structs.replace(heard, recalled=self._is_recalled))
 
     async def stacks(self, name: str) -> str:
         return await self._told[name].child.stacks()

@@ -2,7 +2,8 @@
 
 | wait | waits for | ended by |
 |---|---|---|
-| `RayPlaces.take`, `take_all` | a machine with room | the cluster, or cancellation |
+| `RayPlaces.take`, `take_all` | a machine with room | the cluster, cancellation, or `wait_seconds` unless it may wait for ever |
+| `RayPlaces.watch` | its interval, and the cluster's word on machines that are to be taken away | cancellation |
 | `SeatedPlace.ask` | the seat's answer | it, the seat's death, or `lost_seconds` without an answer |
 """
 
@@ -10,8 +11,8 @@ import asyncio
 import secrets
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from midflight import given
-from midflight.errors import ConfigError
+from midflight.errors import ConfigError, RunFailed
 from midflight.run import parts
 from midflight.run.places.port import HasDescriptor, PartFailed
 from midflight.run.places.process import last_lines
@@ -30,10 +31,16 @@ AGAIN_SECONDS = 0.5
 """Between two calls of a seat that cannot be reached, though its machine is said to live."""
 ALONE = 2
 """So many times `lost_seconds` a process outlives its launcher, where Ray does not end it: longer than the launcher bears a silence."""
+LOOK_SECONDS = 2.0
+"""Between two questions which machines are about to be taken away: they have half a minute or more."""
 KILL_SECONDS = 5.0
 """For a seat to say that a process which was killed has ended: the end of a run waits for that, also where the machine is gone."""
 PATIENCE_SECONDS = 30.0
-"""A seat is not there at once; after so long it is told that it is waited for."""
+"""A seat is not there at once; after so long it is told that it is waited for, and again each time that has doubled."""
+
+
+OWN_RESOURCES = frozenset(("memory", "node", "object_store_memory", "accelerator_type"))
+"""Ray's own of each machine, in bytes or as marks; nobody need be told of them."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -44,11 +51,22 @@ class Machine(msgspec.Struct, frozen=True):
     resources: Mapping[str, float]
 
 
+def said_of(machines: Sequence[Machine]) -> str:
+    """How many they are, and what they have together, whoever uses it."""
+    names = sorted({name for machine in machines for name in machine.resources if name.partition(":")[0] not in OWN_RESOURCES})
+    have = ", ".join(f"{name}: {sum(machine.resources.get(name, 0.0) for machine in machines):g}" for name in names)
+    return f"{len(machines)} machine{'s' if len(machines) != 1 else ''} with {have or 'nothing'}"
+
+
 class Cluster(Protocol):
     """What is asked of Ray. A seat is an actor's handle; calls raise Ray's own errors, by which `why_lost` tells them apart."""
 
     def machines(self) -> Sequence[Machine]:
         """Those that live."""
+        ...
+
+    def leaving(self) -> Collection[str]:
+        """Addresses of machines that live and are about to be taken away: nothing new is placed there."""
         ...
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> Any:
@@ -99,6 +117,17 @@ class SeatedPlace:
         self._cluster, self._seat, self._lost_seconds, self._environ, self._closed = cluster, seat, lost_seconds, environ, closed
         self.host, self.port, self.fd, self.gpus, self.machine = opened.host, opened.port, opened.fd, opened.gpus, opened.machine
         self.lost = self._is_closed = False
+        self._recalled = asyncio.Event()
+
+    @property
+    def is_recalled(self) -> bool:
+        return self._recalled.is_set()
+
+    async def recalled(self) -> None:
+        await self._recalled.wait()
+
+    def recall(self) -> None:
+        self._recalled.set()
 
     def child(
         self,
@@ -218,6 +247,8 @@ class SeatedChild:
                 self._why, self._closed, self._status = str(lost), True, -signal.SIGKILL
                 self._log = last_lines(Path(self._order.log))
                 return
+            if heard.recalled:
+                self._place.recall()
             self._unread += heard.lines
             self._heard += len(heard.lines)
             self._closed, self._status, self._log = heard.closed, heard.status, heard.log
@@ -261,11 +292,13 @@ class RayPlaces:
         resources: Mapping[parts.ProcessKind, Mapping[str, float]],
         *,
         lost_seconds: float,
+        wait_seconds: float,
         environ: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
         """`resources`: what a seat of each kind asks for. `environ`: for all processes. `say` hears what is waited for."""
         self._cluster, self._resources, self._lost_seconds, self._environ, self._say = cluster, resources, lost_seconds, environ, say
+        self._wait_seconds = wait_seconds
         self.spread = True
         self._taken: list[SeatedPlace] = []
 
@@ -276,16 +309,25 @@ class RayPlaces:
         for place in self._taken:
             place.close()
 
-    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0) -> SeatedPlace:
+    async def watch(self) -> None:
+        while True:
+            leaving = await asyncio.to_thread(self._cluster.leaving)
+            for place in self._taken:
+                if place.machine in leaving:
+                    place.recall()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False) -> SeatedPlace:
         seat = self._cluster.seat(self._resources[part])
         try:
-            return await self._opened(part, seat, "" if host is None or is_loopback(host) else host, port)
+            async with self._patience(part, 1, for_ever=for_ever):
+                return await self._opened(part, seat, "" if host is None or is_loopback(host) else host, port)
         except BaseException:
             self._cluster.kill(seat)
             raise
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[SeatedPlace]:
-        with self._patience(part, count):
+        async with self._patience(part, count):
             seats, give_back = await self._cluster.group(self._resources[part], count)
         closed = 0
 
@@ -296,7 +338,8 @@ class RayPlaces:
                 give_back()
 
         try:
-            taken = [await self._opened(part, seat, "", 0, closed=close) for seat in seats]
+            async with self._patience(part, count):
+                taken = [await self._opened(part, seat, "", 0, closed=close) for seat in seats]
         except BaseException:
             give_back()
             raise
@@ -307,8 +350,7 @@ class RayPlaces:
     ) -> SeatedPlace:
         """Waits until the seat is there, however long that takes."""
         try:
-            with self._patience(part, 1):
-                opened = msgspec.json.decode(await self._cluster.call(seat, "open", host, port), type=SeatOpened)
+            opened = msgspec.json.decode(await self._cluster.call(seat, "open", host, port), type=SeatOpened)
         except Exception as error:
             if (why := why_lost(error)) is None:
                 raise
@@ -319,12 +361,28 @@ class RayPlaces:
         self._taken.append(place)
         return place
 
-    @contextmanager
-    def _patience(self, part: parts.ProcessKind, count: int) -> Generator[None]:
-        wanted = ", ".join(f"{name}: {amount:g}" for name, amount in self._resources[part].items())
-        said = f"{part} waits for {count} x a machine with {wanted or 'room'}"
-        later = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._say, said)
+    @asynccontextmanager
+    async def _patience(self, part: parts.ProcessKind, count: int, *, for_ever: bool = False) -> AsyncGenerator[None]:
+        """Of a wait for seats: what for is said again and again. `RunFailed` after `wait_seconds`, unless it may last `for_ever`."""
+        loop, asked = asyncio.get_running_loop(), ", ".join(f"{name}: {amount:g}" for name, amount in self._resources[part].items())
+        wanted = f"{count} x a machine with {asked or 'room'}"
+
+        def say(seconds: float) -> None:
+            nonlocal later
+            self._say(f"{part} waits for {wanted}; what there is has no room now: {said_of(self._cluster.machines())}")
+            later = loop.call_later(2 * seconds, say, 2 * seconds)
+
+        later = loop.call_later(PATIENCE_SECONDS, say, PATIENCE_SECONDS)
+        limit = asyncio.timeout(None if for_ever else self._wait_seconds)
         try:
-            yield
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise RunFailed(
+                f"{part} has waited {self._wait_seconds:g} s for {wanted}, and had no room among {said_of(self._cluster.machines())}; add "
+                "machines or end what is on them, and go on with --resume, or raise cluster.wait_seconds."
+            ) from None
         finally:
             later.cancel()
