@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.request import Request, urlopen
 
 from .machines import Machine, Network, network
 from .ports import OPTIONS
@@ -85,6 +87,16 @@ class Cluster:
         until(lambda: "Ray runtime started" in log.read_text() or self._nodes[name].poll() is not None, f"Ray on {name}", START_SECONDS)
         assert self._nodes[name].poll() is None, log.read_text()
 
+    def end(self, name: str) -> None:
+        """SIGTERM for its Ray, as for a machine that is taken away."""
+        ray = [pid for pid, line in self.members[name].processes().items() if " start --block " in line and "nsenter" not in line]
+        assert len(ray) == 1, self.members[name].processes()
+        os.kill(ray[0], signal.SIGTERM)
+
+    def ended(self, name: str) -> bool:
+        """Its Ray."""
+        return self._nodes[name].poll() is not None
+
     def train(self, on: str, config: Path, run: str, *arguments: str) -> Launched:
         """A run into `run`, in the shared folder; the launcher is on machine `on`."""
         return Launched(self, self.members[on], config, self.folder / run, arguments)
@@ -135,6 +147,18 @@ class Launched:
         """Waits for so many more than there are. Returns how many there are then."""
         goal = (self.steps() or [{"step": 0}])[-1]["step"] + more
         return self.until(lambda: (n := (self.steps() or [{"step": 0}])[-1]["step"]) >= goal and n, f"step {goal}", seconds)
+
+
+def member(run: Path, engine: str = "", *, host: str = "") -> dict[str, Any]:
+    """An engine, by its name or its machine, as the gateway sees it now; empty where it is none, or the gateway cannot be asked."""
+    try:
+        endpoint = json.loads((run / "endpoint.json").read_text())
+        headers = {"Authorization": f"Bearer {endpoint['control_token']}"}
+        with urlopen(Request(f"{endpoint['url']}/midflight/v1/engines", headers=headers), timeout=10) as answer:
+            members = json.load(answer)["engines"]
+    except (OSError, ValueError):
+        return {}
+    return next((one for one in members if one["name"] == engine or f"//{host}:" in one["url"]), {})
 
 
 def until(condition: Callable[[], T], what: str, seconds: float) -> T:

@@ -1,4 +1,4 @@
-"""One run over machines that are slowed down, powered off and cut off one after the other: engines, a rank, the gateway, the head.
+"""One run over machines that are slowed down, told to end, powered off and cut off one after the other: engines, a rank, the gateway, the head.
 
 The tests share one cluster and one run, and stand in the order in which things happen to it. Where each begins:
 
@@ -15,27 +15,32 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.real.processes import CONFIG
 
 from .machines import missing
-from .rays import Cluster, Launched, cluster, environ_of, until
+from .rays import Cluster, Launched, cluster, environ_of, member, until
 
 pytestmark = [pytest.mark.skipif(missing() is not None, reason=missing() or ""), pytest.mark.timeout(1800)]
 pytest.importorskip("ray", reason="Ray is not here (pip install 'midflight[ray]')")
 
 STALENESS, GROUPS = 3, 2
+MEGABITS = 1.0
+"""A second, of a link that is slow."""
+DISK = "/tmp/store"
+"""Of each machine its own: what lies there is lost with it."""
 PATIENT = ("cluster.lost_seconds=60", "run.stall_seconds=120", "environment.rollout_seconds=600")
 """On a busy machine all is slow. That a machine is dead Ray says sooner."""
 OPTIONS = (
     *("engine.count=2", "engine.threads=1", "trainer.ranks=2", "trainer.threads=1", "trainer.checkpoint_every=4", "run.restarts=20"),
     *("cluster.rollout={rollout=1}", "cluster.trainer={trainer=1}", "cluster.engine={engine=1}", f"rollout.max_staleness={STALENESS}"),
+    *("gateway.drain_seconds=1", f"run.store_folder={DISK}"),
     *PATIENT,
 )
 
@@ -90,10 +95,35 @@ def test_a_run_has_its_parts_where_the_cluster_has_room_for_them_and_is_reached_
 
 
 def test_a_run_goes_on_over_a_slow_link(story: Story) -> None:
-    """An engine's machine with 5 Mbit/s: a version of 0.2 MB takes a third of a second to it."""
-    story.cluster.members["third"].slow(5)
-    story.running.until_steps(3)
-    story.cluster.members["third"].fast()
+    """An engine's machine with 1 Mbit/s gets every version, later than the other: none comes faster than its bytes can, and none takes it
+    out of service."""
+    run, third = story.running, story.cluster.members["third"]
+    begins = run.until_steps(3)
+    third.slow(MEGABITS)
+    slow = run.until_steps(2)
+    ends = run.until_steps(4, seconds=600)
+    found = member(run.folder, host=third.address)
+    third.fast()
+    assert found["state"] == "serving" and found["version"] > run.steps()[begins - 1]["version"], found
+    num_bytes = (run.folder / "start" / "model.safetensors").stat().st_size
+    before = min(line["stage_seconds"] for line in run.steps()[:begins] if line.get("stage_seconds"))
+    during = min(line["stage_seconds"] for line in run.steps()[slow:ends] if line.get("stage_seconds"))
+    assert during > 0.9 * num_bytes * 8 / (MEGABITS * 1e6) > before, (before, during)
+    story.sound()
+
+
+def test_an_engine_whose_machine_is_told_to_end_leaves_in_order_and_comes_back_on_another_one(story: Story) -> None:
+    """Ray, which got SIGTERM, gives the machine nothing new and waits for what is there."""
+    story.cluster.add("fourth", fourth={"engine": 1})
+    run, third = story.running, story.cluster.members["third"]
+    name = member(run.folder, host=third.address)["name"]
+    story.cluster.end("third")
+    run.until(lambda: story.on("fourth") == ["engine"], "an engine on the fourth machine")
+    run.until(lambda: member(run.folder, name).get("state") == "serving", "the current weights in it")
+    assert f"{name} leaves its place at {third.address}, which is about to be taken away: " in run.said
+    assert f"{name} has lost its seat" not in run.said
+    until(lambda: story.cluster.ended("third"), "the end of Ray on the third machine", 120)
+    assert story.on("third") == []
     story.sound()
 
 
@@ -119,32 +149,36 @@ def test_an_engine_on_a_machine_that_knows_no_ray_joins_and_leaves_under_load(st
 
 
 def test_an_engine_whose_machine_loses_power_comes_back_on_another_one(story: Story) -> None:
-    story.cluster.add("fourth", fourth={"engine": 1})
-    story.cluster.members["third"].power_off()
+    story.cluster.add("fifth", fifth={"engine": 1})
+    story.cluster.members["fourth"].power_off()
     story.running.until_steps(3)
-    story.running.until(lambda: story.on("fourth") == ["engine"], "an engine on the fourth machine")
+    story.running.until(lambda: story.on("fifth") == ["engine"], "an engine on the fifth machine")
     story.running.until_steps(3)
     story.sound()
 
 
 def test_a_rank_whose_machine_is_cut_off_goes_back_to_the_checkpoint_on_another_one(story: Story) -> None:
     """An engine is lost with it. Gateway and the other engine stay."""
-    story.cluster.add("fifth", fifth={"trainer": 1, "engine": 1})
+    story.cluster.add("sixth", sixth={"trainer": 1, "engine": 1})
     gateway = next(pid for pid, line in story.cluster.members["first"].processes().items() if "child rollout" in line)
     story.cluster.members["second"].unplug()
-    story.running.until(lambda: "trainer" in story.on("fifth"), "a rank on the fifth machine")
+    story.running.until(lambda: "trainer" in story.on("sixth"), "a rank on the sixth machine")
     story.running.until_steps(5)
     assert "child rollout" in story.cluster.members["first"].processes().get(gateway, ""), "the gateway stayed"
     story.sound()
 
 
 def test_a_gateway_whose_machine_loses_power_goes_on_elsewhere_with_the_store_of_the_checkpoint(story: Story) -> None:
-    """The first rank is lost with it."""
-    story.cluster.add("sixth", sixth={"rollout": 1, "trainer": 1})
+    """The first rank is lost with it, and the store, which lay on its disk."""
+    run = story.running
+    story.cluster.add("seventh", seventh={"rollout": 1, "trainer": 1})
+    assert not list(run.folder.glob("store.sqlite*")), "the store is on the disk of the gateway's machine alone"
     story.cluster.members["first"].power_off()
-    story.running.until(lambda: story.on("sixth") == ["rollout", "trainer"], "gateway and rank on the sixth machine")
-    story.running.until_steps(5)
+    run.until(lambda: story.on("seventh") == ["rollout", "trainer"], "gateway and rank on the seventh machine")
+    run.until_steps(5)
+    assert "rollouts since then are generated again" in run.said and f"goes on from {run.folder}/checkpoints/" in run.said
     story.sound()
+    books_balance(story, "seventh")
 
 
 def test_a_run_whose_head_loses_power_ends_everywhere_and_goes_on_in_another_cluster_to_its_end(story: Story) -> None:
@@ -162,20 +196,31 @@ def test_a_run_whose_head_loses_power_ends_everywhere_and_goes_on_in_another_clu
     story.run = story.cluster.train("head", story.config, "run", "--resume", f"run.steps={steps}", *OPTIONS)
     story.running.until(lambda: story.running.process.poll() is not None, "the end of the run", 900)
     assert story.running.process.returncode == 0, story.running.said[-6000:]
+    assert story.running.said.count("rollouts since then are generated again") == 2, "the second time for the new cluster"
     story.sound()
     summary = json.loads((story.running.folder / "summary.json").read_text())
     assert (summary["steps"], summary["failed_requests"]) == (steps, 0) and summary["max_token_staleness"] <= STALENESS
     assert [line["step"] for line in story.running.steps()] == list(range(1, steps + 1)), "every step is in the journal once (I8)"
-    books_balance(story.running.folder, num_steps=steps)
+    books = books_balance(story, "first")
+    assert (books["trained"], books["leased"]) == (steps * GROUPS, 0), "as many groups as the steps took (I8)"
 
 
-def books_balance(folder: Path, *, num_steps: int) -> None:
-    """Every token is in one place (I3), as many groups are trained as the steps took (I8), and nothing is on lease."""
-    from midflight.archive.ledger import ledger_of
+BOOKS = """
+import json, sqlite3, sys
+from contextlib import closing
+from pathlib import Path
+from midflight.archive.ledger import ledger_of
+found = ledger_of(Path(sys.argv[1]))
+(store,) = Path(sys.argv[2]).glob("midflight-*.sqlite")
+with closing(sqlite3.connect(store)) as opened:
+    sound = opened.execute("PRAGMA integrity_check").fetchone()[0]
+print(json.dumps({"mistakes": found.mistakes, "sound": sound, "trained": found.accounts.trained, "leased": found.accounts.leased}))
+"""
 
-    found = ledger_of(folder)
-    assert found.balanced, found.mistakes
-    assert found.accounts.trained == num_steps * GROUPS and found.accounts.leased == 0
-    (store,) = folder.glob("store.sqlite")
-    with sqlite3.connect(store) as opened:
-        assert opened.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+def books_balance(story: Story, machine: str) -> dict[str, Any]:
+    """Every token is in one place (I3), says the store on that machine's disk; the run may go on meanwhile."""
+    asked = (sys.executable, "-c", BOOKS, str(story.running.folder), DISK)
+    said: dict[str, Any] = json.loads(story.cluster.members[machine].run(*asked, env=story.cluster.environ).stdout)
+    assert (said["sound"], said["mistakes"]) == ("ok", []), said
+    return said

@@ -14,10 +14,11 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
 from tests.real.processes import CONFIG, Command, alive, arguments_of, children, gone, journal, pids
+
+from .rays import member
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS, STARTS = 120.0, 4
@@ -147,7 +148,8 @@ def test_a_whole_ring_runs_on_a_cluster_that_it_starts_itself(node: Node, tmp_pa
         run.end()
 
 
-def test_an_engine_whose_seat_is_lost_comes_back_on_another_and_serves(node: Node, tmp_path: Path) -> None:
+def test_an_engine_whose_seat_is_lost_or_told_to_end_comes_back_on_another_and_serves(node: Node, tmp_path: Path) -> None:
+    """It is lost by SIGKILL; on SIGTERM its engine leaves the run before it ends."""
     run = Command("train", small(tmp_path, node, steps=100_000), "--folder", tmp_path / "run", folder=tmp_path, forked=False)
     try:
         run.until(lambda: len([line for line in journal(tmp_path / "run") if line["kind"] == "step"]) >= 3, "three steps", 600)
@@ -158,26 +160,28 @@ def test_an_engine_whose_seat_is_lost_comes_back_on_another_and_serves(node: Nod
         os.kill(seats["engine0"], signal.SIGKILL)
         assert gone([there["engine0"]], seconds=20), "it ends with its seat"
         run.until(lambda: parts(tmp_path / "run").get("engine0"), "engine0 on another seat", 300)
-        run.until(lambda: state_of("engine0", tmp_path / "run") == "serving", "the current weights in it", 300)
+        run.until(lambda: member(tmp_path / "run", "engine0").get("state") == "serving", "the current weights in it", 300)
+        os.kill(seats["engine1"], signal.SIGTERM)
+        run.until(lambda: left(tmp_path / "run", "engine1"), "engine1 out of the run", 300)
+        run.until(lambda: parts(tmp_path / "run").get("engine1", there["engine1"]) != there["engine1"], "engine1 on another seat", 300)
+        run.until(lambda: member(tmp_path / "run", "engine1").get("state") == "serving", "the current weights in it", 300)
         run.process.send_signal(signal.SIGINT)
         assert run.wait(120) == 130, run.said
         assert "engine0 has lost its seat on " in run.said and "ActorDiedError" in run.said
+        assert (
+            "engine1 leaves its place at 127.0.0.1, which is about to be taken away: " in run.said
+            and " requests go on elsewhere" in run.said
+        )
+        assert "engine1 has lost its seat on " not in run.said
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_requests"] == 0
         assert not parts(tmp_path / "run")
     finally:
         run.end()
 
 
-def state_of(engine: str, folder: Path) -> str | None:
-    """How the gateway sees it; none where it cannot be asked now."""
-    try:
-        endpoint = json.loads((folder / "endpoint.json").read_text())
-        headers = {"Authorization": f"Bearer {endpoint['control_token']}"}
-        with urlopen(Request(f"{endpoint['url']}/midflight/v1/engines", headers=headers), timeout=10) as answer:
-            members = json.load(answer)["engines"]
-    except (OSError, ValueError):
-        return None
-    return next((member["state"] for member in members if member["name"] == engine), None)
+def left(folder: Path, engine: str) -> bool:
+    """In order, and not because it was out of reach."""
+    return any([line.get(key) for key in ("engine", "event", "detail")] == [engine, "left", "left"] for line in journal(folder))
 
 
 def parent_of(pid: int) -> int:
