@@ -48,6 +48,8 @@ HERE = tuple(path for path in (ROOT, Path(sys.prefix)) if Path("/tmp") in path.p
 SPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--time")
 DAY = 86_400
 MAX_MACHINES = 200
+BURST = 32 * 1024
+"""Bytes that a slow link lets through at once, when it has rested."""
 
 
 def ip(*words: str) -> None:
@@ -143,7 +145,7 @@ class Machine:
 
     def slow(self, megabits: float) -> None:
         """What it sends, and what is sent to it, goes at so many a second from now on."""
-        shape = f"root tbf rate {megabits}mbit burst 32kb latency 400ms".split()
+        shape = f"root tbf rate {megabits}mbit burst {BURST} latency 400ms".split()
         subprocess.run(["tc", "qdisc", "replace", "dev", self.link, *shape], check=True)
         self.run("tc", "qdisc", "replace", "dev", "eth0", *shape)
 

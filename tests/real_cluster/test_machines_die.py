@@ -24,14 +24,14 @@ from typing import Any
 import pytest
 from tests.real.processes import CONFIG
 
-from .machines import missing
+from .machines import BURST, missing
 from .rays import Cluster, Launched, cluster, environ_of, member, until
 
 pytestmark = [pytest.mark.skipif(missing() is not None, reason=missing() or ""), pytest.mark.timeout(1800)]
 pytest.importorskip("ray", reason="Ray is not here (pip install 'midflight[ray]')")
 
 STALENESS, GROUPS = 3, 2
-MEGABITS = 1.0
+MEGABITS = 0.5
 """A second, of a link that is slow."""
 DISK = "/tmp/store"
 """Of each machine its own: what lies there is lost with it."""
@@ -95,8 +95,7 @@ def test_a_run_has_its_parts_where_the_cluster_has_room_for_them_and_is_reached_
 
 
 def test_a_run_goes_on_over_a_slow_link(story: Story) -> None:
-    """An engine's machine with 1 Mbit/s gets every version, later than the other: none comes faster than its bytes can, and none takes it
-    out of service."""
+    """An engine's machine with 0.5 Mbit/s gets every version, none faster than its bytes can come, and serves meanwhile."""
     run, third = story.running, story.cluster.members["third"]
     begins = run.until_steps(3)
     third.slow(MEGABITS)
@@ -105,10 +104,10 @@ def test_a_run_goes_on_over_a_slow_link(story: Story) -> None:
     found = member(run.folder, host=third.address)
     third.fast()
     assert found["state"] == "serving" and found["version"] > run.steps()[begins - 1]["version"], found
-    num_bytes = (run.folder / "start" / "model.safetensors").stat().st_size
+    seconds = ((run.folder / "start" / "model.safetensors").stat().st_size - BURST) * 8 / (MEGABITS * 1e6)
     before = min(line["stage_seconds"] for line in run.steps()[:begins] if line.get("stage_seconds"))
     during = min(line["stage_seconds"] for line in run.steps()[slow:ends] if line.get("stage_seconds"))
-    assert during > 0.9 * num_bytes * 8 / (MEGABITS * 1e6) > before, (before, during)
+    assert during > 0.95 * seconds > 5 * before, (before, seconds, during)
     story.sound()
 
 

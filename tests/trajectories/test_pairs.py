@@ -119,6 +119,51 @@ def test_i8_a_lost_machine_costs_what_a_lost_trainer_costs(run: Run, tmp_path: P
         assert len(store.groups_after(2)) == 1 and store.groups_after(3) == ()
 
 
+def test_stores_of_runs_that_went_on_elsewhere_are_removed_from_the_disk_that_they_left(run: Run, tmp_path: Path) -> None:
+    """Nobody goes back to them. Those of other runs stay, and so does what cannot be read."""
+    other, still = Run(run.folder, tmp_path / "other"), Run(tmp_path / "still", run.disk)
+    for one in (run, still):
+        pairs.claim(one.path, one.folder)
+        one.step(1)
+        assert one.save(1)
+    assert pairs.remove_left(run.disk, but=still.path) == [], "the run may come back to it"
+    go_on(other.folder, other.disk)
+    other.step(2)
+    assert pairs.remove_left(run.disk, but=still.path) == [] and other.save(2)
+    assert pairs.remove_left(run.disk, but=run.path) == [], "whoever asks looks at its own itself"
+    run.disk.joinpath("midflight-0.sqlite").write_text("no store")
+    run.disk.joinpath("midflight-0.run").write_text(str(run.folder))
+    assert pairs.remove_left(run.disk, but=still.path) == [run.path]
+    assert not list(run.disk.glob(f"{run.path.stem}*")) and still.path.with_suffix(".run").exists()
+    assert pairs.remove_left(run.disk, but=still.path) == [] and still.groups() == [1]
+
+
+def test_what_a_run_that_came_back_has_kept_of_its_own_store_is_removed_when_it_starts_there_again(run: Run, tmp_path: Path) -> None:
+    run.step(1)
+    assert run.save(1)
+    other = Run(run.folder, tmp_path / "other")
+    go_on(other.folder, other.disk)
+    other.step(2)
+    assert other.save(2)
+    pairs.claim(run.path, run.folder)
+    go_on(run.folder, run.disk)
+    (kept,) = run.disk.glob("*.older.sqlite")
+    assert pairs.remove_left(run.disk, but=run.path) == [kept] and run.groups() == [1, 2]
+
+
+def test_a_store_of_an_earlier_run_in_the_same_folder_is_not_taken_for_this_ones(run: Run, tmp_path: Path) -> None:
+    """It has more versions; but the folder was written anew on another machine."""
+    for version in (1, 2, 3):
+        run.step(version)
+    assert run.save(3)
+    shutil.rmtree(run.folder / "checkpoints")
+    other = Run(run.folder, tmp_path / "other")
+    other.step(1)
+    assert other.save(1) and (copied_at(run.path), newest_copy(run.folder) is not None) == (3, True)
+    said = go_on(run.folder, run.disk)
+    assert said is not None and "an earlier run's" in said and run.groups() == [1]
+
+
 def test_the_store_moves_off_the_runs_folder_and_back(run: Run) -> None:
     Run(run.folder, run.folder).step(1)
     plain = store_path(run.folder, None)

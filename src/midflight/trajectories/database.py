@@ -1,5 +1,6 @@
 """One SQLite file as the store uses it: its tables and blobs, its settings, statements, joined transactions, and the names its errors get."""
 
+import secrets
 import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ Value: TypeAlias = "int | float | str | bytes | None"
 APPLICATION_ID = 0x4D464C54
 """Marks the file as ours ("MFLT")."""
 SCHEMA_VERSION = 5
+BEGUN = "begun"
+"""Number in a store: drawn when it was made, and that of its copies too."""
 COPIED = "copied"
 """Number in a store: the newest version whose checkpoint has a copy of it."""
 
@@ -196,7 +199,8 @@ def look(path: Path) -> sqlite3.Connection:
 def _create(connection: sqlite3.Connection) -> None:
     """In one transaction: a process killed in it leaves an empty file, which counts as new."""
     connection.executescript(
-        f"BEGIN IMMEDIATE;\nPRAGMA application_id = {APPLICATION_ID};\nPRAGMA user_version = {SCHEMA_VERSION};\n{TABLES}\nCOMMIT;"
+        f"BEGIN IMMEDIATE;\nPRAGMA application_id = {APPLICATION_ID};\nPRAGMA user_version = {SCHEMA_VERSION};\n{TABLES}\n"
+        f"INSERT INTO numbers VALUES ('{BEGUN}', {secrets.randbits(62)});\nCOMMIT;"
     )
 
 

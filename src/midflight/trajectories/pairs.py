@@ -9,18 +9,20 @@ import hashlib
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
 
 from midflight.errors import ConfigError, MidflightError
-from midflight.trajectories.database import COPIED, look, naming
+from midflight.trajectories.database import BEGUN, COPIED, look, naming
 from midflight.types import Version
 
 STORE = "store.sqlite"
 BESIDE = ("", "-wal", "-shm")
+OWNER = ".run"
+"""Suffix of the file beside a store that names its run's folder."""
 PAGES_A_STEP = 256
 """A megabyte: after each the interpreter and the disk are free for others."""
 NETWORKED = frozenset(
@@ -119,11 +121,21 @@ def newest_copy(folder: Path) -> Copy | None:
 
 def copied_at(store: Path) -> Version | None:
     """The newest version whose checkpoint has a copy of this store. None where there is no store; -1 where it has no copy."""
+    found = _numbers(store)
+    return None if found is None else found.get(COPIED, -1)
+
+
+def _numbers(store: Path) -> Mapping[str, int] | None:
     if not store.is_file() or not store.stat().st_size:
         return None
     with closing(look(store)) as found, naming(store):
-        numbers = found.execute("SELECT value FROM numbers WHERE name = ?", (COPIED,)).fetchall()
-    return numbers[0][0] if numbers else -1
+        return dict(found.execute("SELECT name, value FROM numbers").fetchall())
+
+
+def is_behind(store: Path, copy: Copy) -> bool:
+    """Whether the run has gone on from a newer copy than this store has, or the store is of an earlier run in the same folder."""
+    here, there = _numbers(store), _numbers(copy.path)
+    return here is None or here.get(COPIED, -1) < copy.version or (there is not None and here.get(BEGUN) != there.get(BEGUN))
 
 
 def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None]:
@@ -131,19 +143,18 @@ def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None
     store, copy = store_path(folder, store_folder), newest_copy(folder)
     if copy is not None:
         with suppress(MidflightError):
-            here = copied_at(store)
-            return (copy.path, copy) if here is None or here < copy.version else (store, None)
+            return (copy.path, copy) if is_behind(store, copy) else (store, None)
     return store, None
 
 
 def go_on(folder: Path, store_folder: Path | None) -> str | None:
-    """Makes the store ready for a run that goes on from `latest`: its own where it is there and not older than the pair, else the pair's copy.
+    """Makes the store ready for a run that goes on from `latest`: its own where it is there and not behind the pair, else the pair's copy.
 
     Says what it did where that is not the usual. `ConfigError` where neither is there, though steps were made.
     """
     store, copy = store_path(folder, store_folder), newest_copy(folder)
     here = copied_at(store)
-    if here is not None and (copy is None or here >= copy.version):
+    if here is not None and (copy is None or not is_behind(store, copy)):
         return None
     before = folder / STORE
     source = copy.path if copy is not None else before if store != before and before.is_file() else None
@@ -159,11 +170,33 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
         for beside in BESIDE:
             with suppress(FileNotFoundError):
                 store.with_name(store.name + beside).replace(store.with_name(f"{store.stem}.older.sqlite{beside}"))
-        said += f", for it was older than that; it is kept as {store.stem}.older.sqlite"
+        said += f", for it was older than that, or an earlier run's; it is kept as {store.stem}.older.sqlite"
     store.parent.mkdir(parents=True, exist_ok=True)
     remove(store)
     copy_store(source, store)
     return f"{said}." if copy is None else f"{said}, a copy of version {copy.version}: rollouts since then are generated again."
+
+
+def claim(store: Path, folder: Path) -> None:
+    """Says beside a store whose it is, for `remove_left`."""
+    store.parent.mkdir(parents=True, exist_ok=True)
+    store.with_suffix(OWNER).write_text(str(folder.resolve()))
+
+
+def remove_left(disk: Path, *, but: Path) -> Sequence[Path]:
+    """Removes stores from a disk whose runs have gone on elsewhere from newer copies, and what a run that came back has kept of its own.
+    `but`: the store of the run that asks. What cannot be read, and of whose run there is no copy to be seen, stays. Returns what is gone."""
+    gone: list[Path] = []
+    for note in disk.glob(f"*{OWNER}"):
+        with suppress(MidflightError, OSError, UnicodeDecodeError):
+            store, copy = note.with_suffix(".sqlite"), newest_copy(Path(note.read_text()))
+            for one in (store, store.with_name(f"{store.stem}.older.sqlite")):
+                if copy is not None and one != but and one.is_file() and is_behind(one, copy):
+                    remove(one)
+                    gone.append(one)
+            if store in gone:
+                note.unlink()
+    return gone
 
 
 class _Made(msgspec.Struct, frozen=True):

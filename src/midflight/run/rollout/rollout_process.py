@@ -47,7 +47,7 @@ from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.heldout import HELDOUT, HeldoutStore
-from midflight.trajectories.pairs import check_local, go_on, remove, store_path
+from midflight.trajectories.pairs import check_local, claim, go_on, remove, remove_left, store_path
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
 from midflight.wire.asked import ask
@@ -192,6 +192,10 @@ class RolloutProcess:
         section = self._config.run
         store = store_path(Path(section.folder), section.store_folder)
         check_local(store)
+        if section.store_folder is not None:
+            if gone := remove_left(section.store_folder, but=store):
+                self._launcher.tell(Words(f"removed from {section.store_folder}, for their runs went on elsewhere: {len(gone)} stores"))
+            claim(store, Path(section.folder))
         if self._spec.checkpoint is None:
             if section.store_folder is not None:
                 remove(store)
