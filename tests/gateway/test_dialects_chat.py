@@ -151,7 +151,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [CLOCK] * 1025}, "tools", "1024"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "any"),
     ({"tool_choice": "required"}, "tool_choice", "without tools"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.tools", "list of tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.allowed_tools.tools", "list of tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.name", "None"),
     ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "web_search"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name", "weather"),

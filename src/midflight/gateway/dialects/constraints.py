@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, JsonValue
 from pydantic_core import from_json
 
 from midflight.errors import RequestRejected, nearest
-from midflight.gateway.dialects.fields import Body, RequestBody, SamplingFields, filled
+from midflight.gateway.dialects.fields import Body, RequestBody, SamplingFields, filled, typed
 from midflight.gateway.sessions.session import Asked
 from midflight.types import Grammar, GrammarKind
 from midflight.types.generation import Api
@@ -71,7 +71,11 @@ def _parts(schema: dict[str, JsonValue], param: str) -> Iterable[tuple[str, Json
             yield from ((f"{place}.{key}", part) for key, part in value.items())
 
 
+_TEXTS = dict.fromkeys(("$ref", "$id", "title", "description", "pattern", "format"), str)
+
+
 def _check_keywords(schema: dict[str, JsonValue], param: str) -> None:
+    typed(schema, param, _TEXTS)
     kind = schema.get("type")
     kinds: list[JsonValue] = kind if isinstance(kind, list) else [kind] if "type" in schema else []
     if bad := [k for k in kinds if k not in _TYPES]:
@@ -131,6 +135,7 @@ def _named_schema(value: JsonValue, param: str) -> Grammar:
     """OpenAI's wrapping of a schema. `strict` makes no difference: answers always match the schema."""
     if not isinstance(value, dict):
         raise RequestRejected(f"{param} is {value!r:.80}: send an object with a name and a schema.", param=param)
+    typed(value, param, {"strict": bool, "description": str})
     name = value.get("name", "schema")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestRejected(f"{param}.name is {name!r:.80}: send 1 to 64 of the letters A-Z, a-z, 0-9, _ and -.", param=f"{param}.name")

@@ -332,3 +332,15 @@ def filled(value: JsonValue, param: str) -> str:
     if not isinstance(value, str) or not value:
         raise RequestRejected(f"{param} is {value!r:.80}: send a text that is not empty.", param=param)
     return value
+
+
+_WANTED: Mapping[type, str] = {str: "a text", bool: "true or false", list: "a list"}
+
+
+def typed(given: Mapping[str, JsonValue], param: str, kinds: Mapping[str, type]) -> None:
+    """Refuses fields of another type than that; one that is `null` is left out."""
+    for name in kinds.keys() & given.keys():
+        value = given[name]
+        if value is not None and not isinstance(value, kinds[name]):
+            place = f"{param}.{name}"[:200]
+            raise RequestRejected(f"{place} is {value!r:.80}: send {_WANTED[kinds[name]]}.", param=place)

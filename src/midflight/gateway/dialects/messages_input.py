@@ -43,6 +43,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
         "tool_result": ("tool_use_id", "content", "is_error"),
     }.items()
 }
+_KINDS: Mapping[str, type] = {"title": str, "context": str, "signature": str, "data": str, "is_error": bool}
 _OF_MESSAGE = frozenset({"role", "content"})
 
 
@@ -99,6 +100,7 @@ class BlockReader:
             raise RequestRejected(f"{param} is a block of type {kind!r:.80}: send {' or '.join(kinds)} here.", param=param)
         if not value.keys() <= _FIELDS[kind]:
             self._unread.rest(value, _FIELDS[kind], param)
+        fields.typed(value, param, _KINDS)
         match kind:
             case "text":
                 fields.text_of(value, "text", param)
@@ -112,16 +114,19 @@ class BlockReader:
 
     def _document(self, block: Block, param: str) -> str:
         """A document of text, or what a search found: title, where it is from, and the text, in lines of their own."""
-        source, content = block.get("source"), block.get("content")
+        source, content, place = block.get("source"), block.get("content"), f"{param}.content"
         if block["type"] == "document":
             if not isinstance(source, dict) or source.get("type") not in ("text", "content"):
                 kind = source.get("type") if isinstance(source, dict) else source
                 remedy = "the model reads text, send a source of type text or content"
                 raise RequestRejected(f"{param}.source is of type {kind!r:.80}: {remedy}.", param=f"{param}.source")
-            content = source.get("data") if source["type"] == "text" else source.get("content")
-            source = block.get("context")
+            fields.typed(source, f"{param}.source", {"media_type": str})
+            held = "data" if source["type"] == "text" else "content"
+            content, place, source = source.get(held), f"{param}.source.{held}", block.get("context")
+        elif source is not None and not isinstance(source, str):
+            raise RequestRejected(f"{param}.source is {source!r:.80}: send a text.", param=f"{param}.source")
         lines = [block.get("title"), source]
-        text = _text(self._blocks(content, ("text",), f"{param}.content"))
+        text = _text(self._blocks(content, ("text",), place))
         return "\n".join([*(line for line in lines if isinstance(line, str) and line), text])
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from midflight.errors import RequestRejected
+from midflight.gateway.dialects.fields import typed
 from midflight.gateway.dialects.policy import Unread
 from midflight.types import Json
 
@@ -43,6 +44,7 @@ def thinks(enable_thinking: bool | None, thinking: bool | Mapping[str, JsonValue
         return thinking if enable_thinking is None and isinstance(thinking, bool) else enable_thinking
     for name in thinking.keys() - {"type"}:
         unread.note(f"thinking.{name}", f"thinking.{name} is not supported here: leave it out", known=name == "budget_tokens")
+    typed(thinking, "thinking", {"type": str})
     kind = thinking.get("type")
     return kind == "enabled" if kind in ("enabled", "disabled") else None
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
-from midflight.gateway.dialects import constraints, policy, tool_bodies
+from midflight.gateway.dialects import constraints, fields, policy, tool_bodies
 from midflight.gateway.dialects.fields import Body, Tokens, TopLogprobs, arguments_text, assistant, filled, text_of, tool_call, tool_result
 from midflight.gateway.dialects.options import ReasoningEffort, template_options
 from midflight.gateway.dialects.policy import Unread
@@ -62,6 +62,7 @@ class _ItemReader:
         self._after_message = False
 
     def read(self, item: Item, param: str) -> None:
+        fields.typed(item, param, {"type": str, "id": str, "status": str})
         kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
         match kind:
             case "message":
@@ -119,8 +120,9 @@ def _call(item: Item, param: str) -> Json:
 
 def _thought(item: Item, param: str) -> str:
     """The reasoning itself, or its summary if that is all there is. Encrypted reasoning cannot be read."""
-    content = _parts(item.get("content") or [], ("reasoning_text",), f"{param}.content")
-    return content or _parts(item.get("summary") or [], ("summary_text",), f"{param}.summary")
+    fields.typed(item, param, {"content": list, "summary": list})
+    summary = _parts(item.get("summary") or [], ("summary_text",), f"{param}.summary")
+    return _parts(item.get("content") or [], ("reasoning_text",), f"{param}.content") or summary
 
 
 def _text(item: Item, name: str, param: str) -> str:
@@ -139,6 +141,7 @@ def _part(part: JsonValue, kinds: Sequence[str], param: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind not in kinds:
         raise RequestRejected(f"{param} is a part of type {kind!r:.80}: send parts of type {' or '.join(kinds)} only.", param=param)
+    fields.typed(part, param, {"annotations": list, "logprobs": list})
     return text_of(part, "text", param)
 
 
@@ -202,7 +205,7 @@ class ResponsesBody(constraints.SamplingBody):
     conversation: str | ConversationBody | None = None
     store: bool | None = None
     prompt: _Refused = None
-    metadata: dict[str, JsonValue] | None = None
+    metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, WithJsonSchema
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects import policy
 from midflight.gateway.dialects.constraints import check_schema
-from midflight.gateway.dialects.fields import Body, filled, text_of, tool_call
+from midflight.gateway.dialects.fields import Body, filled, text_of, tool_call, typed
 from midflight.gateway.sessions.session import ToolChoice
 from midflight.text.formats import Tool
 from midflight.types import Json
@@ -275,17 +275,24 @@ def choice_of(value: JsonValue, tools: tuple[Tool, ...]) -> Chosen:
 
 def _allowed(value: Mapping[str, JsonValue], tools: tuple[Tool, ...]) -> Chosen:
     """Some of the tools, of which the model may or must call one. Those that no local model can call do not count."""
+    at = "tool_choice.allowed_tools" if "allowed_tools" in value else "tool_choice"
     inner = value.get("allowed_tools", value)
     listed = inner.get("tools") if isinstance(inner, dict) else None
     if not isinstance(inner, dict) or not isinstance(listed, list):
-        raise RequestRejected(f"tool_choice.tools is {listed!r:.80}: send a list of tools.", param="tool_choice.tools")
+        raise RequestRejected(f"{at}.tools is {listed!r:.80}: send a list of tools.", param=f"{at}.tools")
     names: set[str] = set()
     for place, each in enumerate(listed):
-        if isinstance(each, dict) and each.get("type", FUNCTION) in (FUNCTION, CUSTOM):
-            name, param = _named(each, f"tool_choice.tools.{place}")
+        if not isinstance(each, dict):
+            raise RequestRejected(f"{at}.tools.{place} is {each!r:.80}: send a tool.", param=f"{at}.tools.{place}")
+        typed(each, f"{at}.tools.{place}", {"type": str})
+        if each.get("type", FUNCTION) in (FUNCTION, CUSTOM):
+            name, param = _named(each, f"{at}.tools.{place}")
             check_known(name, tools, param=param)
             names.add(name)
-    return choice_of(inner.get("mode", ToolChoice.AUTO.value), tuple(tool for tool in tools if tool.name in names))
+    mode = inner.get("mode", ToolChoice.AUTO.value)
+    if mode not in (ToolChoice.AUTO.value, ToolChoice.REQUIRED.value):
+        raise RequestRejected(f"{at}.mode is {mode!r:.80}: send auto or required.", param=f"{at}.mode")
+    return choice_of(mode, tuple(tool for tool in tools if tool.name in names))
 
 
 def check_known(name: str, tools: Sequence[Tool], *, param: str) -> None:
