@@ -69,6 +69,7 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         "logprobs, top_logprobs": "honoured, 0 to 20 alternatives; `top_logprobs` without `logprobs` is refused",
         "tools": "honoured: type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, 0-9, `_`, `-`) that no other has, parameters that are a schema of an object. `strict` is ignored: calls are shown only when they are well formed, and sampled under their schema where one is required. Type `custom` is a function of one text, [told as such](tools.md); other types are left out.",
         "tool_choice": "`none`, `auto`, `required` or one function; `auto` where there are tools. Of `allowed_tools` only those named are in the prompt. With `none` the tools stay in the prompt, and what looks like a call is content.",
+        "prompt_logprobs": "honoured, 0 to 20 alternatives: how likely each token of the prompt is, beside the choices. Asks of the engine to score prompts",
         "parallel_tool_calls": "honoured: `false` ends the answer with its first call",
         "chat_template_kwargs": "honoured: handed to the model's template. Names that the gateway fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are refused.",
         "reasoning_effort": "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed to the model's template under this name; a template that does not read it writes what it always writes",

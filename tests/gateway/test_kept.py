@@ -68,6 +68,51 @@ def test_a_tool_loop_is_one_row_however_the_client_names_what_was_said(way: str,
     assert (record.num_turns, len(record.rows), record.num_rewritten, record.num_branches) == (2, 1, 0, 0)
 
 
+def test_the_items_that_a_response_answered_are_told_by_pages_and_can_be_sent_as_they_are() -> None:
+    """All of the conversation before it, without the instructions. Sent whole, they are found again token by token."""
+    patch = {"type": "custom", "name": "patch"}
+    inside = {"type": "namespace", "name": "ns", "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}]}
+    calling = "".join(
+        f'\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        for name, arguments in [("add", '{"a":1}'), ("patch", '{"input": "x"}'), ("ns__look", "{}")]
+    )
+
+    async def use(sdk: openai.AsyncOpenAI, it: Offered) -> None:
+        asked = {"model": "policy", "tools": [TOOL, patch, inside], "instructions": "brief"}
+        first = await sdk.responses.create(**asked, input=[{"role": "developer", "content": "d"}, USER])
+        said, add, custom, look = first.output
+        results = [{"type": f"{each.type}_output", "call_id": each.call_id, "output": f"of {each.name}"} for each in (add, custom, look)]
+        second = await sdk.responses.create(**asked, input=results, previous_response_id=first.id)
+        items = [item async for item in sdk.responses.input_items.list(second.id, order="asc", limit=3)]
+        assert [(item.type, getattr(item, "call_id", None)) for item in items] == [
+            ("message", None),
+            ("message", None),
+            ("message", None),
+            ("function_call", add.call_id),
+            ("custom_tool_call", custom.call_id),
+            ("function_call", look.call_id),
+            ("function_call_output", add.call_id),
+            ("custom_tool_call_output", custom.call_id),
+            ("function_call_output", look.call_id),
+        ]
+        assert (items[0].role, items[0].content[0].text, items[2].content[0].text) == ("system", "d", said.content[0].text)
+        assert (items[3].arguments, items[4].input, items[5].name, items[5].model_dump()["namespace"]) == ('{"a":1}', "x", "look", "ns")
+        newest = await sdk.responses.input_items.list(second.id)
+        assert [item.id for item in newest.data] == [item.id for item in reversed(items)] and newest.has_more is False
+        assert (await sdk.responses.input_items.list(first.id, limit=1)).has_more is True
+        for wrong in ({"order": "up"}, {"limit": 0}, {"limit": 101}, {"after": "nothing"}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await sdk.responses.input_items.list(second.id, **wrong)
+            assert caught.value.param in wrong
+        with pytest.raises(openai.NotFoundError):
+            await sdk.responses.input_items.list("resp_unknown")
+        back = [item.model_dump(exclude_none=True) for item in [*items, *second.output]]
+        await sdk.responses.create(**asked, input=[*back, USER])
+
+    record = in_session(use, f"so{calling}<|end|>", "b<|end|>", "c<|end|>")
+    assert (record.num_turns, len(record.rows), record.num_rewritten, record.num_branches) == (3, 1, 0, 0)
+
+
 def test_instructions_hold_for_one_response_and_a_conversation_may_begin_with_items() -> None:
     prompts: list[str] = []
 

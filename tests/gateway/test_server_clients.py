@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Feature, GroupKey, RolloutKey, SamplingParams
 
+HI = [{"role": "user", "content": "hi"}]
 ABLE = replace(CAPABLE, features=CAPABLE.features | {Feature.PROMPT_LOGPROBS})
 KEY = RolloutKey(GroupKey(epoch=0, index=3, attempt=0), sample=1)
 IDS = [104, 105, 33]
@@ -162,6 +164,24 @@ def test_tokens_of_a_prompt_are_scored_where_a_client_asks() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompt_of_a_chat_is_scored_once_for_all_choices(stream: bool) -> None:
+    async def main() -> None:
+        async with served() as it:
+            body = {"model": "policy", "messages": HI, "max_tokens": 2, "n": 2, "prompt_logprobs": 2, "return_token_ids": True}
+            answer = await it.http.post("/v1/chat/completions", json=body | {"stream": stream})
+            assert answer.status_code == 200, answer.text
+            texts = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: {")] if stream else [answer.text]
+            told = [each for each in map(json.loads, texts) if "prompt_logprobs" in each]
+            assert len(told) == 1 and told[0]["prompt_logprobs"][0] is None
+            ids = told[0]["prompt_token_ids"]
+            assert len(told[0]["prompt_logprobs"]) == len(ids) and ids[1:3] == [104, 105]
+            for token_id, scored in zip(ids[1:], told[0]["prompt_logprobs"][1:], strict=True):
+                assert scored[str(token_id)]["logprob"] == -(1 + token_id % 8) / 8 and scored["0"]["rank"] == 1
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("max_tokens", [0, 2])
 def test_a_prompt_is_told_again_with_its_log_probabilities(max_tokens: int) -> None:
     async def main() -> None:
@@ -191,6 +211,7 @@ def test_prompts_are_not_scored_by_engines_that_cannot() -> None:
                 ("/generate", {"input_ids": IDS, "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
                 ("/v1/completions", {"model": "policy", "prompt": "hi", "echo": True, "logprobs": 1}, "echo"),
                 ("/v1/completions", {"model": "policy", "prompt": "hi", "prompt_logprobs": 1}, "prompt_logprobs"),
+                ("/v1/chat/completions", {"model": "policy", "messages": HI, "prompt_logprobs": 0}, "prompt_logprobs"),
                 (
                     "/inference/v1/generate",
                     {"token_ids": IDS, "sampling_params": {"prompt_logprobs": 1}},

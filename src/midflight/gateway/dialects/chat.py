@@ -9,8 +9,28 @@ from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects import options, tool_bodies
 from midflight.gateway.dialects.constraints import SamplingBody
-from midflight.gateway.dialects.exchange import Alternatives, Reply, call_id, logprob_entries, usage, usage_so_far, weight_versions
-from midflight.gateway.dialects.fields import Tokens, TopLogprobs, arguments_text, assistant, ending, filled, parse, tool_call, tool_result
+from midflight.gateway.dialects.exchange import (
+    Alternatives,
+    Reply,
+    call_id,
+    logprob_entries,
+    prompt_logprobs,
+    usage,
+    usage_so_far,
+    weight_versions,
+)
+from midflight.gateway.dialects.fields import (
+    PromptTop,
+    Tokens,
+    TopLogprobs,
+    arguments_text,
+    assistant,
+    ending,
+    filled,
+    parse,
+    tool_call,
+    tool_result,
+)
 from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Ending, Message, Tokenizer
@@ -52,6 +72,7 @@ class ChatBody(SamplingBody):
     tools: Annotated[list[tool_bodies.ToolBody], Field(max_length=tool_bodies.MAX_TOOLS)] | None = None
     tool_choice: tool_bodies.ToolChoiceBody = None
     parallel_tool_calls: bool | None = None
+    prompt_logprobs: PromptTop | None = None
     reasoning_effort: options.ReasoningEffort | None = None
     verbosity: str | None = None
     enable_thinking: bool | None = None
@@ -74,6 +95,7 @@ def chat_call(body: ChatBody, unread: Unread) -> CompletionCall:
         sources=(Messages(messages, chosen.tools, _options(body, unread), _ending(body, messages)),),
         asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
         n=body.n or 1,
+        prompt_logprobs=body.prompt_logprobs,
         stream=bool(body.stream),
         model=body.model,
         prompt_param="messages",
@@ -229,16 +251,12 @@ class ChatExchange:
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
         body = _envelope(reply, "chat.completion", [self._choice(reply, answer) for answer in answers])
         body["usage"] = usage(answers)
-        if self._token_ids:
-            body["prompt_token_ids"] = list(answers[0].prompt.ids)
-        return body
+        return body | self._of_prompt(reply, answers[0])
 
     def opening(self, reply: Reply) -> Iterable[Json]:
         for answer in reply.job.answers:
             chunk = self._chunk(reply, answer.index, {"role": "assistant", "content": ""})
-            if answer is reply.job.answers[0] and self._token_ids:
-                chunk["prompt_token_ids"] = list(answer.prompt.ids)
-            yield chunk
+            yield chunk | self._of_prompt(reply, answer) if answer is reply.job.answers[0] else chunk
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
         if isinstance(event, Answer):
@@ -261,6 +279,13 @@ class ChatExchange:
             body = _envelope(reply, "chat.completion.chunk", [])
             body["usage"] = usage(answers)
             yield body
+
+    def _of_prompt(self, reply: Reply, answer: Answer) -> _Object:
+        """What is told of the prompt, once for all choices."""
+        told: _Object = {"prompt_token_ids": list(answer.prompt.ids)} if self._token_ids else {}
+        if self.call.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(reply.tokenizer, answer.prompt_logprobs)
+        return told
 
     def _choice(self, reply: Reply, answer: Answer) -> Json:
         turn = answer.turn

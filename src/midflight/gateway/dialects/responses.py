@@ -141,7 +141,7 @@ class ResponsesExchange:
     def _tool_choice(self) -> Json:
         if self.call.forced_tool is not None:
             tool = self._tools[self.call.forced_tool]
-            return {"type": tool.body.type, **_names(tool)}
+            return {"type": tool.body.type, **tool.names}
         given = self._body.tool_choice
         return ToolChoice.AUTO.value if given is None else cast(Json, given)
 
@@ -164,11 +164,6 @@ def _reply(answer: Answer) -> Message:
 
 def _cut(answer: Answer) -> bool:
     return answer.turn.finish.reason is FinishReason.LENGTH
-
-
-def _names(tool: Offered) -> dict[str, Json]:
-    """How the client calls it."""
-    return {"name": tool.body.name} if tool.namespace is None else {"name": tool.name, "namespace": tool.namespace}
 
 
 def _tool(tool: FunctionTool) -> Json:
@@ -306,7 +301,7 @@ class OutputItems:
             "id": f"{'ctc' if custom else 'fc'}_{self._request_id}_{len(self.items)}",
             "type": kind,
             "call_id": call_id(self._request_id, piece.index),
-            **({"name": piece.call.name} if tool is None else _names(tool)),
+            **({"name": piece.call.name} if tool is None else tool.names),
             part: "",
             "status": "in_progress",
         }

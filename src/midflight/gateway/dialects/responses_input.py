@@ -4,9 +4,9 @@ The items of one answer (reasoning, message, calls) become the same message that
 tokens are found again (I4).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import Field, JsonValue, WithJsonSchema
 
@@ -143,6 +143,44 @@ def _part(part: JsonValue, kinds: Sequence[str], param: str) -> str:
         raise RequestRejected(f"{param} is a part of type {kind!r:.80}: send parts of type {' or '.join(kinds)} only.", param=param)
     fields.typed(part, param, {"annotations": list, "logprobs": list})
     return text_of(part, "text", param)
+
+
+def input_items(response: Mapping[str, Json], messages: Sequence[Message]) -> list[Json]:
+    """The items of a kept conversation that a response answered, oldest first, as its request could have sent them."""
+    tools = {
+        str(each.body.name): each
+        for each in tool_bodies.offered([tool_bodies.FunctionTool.model_validate(tool) for tool in cast("list[Json]", response["tools"])])
+    }
+    calls: dict[Json, str] = {}
+    items: list[Json] = []
+    for place, message in enumerate(messages):
+        for number, item in enumerate(_items_of(message, tools, calls)):
+            items.append({"id": f"in_{response['id']}_{place}_{number}", "status": "completed", **item})
+    return items
+
+
+def _items_of(message: Message, tools: Mapping[str, tool_bodies.Offered], calls: dict[Json, str]) -> Iterator[dict[str, Json]]:
+    """`calls`: the kinds of the calls so far, by their ids; it grows."""
+    if message["role"] == "tool":
+        told = message["tool_call_id"]
+        yield {"type": f"{calls.get(told, 'function_call')}_output", "call_id": told, "output": message["content"]}
+        return
+    if message.get("reasoning_content"):
+        thought: Json = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        yield {"type": "reasoning", "summary": [], "content": thought}
+    if message["role"] != "assistant":
+        yield {"type": "message", "role": message["role"], "content": [{"type": "input_text", "text": message["content"]}]}
+    elif message["content"]:
+        text: Json = {"type": "output_text", "text": message["content"], "annotations": []}
+        yield {"type": "message", "role": "assistant", "content": [text]}
+    for call in cast("list[dict[str, Json]]", message.get("tool_calls") or []):
+        function = cast("dict[str, Json]", call["function"])
+        name, arguments, tool = str(function["name"]), str(function["arguments"]), tools.get(str(function["name"]))
+        custom = tool is not None and tool.body.type == tool_bodies.CUSTOM
+        calls[call["id"]] = kind = "custom_tool_call" if custom else "function_call"
+        names: dict[str, Json] = {"name": name} if tool is None else tool.names
+        part: dict[str, Json] = {"input": tool_bodies.custom_input(arguments)} if custom else {"arguments": arguments}
+        yield {"type": kind, "call_id": call["id"], **names, **part}
 
 
 _LOGPROBS = "message.output_text.logprobs"

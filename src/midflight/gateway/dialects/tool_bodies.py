@@ -194,6 +194,11 @@ class Offered(NamedTuple):
     name: str | None = None
     """Its name inside the namespace."""
 
+    @property
+    def names(self) -> dict[str, Json]:
+        """How the client calls it."""
+        return {"name": self.body.name} if self.namespace is None else {"name": self.name, "namespace": self.namespace}
+
 
 def offered(bodies: Sequence[FunctionTool] | None) -> list[Offered]:
     """The tools in order, those of namespaces one by one. The words about a namespace stand before those of its first function."""

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from midflight.errors import UnknownModel, UnknownResponse, nearest
+from midflight.errors import RequestRejected, UnknownModel, UnknownResponse, nearest
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
@@ -21,7 +21,7 @@ from midflight.gateway.dialects.messages import messages_fault
 from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
 from midflight.gateway.dialects.policy import Unread
-from midflight.gateway.dialects.responses_input import ResponsesBody, conversation
+from midflight.gateway.dialects.responses_input import ResponsesBody, conversation, input_items
 from midflight.gateway.dialects.tokens import TokensBody
 from midflight.gateway.sessions.kept import Conversation, KeptResponses
 from midflight.gateway.sessions.session import CompletionCall, Session
@@ -47,6 +47,7 @@ class Lookups:
             found.append(route(prefix + "/v1/messages/count_tokens", self._count, fault=messages_fault))
             found += [route(prefix + path, self._models, method="GET") for path in ("/v1/models", "/v1/models/{model:path}")]
             found += [route(f"{prefix}/v1/responses/{{name}}", verb, method=method) for method, verb in self._of_responses.items()]
+            found.append(route(f"{prefix}/v1/responses/{{name}}/input_items", self._input, method="GET"))
             found.append(route(f"{prefix}/v1/conversations", self._begin))
             found += [route(f"{prefix}/v1/conversations/{{name}}", verb, method=method) for method, verb in self._of_conversations.items()]
         return [*found, route("/openapi.json", self._document, method="GET")]
@@ -98,6 +99,12 @@ class Lookups:
     async def _response(self, request: Request) -> Response:
         return json_answer(self._kept(request).response(request.path_params["name"]))
 
+    async def _input(self, request: Request) -> Response:
+        """What a response answered: all of the conversation before it but the instructions; a page of it, the newest first."""
+        kept, name = self._kept(request), request.path_params["name"]
+        response = cast("_Object", kept.response(name))
+        return json_answer(_page(input_items(response, kept.said(name, "response_id").whole[:-1]), request.query_params))
+
     async def _forget(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not self._kept(request).forget(name):
@@ -126,6 +133,24 @@ class Lookups:
     def _check_model(self, asked: str) -> None:
         if asked != self._gateway.model:
             raise UnknownModel(f"the model {asked!r} does not exist.{nearest(asked, [self._gateway.model])}", param="model")
+
+
+def _page(items: list[Json], asked: Mapping[str, str]) -> Json:
+    """OpenAI's page of a list: `order`, `after` and `limit`."""
+    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise RequestRejected(f"order is {order[:80]!r}: send asc or desc.", param="order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= 100):
+        raise RequestRejected(f"limit is {limit[:80]!r}: send a number from 1 to 100.", param="limit")
+    ids = [str(cast("_Object", item)["id"]) for item in items]
+    if after is not None and after not in ids:
+        raise RequestRejected(f"after is {after[:80]!r}, which is none of these items: send the id of one.", param="after")
+    if order == "desc":
+        items, ids = items[::-1], ids[::-1]
+    start = 0 if after is None else ids.index(after) + 1
+    page, names = items[start : start + int(limit)], ids[start : start + int(limit)]
+    ends: _Object = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+    return {"object": "list", "data": page, **ends, "has_more": start + len(page) < len(items)}
 
 
 class BeginBody(Body):
