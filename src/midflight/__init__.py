@@ -11,7 +11,7 @@ costs nothing: configuration and commands never need torch, and only `Objective`
 | `environment` | the decorator that marks a function or class as an environment |
 | `sandbox` | where an agent may run code that a model wrote |
 | `Task` | one problem: id, source and data |
-| `Client` | what an agent talks to: `openai.AsyncOpenAI`, bound to one session |
+| `Client` | what an agent talks to: an `openai.AsyncOpenAI`, bound to one session |
 | `Reward`, `Result` | what an environment returns: a number, or more than that |
 | `Rollout` | the token record of one attempt at a task, with its reward |
 | `Engine` | the port that an inference server implements |
@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from midflight.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI as Client
-
     from midflight.config import load_config
+    from midflight.environments.clients import Client
     from midflight.environments.registry import environment
     from midflight.environments.sandboxes.choice import sandbox
     from midflight.ports import Engine
@@ -60,7 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Client": "openai:AsyncOpenAI",
+    "Client": "midflight.environments.clients:Client",
     "Engine": "midflight.ports:Engine",
     "Objective": "midflight.trainer.objective:Objective",
     "Result": "midflight.types:Result",

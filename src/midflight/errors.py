@@ -230,6 +230,10 @@ class EnvironmentFailed(MidflightError):
     blame = Blame.ENVIRONMENT
 
 
+class UntrackedUnavailable(EnvironmentFailed):
+    """A judge or simulated user, asked by `client.untracked()`, gave no answer: without it nothing can be scored."""
+
+
 class AgentFailed(EnvironmentFailed):
     """An agent failed where its exception could not come from: another process, or a thread. The message begins with the exception's
     class; `trace` is its traceback."""

@@ -116,7 +116,7 @@ async def desk(rule: Callable[[str], str] = scripts.reply, *, step_seconds: floa
         async with asyncio.TaskGroup() as tasks:
             parts = [
                 tasks.create_task(serve_app(recording(build_app(serving.gateway, serving.control)), listener, ready=ready.set)),
-                tasks.create_task(serving.health.run()),
+                tasks.create_task(serving.watch()),
                 tasks.create_task(serving.rejoin.run()),
             ]
             await ready.wait()

@@ -174,7 +174,7 @@ def test_every_url_is_an_engine() -> None:
     config = load_config(
         None, ["engine.kind=sglang", 'engine.urls=["http://a:1", "http://b:1"]', "engine.max_running=8", "trainer.threads=2"]
     )
-    assert derived.num_engines(config.engine) == 2 and derived.engine_slots(config.engine) == 16
+    assert derived.num_engines(config.engine) == 2 and derived.engine_slots(config) == 16
     (engine,) = [place for place in placement(config) if place.process == "engine"]
     assert (engine.count, engine.device) == (2, "theirs") and "running sglang server" in engine.task
     assert computing_threads(config) == 2, "their threads are not of our cores"

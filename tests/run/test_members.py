@@ -88,7 +88,7 @@ def in_a_place(
         serving = Serving(Config(), TOKENIZER, first, record=seen.append, version=0, anonymous=True)
         joinable = Joinable.of(serving, first, folder, record=seen.append, transport=transport)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(part) for part in (joinable.run(), serving.rejoin.run(), serving.health.run())]
+            running = [tasks.create_task(part) for part in (joinable.run(), serving.rejoin.run(), serving.watch())]
             await asyncio.sleep(0.01)
             if published is not None:
                 await serving.handover.publish(manifest(published))

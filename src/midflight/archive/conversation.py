@@ -244,7 +244,7 @@ def _trained_elsewhere(row: Row, rows: Sequence[Row]) -> Bool:
 
 def _advantages(row: Row, credit: Credit, key: RolloutKey) -> Float32:
     found = np.full(len(row.token_ids), np.nan, np.float32)
-    answers = credit.answers.get(key)
+    answers = credit.answers.get((key, row.role))
     if answers is not None:
         turns = np.zeros(len(found), np.int32) if row.turns is None else row.turns
         found[row.loss_mask] = answers[np.minimum(turns, len(answers) - 1)][row.loss_mask]

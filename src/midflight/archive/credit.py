@@ -20,7 +20,8 @@ class Credit:
 
     note: str
     """What of it is not as it was trained, or why there is none."""
-    answers: dict[RolloutKey, NDArray[np.float64]] = field(default_factory=dict[RolloutKey, NDArray[np.float64]])
+    answers: dict[tuple[RolloutKey, str], NDArray[np.float64]] = field(default_factory=dict[tuple[RolloutKey, str], NDArray[np.float64]])
+    """By rollout and role."""
 
 
 def credit_of(store: StoreReading, key: GroupKey, version: Version | None, config: Config) -> Credit:
@@ -36,7 +37,7 @@ def credit_of(store: StoreReading, key: GroupKey, version: Version | None, confi
         found = answer_advantages(pack(Batch(0, 0, tuple(groups))), scoring_of(config))
     except MidflightError as error:
         return Credit(f"no advantages: {error}")
-    rollouts = [trajectory.key for group in groups for trajectory in group.trajectories]
+    rollouts = [(each.key, role) for group in groups for role, of in group.by_role().items() for each in of.trajectories]
     notes = ["worked out from the rewards, by the trainer's own functions"]
     if version is None:
         notes = ["as they would be if the group were trained by itself"]
@@ -75,6 +76,7 @@ def _group(store: StoreReading, key: GroupKey) -> Group:
                 room=room,
                 components=of.components,
                 turn_rewards=of.turn_rewards,
+                roles=of.roles,
             )
         )
     return Group.of(key, task, made)

@@ -73,7 +73,9 @@ def _lines(store: StoreReading, reader: MessageReader, form: ExportFormat, choic
     kept = _kept(store, reader, choice)
     if form is ExportFormat.DPO:
         for _, group in groupby(kept, key=lambda one: one.key.group):
-            yield from _pair(list(group), choice)
+            of = list(group)
+            for role in sorted({one.rows[0].role for one in of}):
+                yield from _pair([one for one in of if one.rows[0].role == role], choice)
         return
     for one in kept:
         if choice.min_reward is None or one.reward >= choice.min_reward:
@@ -98,14 +100,16 @@ def _kept(store: StoreReading, reader: MessageReader, choice: ExportChoice) -> I
     ):
         asked = store.task(task)
         decoded = store.decoded(decode_rows, rows)
-        longest = max(decoded, key=lambda row: len(row.token_ids), default=None)
-        if longest is None or (choice.sources and asked.source not in choice.sources):
+        if choice.sources and asked.source not in choice.sources:
             continue
-        said = reader.messages(longest.token_ids, longest.generated, reader.pieces(longest.token_ids))
         key = RolloutKey(GroupKey(epoch, position, attempt), sample, choice.kind)
-        version = epoch if choice.kind is Kind.EVALUATION else version
-        components = dict(store.decoded(decode_scored, scored).components)
-        yield _Exported(key, asked, reward, version if made is None else made + 1, decoded, components, said)
+        version, of = epoch if choice.kind is Kind.EVALUATION else version, store.decoded(decode_scored, scored)
+        for role in sorted({row.role for row in decoded}):
+            rows_of = tuple(row for row in decoded if row.role == role)
+            longest = max(rows_of, key=lambda row: len(row.token_ids))
+            said = reader.messages(longest.token_ids, longest.generated, reader.pieces(longest.token_ids))
+            earned, components = (of.roles[role].reward or 0.0, {}) if role else (reward, dict(of.components))
+            yield _Exported(key, asked, earned, version if made is None else made + 1, rows_of, components, said)
 
 
 def _said(one: _Exported) -> dict[str, Json]:
@@ -114,6 +118,7 @@ def _said(one: _Exported) -> dict[str, Json]:
         "task": one.task.id,
         "source": one.task.source,
         "reward": one.reward,
+        **({"role": one.rows[0].role} if one.rows[0].role else {}),
         "components": dict[str, Json](one.components),
         "version": one.version,
     }

@@ -130,7 +130,7 @@ class Books:
             return Reason.NO_REWARD
         if len(group.trajectories) < self._limits.min_group_size or group.oldest_version is None:
             return Reason.TOO_FEW
-        if self._limits.drop_zero_spread and len({t.reward for t in group.trajectories}) == 1:
+        if self._limits.drop_zero_spread and all(len({t.reward for t in of.trajectories}) == 1 for of in group.by_role().values()):
             return Reason.ZERO_SPREAD
         return None
 

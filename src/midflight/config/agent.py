@@ -1,8 +1,10 @@
 """Who runs the rollouts that `[environment]` asks for, and what may not stand together in it."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
+from midflight.config.agents import UntrackedSection
 from midflight.config.sections import EnvironmentSection
 from midflight.entries import ENTRY
 
@@ -28,8 +30,9 @@ def entries_of(environment: EnvironmentSection) -> tuple[str, ...]:
     return (*own, *environment.tools, *(reward.entry for reward in environment.rewards))
 
 
-def agent_contradictions(environment: EnvironmentSection) -> Iterator[str]:
+def agent_contradictions(environment: EnvironmentSection, *, num_engines: int) -> Iterator[str]:
     e = environment
+    yield from _untracked_contradictions(e.untracked, num_engines)
     entries = {"environment.entry": e.entry} | {f"environment.tools ({entry})": entry for entry in e.tools}
     entries |= {f"environment.rewards ({reward.entry}): entry": reward.entry for reward in e.rewards}
     for option, entry in entries.items():
@@ -50,3 +53,15 @@ def agent_contradictions(environment: EnvironmentSection) -> Iterator[str]:
     for server in e.mcp:
         if bool(server.command) == bool(server.url):
             yield f"environment.mcp ({server.label or 'one'}) needs a command or a url, and not both"
+
+
+def _untracked_contradictions(untracked: UntrackedSection, num_engines: int) -> Iterator[str]:
+    u = untracked
+    if u.url and u.engines:
+        yield "environment.untracked has a url and engines; remove one of the two"
+    if u.engines >= num_engines:
+        yield f"environment.untracked.engines ({u.engines}) leaves none of {num_engines} engines for the policy; raise engine.count"
+    if u.url and not re.fullmatch(r"https?://[^\s/]+.*", u.url):
+        yield f"environment.untracked.url must be an address such as http://127.0.0.1:8001/v1, got {u.url!r}"
+    if u.api_key_env and not u.url:
+        yield f"environment.untracked.api_key_env ({u.api_key_env}) is for environment.untracked.url, and there is none; remove it"

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from midflight.config.section import Positive, Seconds, Section
+from midflight.config.section import Count, Positive, Seconds, Section
 
 
 class RewardSection(Section):
@@ -63,3 +63,14 @@ class SandboxSection(Section):
     """Of its output and of its errors, past which it is ended; larger keeps more."""
     network: bool = False
     """Whether it reaches the network that this machine reaches."""
+
+
+class UntrackedSection(Section):
+    """What answers `client.untracked()`: judges and simulated users, whose tokens are neither recorded nor trained. A `url`, or `engines`."""
+
+    url: str = ""
+    """A server of the OpenAI API outside the run, such as `http://127.0.0.1:8001/v1`."""
+    api_key_env: str = ""
+    """The variable of the environment that holds its key; empty sends none."""
+    engines: Count = 0
+    """Engines of the run that keep the weights they began with and answer nothing else; larger answers sooner, and leaves fewer for the policy."""

@@ -325,7 +325,7 @@ def _places(config: Config) -> Iterator[str]:
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if not _DEVICE.fullmatch(device):
             yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"
-    yield from agent_contradictions(config.environment)
+    yield from agent_contradictions(config.environment, num_engines=len(config.engine.urls) or config.engine.count)
     warm = config.warm_start
     learns_to_accuracy = warm.target_accuracy is not None and warm.data is None
     yield from source_contradictions(config.environment.sources, learns_to_accuracy=learns_to_accuracy)
@@ -385,9 +385,9 @@ def _notes(config: Config) -> Iterator[str]:
         yield 'correction.weight = "off" trains tokens of older policies as if they were fresh: nothing corrects for their age.'
     if in_flight(r) < batch_rollouts(r):
         yield f"rollout.max_in_flight ({in_flight(r)}) is less than one batch ({batch_rollouts(r)} rollouts): a step waits for several waves."
-    if in_flight(r) > engine_slots(config.engine):
+    if in_flight(r) > engine_slots(config):
         yield (
-            f"{in_flight(r)} rollouts in flight share {engine_slots(config.engine)} engine slots: the others wait inside the engine, "
+            f"{in_flight(r)} rollouts in flight share {engine_slots(config)} engine slots: the others wait inside the engine, "
             "or use their time in tools."
         )
     if (served := served_dtype(config)) != config.model.dtype:

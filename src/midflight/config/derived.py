@@ -84,9 +84,9 @@ def num_workers(environment: EnvironmentSection) -> int:
     return 0 if agent in (SINGLE_TURN, CLAIMED) and not environment.rewards else min(MAX_WORKERS, max(2, (os.cpu_count() or 1) // 2))
 
 
-def engine_slots(engine: EngineSection) -> int:
-    """Requests decoded together by all engines."""
-    return num_engines(engine) * engine.max_running
+def engine_slots(config: Config) -> int:
+    """Requests decoded together by all engines of the policy."""
+    return (num_engines(config.engine) - config.environment.untracked.engines) * config.engine.max_running
 
 
 def served_dtype(config: Config) -> str:
@@ -138,7 +138,7 @@ class Knob:
 
 def knobs(config: Config) -> tuple[Knob, ...]:
     """The six knobs of asynchrony. Those that bound the rollouts at work are compared; the tightest binds, ties both."""
-    r, slots = config.rollout, engine_slots(config.engine)
+    r, slots = config.rollout, engine_slots(config)
     running, admitted, waiting = in_flight(r), (r.max_staleness + 1) * batch_rollouts(r), buffer_groups(r)
     tightest = min(running, admitted)
     every = config.evaluation.eval_every

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from midflight.config.agents import McpSection, RewardSection, SandboxSection
+from midflight.config.agents import McpSection, RewardSection, SandboxSection, UntrackedSection
 from midflight.config.cluster import ClusterSection
 from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
@@ -130,6 +130,8 @@ class EnvironmentSection(Section):
     """A system message that the built-in loop begins with, where the task has none."""
     sandbox: SandboxSection = SandboxSection()
     """Where code that the model wrote runs, for reward functions that have a parameter `sandbox`."""
+    untracked: UntrackedSection = UntrackedSection()
+    """What answers judges and simulated users of an `entry`."""
     max_turns: Positive = 8
     """Answers of one rollout of the built-in loop: it goes on while tools are called; larger lets it call more."""
     tool_seconds: Seconds = 30.0

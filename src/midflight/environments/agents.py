@@ -15,14 +15,17 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from midflight.config.agents import UntrackedSection
 from midflight.environments.scoring import Unjudged
-from midflight.errors import AgentFailed, ConfigError, EnvironmentFailed
+from midflight.errors import AgentFailed, ConfigError, EnvironmentFailed, UntrackedUnavailable
 from midflight.ports import SessionHandle
 from midflight.types import Result, Task
 
 if TYPE_CHECKING:
     from httpx2 import AsyncBaseTransport as Transport
     from openai import AsyncOpenAI, OpenAI
+
+    from midflight.environments.clients import Beside, Client, PlainClient
 
 
 class Environment(Protocol):
@@ -62,9 +65,13 @@ class AgentsHere:
 
     async def run(self, task: Task, session: SessionHandle) -> object:
         own = replace(task, data=copy.deepcopy(task.data))
-        if self._is_async:
-            return await self._environment(own, self._client_for(session))
-        return await in_thread(functools.partial(self._environment, own, self._plain_client_for(session)))
+        client = self._client_for(session) if self._is_async else self._plain_client_for(session)
+        work = functools.partial(self._environment, own, client)
+        found = await (work() if self._is_async else in_thread(work))
+        beside: Beside | None = getattr(client, "beside", None)  # none where somebody else made the client
+        if beside is not None and beside.trouble:
+            raise UntrackedUnavailable(f"the agent went on without what it had asked: {beside.trouble}")
+        return found
 
     async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
         raise EnvironmentFailed("nothing here scores groups; name a function in [[environment.rewards]].")
@@ -143,24 +150,37 @@ class SharedClients:
     gateway may keep them waiting; the rollout has one. There may be as many connections as rollouts, which are bounded.
     """
 
-    def __init__(self, *, transport: Transport | None = None) -> None:
-        """`transport` takes the place of the network, for agents on the event loop of the gateway's own process."""
+    def __init__(self, *, transport: Transport | None = None, untracked: UntrackedSection = UntrackedSection()) -> None:
+        """`transport` takes the place of the network, for agents on the event loop of the gateway's own process. `untracked`: where what is
+        not trained is answered; what is outside the run is reached over the network, and by proxies."""
         hide_secrets()
         self._sdk = _Sdk()
-        self._transport = transport
-        self._client: AsyncOpenAI = self._sdk.client(transport)
-        self._plain: OpenAI | None = None
+        self._transport, self._untracked = transport, untracked
+        self._client = self._sdk.client(transport)
+        self._plain: PlainClient | None = None
+        self._outside: dict[bool, Any] = {}
 
-    def client_for(self, session: SessionHandle) -> AsyncOpenAI:
+    def client_for(self, session: SessionHandle) -> Client:
         if self._client.is_closed():
             self._client = self._sdk.client(self._transport)
-        return self._client.with_options(base_url=session.base_url, api_key=session.api_key)
+        client = self._client.with_options(base_url=session.base_url, api_key=session.api_key)
+        client.beside = self._sdk.clients.Beside(self._untracked, lambda: self._beyond(is_async=True))
+        return client
 
-    def plain_client_for(self, session: SessionHandle) -> OpenAI:
+    def plain_client_for(self, session: SessionHandle) -> PlainClient:
         """For an agent in a thread of its own. It goes over the network, also where `transport` is given."""
         if self._plain is None or self._plain.is_closed():
             self._plain = self._sdk.plain_client()
-        return self._plain.with_options(base_url=session.base_url, api_key=session.api_key)
+        client = self._plain.with_options(base_url=session.base_url, api_key=session.api_key)
+        client.beside = self._sdk.clients.Beside(self._untracked, lambda: self._beyond(is_async=False))
+        return client
+
+    def _beyond(self, *, is_async: bool) -> Any:
+        """Connections out of the run."""
+        if is_async not in self._outside or self._outside[is_async].is_closed:
+            made = self._sdk.openai.DefaultAsyncHttpxClient if is_async else self._sdk.openai.DefaultHttpxClient
+            self._outside[is_async] = made(limits=self._sdk.limits)
+        return self._outside[is_async]
 
     async def __aenter__(self) -> SharedClients:
         return self
@@ -173,32 +193,30 @@ class SharedClients:
         await self._sdk.openai.AsyncOpenAI.close(self._client)
         if self._plain is not None:
             self._sdk.openai.OpenAI.close(self._plain)
+        if (outside := self._outside.get(True)) is not None:
+            await outside.aclose()
+        if (plain := self._outside.get(False)) is not None:
+            plain.close()
 
 
 class _Sdk:
-    """The package `openai`, and its clients but for a `close` that leaves the pool to the others. Importing it takes a second."""
+    """The package `openai`, and our clients of it. Importing it takes a second."""
 
     def __init__(self) -> None:
         try:
             import openai
         except ImportError as error:
             raise ConfigError("environments need the package openai; install it with: pip install 'midflight[openai]'.") from error
+        from midflight.environments import clients
 
-        class SessionClient(openai.AsyncOpenAI):
-            async def close(self) -> None:
-                """Does nothing."""
-
-        class PlainSessionClient(openai.OpenAI):
-            def close(self) -> None:
-                """Does nothing."""
-
-        self.openai, self._client, self._plain_client = openai, SessionClient, PlainSessionClient
-        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
-        self._pool: dict[str, Any] = {"trust_env": False, "limits": limits}
+        self.openai, self.clients = openai, clients
+        self.limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
+        self._pool: dict[str, Any] = {"trust_env": False, "limits": self.limits}
         self._options: dict[str, Any] = {"base_url": "http://unused.invalid/v1", "api_key": "unused", "timeout": None}
 
-    def client(self, transport: Transport | None) -> AsyncOpenAI:
-        return self._client(http_client=self.openai.DefaultAsyncHttpxClient(transport=transport, **self._pool), **self._options)
+    def client(self, transport: Transport | None) -> Client:
+        http_client = self.openai.DefaultAsyncHttpxClient(transport=transport, **self._pool)
+        return self.clients.SessionClient(http_client=http_client, **self._options)
 
-    def plain_client(self) -> OpenAI:
-        return self._plain_client(http_client=self.openai.DefaultHttpxClient(**self._pool), **self._options)
+    def plain_client(self) -> PlainClient:
+        return self.clients.PlainSessionClient(http_client=self.openai.DefaultHttpxClient(**self._pool), **self._options)

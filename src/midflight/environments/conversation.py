@@ -194,7 +194,7 @@ async def judged(rewards: Rewards, task: Task, waiting: Sequence[Unjudged]) -> l
     results: list[Result] = []
     for each, attempt, found in zip(waiting, attempts, await rewards.score_group(attempts), strict=True):
         components = checked_result(Result(None, {**each.components, **found}), task=task).components
-        results.append(Result(rewards.total(components), components, attempt.metrics, each.turns, attempt.fields))
+        results.append(Result(rewards.total(components), components, attempt.metrics, each.turns, attempt.fields, each.roles))
     return results
 
 

@@ -8,6 +8,7 @@ one. An async one gets an async client; a plain one a synchronous client, and a 
 import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast, overload
 
 from midflight.config.agent import agent_of, is_built_in
@@ -138,12 +139,7 @@ class ScoredAgents:
         attempt = self._attempt(task, said)
         own: Mapping[str, Any] = said.components or ({} if said.reward is None else {"environment": said.reward})
         scored = await completed(self._rewards, attempt, {**own, **await self._rewards.score(attempt)})
-        turns = tuple(said.turns)
-        if isinstance(scored, Unjudged):
-            return Unjudged(
-                scored.messages, scored.num_prompt, scored.completion_ids, scored.fields, scored.metrics, scored.components, turns
-            )
-        return Result(scored.reward, scored.components, scored.metrics, turns, scored.fields)
+        return replace(scored, turns=tuple(said.turns), roles=dict(said.roles))
 
     async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
         return await judged(self._rewards, task, attempts)

@@ -3,7 +3,7 @@
 import asyncio
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, Rollo
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import GroupKey, Reason, Result, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 from midflight.types.facts import Record, RolloutEnded
+from midflight.types.rollouts import RoleRecord
 
 
 class FateSink(Protocol):
@@ -113,6 +114,8 @@ class RolloutRunner:
         outcome = await self._judged(key, task, outcome, record)
         if len(outcome.result.turns) > record.num_answers:
             outcome = _failure(_too_many_turns(task, outcome.result, record))
+        if outcome.result.reward is not None and (unscored := record.roles.keys() - {"", *outcome.result.roles}):
+            outcome = _failure(_unscored_role(task, min(unscored)))
         return self._finish(key, task, outcome, record=record, started=started)
 
     async def _judged(self, key: RolloutKey, task: Task, outcome: Outcome, record: SessionRecord) -> Outcome:
@@ -185,12 +188,13 @@ class RolloutRunner:
     def _finish(self, key: RolloutKey, task: Task, outcome: Outcome, *, record: SessionRecord | None, started: float) -> Trajectory:
         result = outcome.result
         assert result.reward is None or isinstance(result.reward, float)
+        roles, rows = self._roles(key, result, record)
         trajectory = Trajectory(
             key=key,
             task_id=task.id,
             source=task.source,
             reward=result.reward,
-            rows=record.rows if record else (),
+            rows=rows,
             truncated=record.truncated if record else False,
             room=record.room if record else None,
             error=outcome.error,
@@ -199,6 +203,7 @@ class RolloutRunner:
             metrics=shown(result),
             turn_rewards=tuple(result.turns),
             fields=result.fields,
+            roles=roles,
         )
         self._record(
             RolloutEnded(
@@ -220,6 +225,19 @@ class RolloutRunner:
         )
         return trajectory
 
+    def _roles(self, key: RolloutKey, result: Result, record: SessionRecord | None) -> tuple[Mapping[str, RoleRecord], tuple[Row, ...]]:
+        """Those that are trained, and their rows; what a role said that cannot be scored is dropped."""
+        if record is None or result.reward is None or not (record.roles or result.roles):
+            return {}, () if record is None else record.rows
+        own = {"": RoleRecord(None, record.truncated, record.room)} if record.num_answers else {}
+        asked = {**dict.fromkeys(result.roles, RoleRecord()), **own, **record.roles}
+        rewards = {"": result.reward, **result.roles}
+        lost = tuple(row for row in record.rows if rewards[row.role] is None)
+        if lost and self._tracked:
+            self._fates.rows_discarded(key, lost, reason=Reason.NO_REWARD)
+        scored = {name: replace(of, reward=rewards[name]) for name, of in asked.items() if rewards[name] is not None}
+        return scored, tuple(row for row in record.rows if rewards[row.role] is not None)
+
 
 MAX_TRACE = 20_000
 """Characters kept of a traceback: the end, where the error is. One of a library's retries can have many times as many."""
@@ -229,6 +247,13 @@ def _too_many_turns(task: Task, result: Result, record: SessionRecord) -> BadRew
     return BadReward(
         f"scoring task {task.id} of {task.source}: turns has {len(result.turns)} rewards for {record.num_answers} answers of the model; "
         "give one for each answer, in their order, or fewer."
+    )
+
+
+def _unscored_role(task: Task, name: str) -> BadReward:
+    return BadReward(
+        f"scoring task {task.id} of {task.source}: the role {name!r} asked the model, and has no reward of its own; return "
+        f'Result(..., roles={{"{name}": ...}}), with None where it cannot be scored.'
     )
 
 

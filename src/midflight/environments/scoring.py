@@ -11,7 +11,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 import numpy as np
@@ -38,6 +38,7 @@ class Unjudged:
     components: dict[str, float | None]
     """What is known already."""
     turns: tuple[float, ...] = ()
+    roles: dict[str, float | None] = field(default_factory=dict[str, float | None])
 
 
 async def result_of(returned: object, *, task: Task) -> Result | Unjudged:
@@ -45,7 +46,7 @@ async def result_of(returned: object, *, task: Task) -> Result | Unjudged:
     if isinstance(returned, Unjudged):
         return returned
     if isinstance(returned, Result) and inspect.isawaitable(returned.reward):
-        returned = Result(await returned.reward, returned.components, returned.metrics, returned.turns, returned.fields)
+        returned = replace(returned, reward=await returned.reward)
     return checked_result(returned, task=task)
 
 
@@ -64,6 +65,10 @@ def checked_result(returned: object, *, task: Task) -> Result:
         {name: number_in(value, f"{said}metric {name!r}") for name, value in _named(returned.metrics, said + "metrics").items()},
         tuple(number_in(value, f"{said}the reward of turn {number}") for number, value in enumerate(turns)),
         _json(_named(returned.fields, said + "fields"), said),
+        {
+            name: None if value is None else number_in(value, f"{said}the reward of role {name!r}")
+            for name, value in _named(returned.roles, said + "roles").items()
+        },
     )
 
 
@@ -87,9 +92,10 @@ def number_in(value: object, said: str) -> float:
 
 
 def shown(result: Result) -> Mapping[str, float]:
-    """The metrics, and the fields that are numbers."""
+    """The metrics, the rewards of roles, and the fields that are numbers."""
     numbers = {f"fields/{name}": float(value) for name, value in result.fields.items() if isinstance(value, int | float)}
-    return {**{name: value for name, value in numbers.items() if math.isfinite(value)}, **result.metrics}
+    roles = {f"roles/{name}": value for name, value in result.roles.items() if value is not None}
+    return {**{name: value for name, value in numbers.items() if math.isfinite(value)}, **roles, **result.metrics}
 
 
 def _named(value: object, said: str) -> Mapping[str, object]:

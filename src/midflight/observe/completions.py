@@ -38,8 +38,8 @@ class Completions:
 
 
 def shown_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> facts.Shown:
-    """Its longest row, cut where the model began to write."""
-    row = max(trajectory.rows, key=lambda row: len(row.token_ids))
+    """Its longest row, cut where the model began to write; of a role where its own client asked nothing."""
+    row = max(trajectory.rows, key=lambda row: (not row.role, len(row.token_ids)))
     begin = int(np.argmax(row.generated))
     prompt, completion = (decode(ids.tolist()) for ids in (row.token_ids[:begin], row.token_ids[begin:]))
     return facts.Shown(trajectory.source, trajectory.task_id, trajectory.reward, cut(prompt), cut(completion))

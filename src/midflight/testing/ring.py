@@ -163,7 +163,7 @@ class SmallRing:
 
     async def serve(self, main: Coroutine[object, object, None], *beside: Coroutine[object, object, None]) -> None:
         """Rolls out for as long as `main` runs; waits for it. The failure of any part, of `beside` too, ends all at once (I9)."""
-        await serve_while(main, self.system.run(), self.serving.health.run(), self.serving.rejoin.run(), *beside)
+        await serve_while(main, self.system.run(), self.serving.watch(), self.serving.rejoin.run(), *beside)
 
     async def train(
         self,
@@ -211,10 +211,8 @@ async def open_ring(
     serving = Serving(config, tokenizer, engines, record=record, version=version, anonymous=False)
     serving.gateway.address = "http://ring"
     phases = PhaseLog()
-    async with (
-        asyncio.TaskGroup() as requests,
-        SharedClients(transport=MemoryTransport(build_app(serving.gateway, serving.control), requests)) as clients,
-    ):
+    app, untracked = build_app(serving.gateway, serving.control), config.environment.untracked
+    async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests), untracked=untracked) as clients:
         given = partial(client_for, serving) if client_for else clients.client_for
         host = AgentsHere(environment, client_for=given, plain_client_for=clients.plain_client_for)
         system = RolloutSystem(

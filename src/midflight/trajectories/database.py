@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer
 from midflight.types import Json, Row, Task, Trajectory, Turn
+from midflight.types.rollouts import RoleRecord
 
 Value: TypeAlias = "int | float | str | bytes | None"
 
@@ -247,6 +248,7 @@ class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     kept: bytes = b""
     kept_lengths: bytes = b""
     experts: bytes = b""
+    role: str = ""
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
@@ -256,6 +258,7 @@ class Scored(msgspec.Struct, array_like=True, frozen=True):
     metrics: dict[str, float]
     turn_rewards: tuple[float, ...]
     fields: dict[str, Any]
+    roles: dict[str, RoleRecord] = {}
 
 
 class _StoredTask(msgspec.Struct, frozen=True):
@@ -281,7 +284,7 @@ def decode_rows(blob: bytes) -> tuple[Row, ...]:
 
 
 def encode_scored(of: Trajectory) -> bytes:
-    return _encode(Scored(dict(of.components), dict(of.metrics), of.turn_rewards, dict(of.fields)))
+    return _encode(Scored(dict(of.components), dict(of.metrics), of.turn_rewards, dict(of.fields), dict(of.roles)))
 
 
 def decode_scored(blob: bytes) -> Scored:
@@ -317,6 +320,7 @@ def _pack_row(row: Row) -> _StoredRow:
         kept=b"" if row.kept is None else row.kept.tobytes(),
         kept_lengths=b"" if row.kept_lengths is None else row.kept_lengths.astype("<i4").tobytes(),
         experts=b"" if row.experts is None else row.experts.tobytes(),
+        role=row.role,
     )
 
 
@@ -332,6 +336,7 @@ def _unpack_row(row: _StoredRow) -> Row:
         kept=_array(row.kept, "u1") if row.kept_lengths else None,
         kept_lengths=_array(row.kept_lengths, "<i4") if row.kept_lengths else None,
         experts=_array(row.experts, "u1").reshape(len(row.token_ids) // 4, -1) if row.experts else None,
+        role=row.role,
     )
 
 

@@ -44,12 +44,14 @@ NO_ANSWER = 2**31 - 1
 
 
 def pack(batch: Batch) -> PackedBatch:
-    """Groups, their rollouts and the rollouts' rows, in the order of the batch; see `PackedBatch` for the shapes.
+    """Groups, their rollouts and the rollouts' rows, in the order of the batch; see `PackedBatch` for the shapes. Where rollouts have roles, each
+    role of a group is a group here, with a rollout for each that took part.
 
     A rollout without rows keeps its place among the rewards: it counts in its group's baseline. A version above the batch's is of a way
     that a trainer left when it went back to its checkpoint: its tokens count as of age 0.
     """
-    rollouts = [(number, t) for number, group in enumerate(batch.groups) for t in group.trajectories]
+    groups = [compared for group in batch.groups for compared in group.by_role().values()]
+    rollouts = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
     rows = [(number, row) for number, (_, t) in enumerate(rollouts) for row in t.rows]
     kept, kept_lengths = _kept([row for _, row in rows])
     return PackedBatch(

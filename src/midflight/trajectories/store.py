@@ -368,7 +368,7 @@ class Store:
         ):
             decoded = self._decoded(database.decode_rows, rows)
             of = self._decoded(database.decode_scored, scored)
-            said = (of.components, of.metrics, of.turn_rewards, of.fields)
+            said = (of.components, of.metrics, of.turn_rewards, of.fields, of.roles)
             yield Trajectory(RolloutKey(key, sample), task.id, task.source, reward, decoded, bool(truncated), error, seconds, room, *said)
 
     def _task(self, key: GroupKey) -> Task:

@@ -303,6 +303,8 @@ class Turn:
     """Of a turn that was sampled with truncation and can be trained: what was kept for each output token, as in `Chunk`."""
     experts: bytes = b""
     """Of each token of prompt and output the experts it was sent to, as in `Chunk`; empty where no engine recorded any."""
+    role: str = ""
+    """Of its rollout's sessions the one that it is of, where that has several."""
 
     @property
     def num_expert_bytes(self) -> int:

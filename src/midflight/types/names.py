@@ -18,6 +18,22 @@ Float32: TypeAlias = NDArray[np.float32]
 Bool: TypeAlias = NDArray[np.bool_]
 
 
+UNTRACKED = "untracked"
+"""The part of a rollout whose tokens are neither recorded nor trained: judges, simulated users."""
+_PART = "~"
+
+
+def part_of(token: str, name: str) -> str:
+    """The token of another part of the rollout that a session's token is of."""
+    return f"{token.partition(_PART)[0]}{_PART}{name}"
+
+
+def parted(token: str) -> tuple[str, str]:
+    """A token and the part that it names; the part is empty where it names none."""
+    plain, _, name = token.partition(_PART)
+    return plain, name
+
+
 class PauseMode(StrEnum):
     """What happens to requests in flight, and to their keys and values, while an engine is paused."""
 

@@ -6,7 +6,7 @@ Shapes: `T` is the number of tokens of a row. Times are seconds, on the clock of
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import cast
 
@@ -65,6 +65,9 @@ class Result:
     At most as many as there were answers."""
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """What reward functions get by name, as if the task had it. Numbers among them are shown too."""
+    roles: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """The reward of each role that asked the model (`client.role(name)`); `reward` is that of the client itself. None where a role cannot be
+    scored: it is not trained."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -120,6 +123,8 @@ class Row:
     experts: UInt8 | None = None
     """[T, B], of each token the experts of a mixture that it was sent to, as an engine packs them; 255 in all B bytes where none recorded it.
     None where no token has a record."""
+    role: str = ""
+    """Of its rollout's sessions the one that it is of, where that has several."""
 
     def __post_init__(self) -> None:
         lengths = {len(a) for a in self._arrays()}
@@ -145,6 +150,16 @@ class Row:
     def oldest_version(self) -> Version | None:
         """The smallest version among trainable tokens, `None` if there is none."""
         return int(self.versions[self.loss_mask].min()) if self.loss_mask.any() else None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRecord:
+    """One of several sessions of a rollout, whose reward is compared with those of the same role."""
+
+    reward: float | None = None
+    truncated: bool = False
+    room: int | None = None
+    """Both as in `SessionRecord`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,6 +189,9 @@ class SessionRecord:
     """Requests that were answered. One that asked for several choices made several turns."""
     times: tuple[TurnTimes, ...] = ()
     """Of its turns, in the order of their ends; those given again after a crash are left out."""
+    roles: Mapping[str, RoleRecord] = field(default_factory=dict[str, RoleRecord])
+    """Where roles asked the model, those that did, by name; the session's own is empty. Rows and counts are of all, `truncated`, `room` and
+    `num_answers` of the session itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,6 +213,17 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     turn_rewards: tuple[float, ...] = ()
     fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    roles: Mapping[str, RoleRecord] = field(default_factory=dict[str, RoleRecord])
+    """Those that are trained, by name, where there are any but the session's own, whose name is empty."""
+
+    def of_role(self, name: str) -> Trajectory:
+        """What a role said, with the role's reward."""
+        rows = tuple(row for row in self.rows if row.role == name)
+        if not name:
+            return replace(self, rows=rows, roles={})
+        of = self.roles[name]
+        scored = {"reward": of.reward, "truncated": of.truncated, "room": of.room}
+        return replace(self, rows=rows, roles={}, components={}, turn_rewards=(), **scored)
 
     @property
     def num_trainable(self) -> int:
@@ -235,6 +264,14 @@ class Group:
     @property
     def num_trainable(self) -> int:
         return sum(t.num_trainable for t in self.trajectories)
+
+    def by_role(self) -> Mapping[str, Group]:
+        """Whose rewards are compared with each other: those of one role, in the order of the names. Without roles it is the group itself."""
+        names = sorted({name for t in self.trajectories for name in t.roles})
+        if not names:
+            return {"": self}
+        of = {name: [t.of_role(name) for t in self.trajectories if name in (t.roles or {"": None})] for name in ["", *names]}
+        return {name: replace(self, trajectories=tuple(found)) for name, found in of.items() if found}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

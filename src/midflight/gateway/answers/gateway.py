@@ -6,6 +6,7 @@ A call is `prepare`d synchronously (every fault of the client shows there) and t
 import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from midflight.errors import ContextExceeded, MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
@@ -71,8 +72,9 @@ class Gateway:
         strict: bool = False,
         count_all_choices: bool = False,
         message_format: MessageFormat | None = None,
+        apart: Generator | None = None,
     ) -> None:
-        """`anonymous`: requests without a session's token are answered, untracked. `strict`: what has no effect is refused."""
+        """`apart`: of the engines that answer what no run records nor trains, if there are any. `anonymous`: requests without a session's token are answered, untracked. `strict`: what has no effect is refused."""
         self.tokenizer = tokenizer
         self.message_format = message_format or MessageFormat(tokenizer)
         self.model = model
@@ -86,13 +88,12 @@ class Gateway:
         self.num_running = 0
         """Answers under way."""
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
-        self._generator, self._record = generator, record
+        self._generator, self._apart, self._record = generator, apart, record
         self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run=(run_name, run_seed), strict=strict)
-        self._anonymous, self._strict, self._count_all_choices = anonymous, strict, count_all_choices
+        self._anonymous, self._strict, self._count_all_choices, self._stopping = anonymous, strict, count_all_choices, False
         self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format)
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
-        self._stopping = False
         self._anonymous_kept: OrderedDict[str, KeptResponses] = OrderedDict()
 
     # --- Sessions, for their owner -----------------------------------------------------------------------------------
@@ -180,6 +181,11 @@ class Gateway:
         """Checks a call and plans its tokens. Raises `RequestRejected` and kin, and `Stopping`; nothing has been generated then."""
         if self._stopping:
             raise _stopping()
+        if session.is_apart and self._apart is None:
+            raise RequestRejected(
+                "asking what is not trained: no engine is reserved for that; set environment.untracked.engines to a number below engine.count, "
+                "or ask a server of your own."
+            )
         return self._planner.plan(session, call)
 
     async def check_lengths(self, call: CompletionCall, *, num_bytes: int) -> None:
@@ -257,7 +263,7 @@ class Gateway:
         """Waits for the engines. The choices of a prompt share what is known of it."""
         affinity = job.session.session_id if job.session.key is not None else ""
         for first in job.answers[:: job.call.n]:
-            scores = await self._generator.prompt_logprobs(first.prompt.ids, top=top, affinity=affinity)
+            scores = await self._generator_of(job.session).prompt_logprobs(first.prompt.ids, top=top, affinity=affinity)
             for answer in job.answers[first.index : first.index + job.call.n]:
                 answer.prompt_logprobs = scores
 
@@ -276,7 +282,7 @@ class Gateway:
         answer.clock = asyncio.get_running_loop().time
         started = answer.clock()
         affinity = session.session_id if session.key is not None else ""
-        recorded = session.recorded.take(answer.request)
+        recorded = session.recorded.take(answer.request, session.role_name)
         session.begin(answer)
         self.num_running += 1
         try:
@@ -284,7 +290,7 @@ class Gateway:
                 answer.replay(recorded)
             else:
                 told = ongoing.hear if job.call.stream else _told_whole
-                await self._generator.generate(answer, affinity=affinity, may_abort=job.call.may_abort, told=told)
+                await self._generator_of(session).generate(answer, affinity=affinity, may_abort=job.call.may_abort, told=told)
             turn = answer.close()
             if session.finished(answer, turn, reply=answer.text, message=answer.message):
                 self._tell(session, turn)
@@ -302,10 +308,14 @@ class Gateway:
             self._record(TurnFinished(session.session_id, len(turn.prompt_ids), length, num_versions, num_resumes, seconds))
         ongoing.hear()
 
+    def _generator_of(self, session: Session) -> Generator:
+        return self._apart if session.is_apart and self._apart is not None else self._generator
+
     def _tell(self, session: Session, turn: Turn) -> None:
         """Nothing of a session that has ended meanwhile: its rows are handed over already."""
         if self.on_turn is not None and session.tracked and session.key is not None and not session.closed:
-            self.on_turn(TurnKept(session.key, len(session.tree.nodes) - 1, turn))
+            of_role = replace(turn, role=session.role_name) if session.role_name else turn
+            self.on_turn(TurnKept(session.key, session.num_recorded - 1, of_role))
 
     def _forget_scope(self, session: Session, scope: asyncio.Timeout) -> None:
         scopes = self._scopes.get(session.session_id)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from midflight.errors import IdempotencyConflict, Overloaded, RequestRejected
 from midflight.gateway.answers.answer import START, Event, Mark
 from midflight.gateway.answers.plan import Job
+from midflight.types.names import parted
 
 MAX_KEPT = 1024
 """Finished answers kept for retries; each holds its tokens, some kilobytes. A retry comes within seconds of the loss."""
@@ -265,7 +266,7 @@ class Requests:
 
     def forget_session(self, session_id: str) -> None:
         """Its finished answers; the running ones end by themselves."""
-        for ongoing in [kept for kept in self._kept if self._tickets[kept].owner == f"session {session_id}"]:
+        for ongoing in [kept for kept in self._kept if parted(self._tickets[kept].owner)[0] == f"session {session_id}"]:
             self._forget(ongoing)
 
     def _original(self, asked: RetryTicket, key: str) -> Ongoing | None:

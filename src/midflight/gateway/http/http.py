@@ -238,7 +238,7 @@ class CompletionEndpoint:
             if exchange.unread.fields or exchange.unread.refusal is not None:
                 self._gateway.pass_over(exchange.unread, path=self._dialect.path)
             await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
-            session_id = session.session_id if session.key is not None else None
+            session_id = session.known_as if session.key is not None else None
             asked = retry_ticket(headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body)
             original = self._requests.find(asked, now=_loop_time())
             ongoing = original or self._begin(session, exchange, asked)

@@ -197,9 +197,9 @@ class RecordedTurns:
         self.in_session = False
         """Whether they are of the session itself, which has counted them: one that is not given again is lost."""
 
-    def and_those_of(self, nodes: Iterable[Node]) -> RecordedTurns:
+    def after(self, turns: Iterable[Turn]) -> RecordedTurns:
         """These, after the turns of a session whose agent begins again."""
-        every = RecordedTurns([*(node.turn for node in nodes), *self._turns])
+        every = RecordedTurns([*turns, *self._turns])
         every.in_session = True
         return every
 
@@ -208,9 +208,9 @@ class RecordedTurns:
         """Tokens of the session that have not been given again."""
         return sum(len(turn.output_ids) + turn.num_overshoot for turn in self._turns) if self.in_session else 0
 
-    def take(self, request: GenerateRequest) -> Turn | None:
+    def take(self, request: GenerateRequest, role: str = "") -> Turn | None:
         for place, turn in enumerate(self._turns):
-            if turn.prompt_ids == request.input_ids and len(turn.output_ids) <= request.sampling.max_tokens:
+            if turn.prompt_ids == request.input_ids and turn.role == role and len(turn.output_ids) <= request.sampling.max_tokens:
                 return self._turns.pop(place)
         return None
 

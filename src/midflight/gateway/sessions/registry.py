@@ -14,6 +14,7 @@ from midflight.gateway.sessions.tree import Matcher
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord
+from midflight.types.names import UNTRACKED, parted
 from midflight.wire.edge import same_token
 
 PREFIX = "mf-"
@@ -105,11 +106,15 @@ class SessionRegistry:
         return session
 
     def authorised(self, token: str) -> Session:
-        """The live session that a client's token names."""
-        session_id, _, secret = token.partition(".")
+        """The live session that a client's token names, or the part of it."""
+        whole, part = parted(token)
+        session_id, _, secret = whole.partition(".")
         if not same_token(secret, self._known(session_id).agent):
             raise Unauthorized(f"wrong secret for session {session_id}: use the address or key that was given for it.")
-        return self.get(session_id)
+        session = self.get(session_id)
+        if not part:
+            return session
+        return session.apart() if part == UNTRACKED else session.role(part)
 
     def check_owner(self, session_id: str, token: str) -> None:
         """`Unauthorized` unless the token is the owner's of this session. Holds also after its end, as long as it is remembered."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
+from midflight.errors import RequestRejected
 from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
 from midflight.gateway.sessions.kept import KeptResponses
 from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, Tool
 from midflight.types import FinishReason, Grammar, Json, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
+from midflight.types.names import part_of
+from midflight.types.rollouts import RoleRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,16 @@ class UnderWay(Protocol):
         ...
 
 
+MAX_ROLES = 64
+"""Of one rollout: each has a tree of its own."""
+_ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
 class Session:
-    """State of one session. `key` and `sampling` are `None` for anonymous, untracked use, which keeps no tree."""
+    """State of one session. `key` and `sampling` are `None` for anonymous, untracked use, which keeps no tree.
+
+    A rollout may have several: the roles of one, each with a tree of its own, which end with it and are part of its record.
+    """
 
     def __init__(
         self,
@@ -160,6 +172,13 @@ class Session:
         self.sampling = sampling
         self.tracked = tracked
         self.count_all_choices = count_all_choices
+        self.is_apart = False
+        """Whether it is of a judge or simulated user, which engines of its own answer."""
+        self.role_name = ""
+        self._tokenizer, self._matcher = tokenizer, matcher
+        self._apart: Session | None = None
+        self._all: dict[str, Session] = {"": self}
+        """The session and its roles, which share this."""
         self.tree = TokenTree(tokenizer, matcher=matcher)
         self.recorded = RecordedTurns()
         self._kept = kept
@@ -174,6 +193,43 @@ class Session:
         self._dropped: Counter[Reason] = Counter()
         self._num_requests = self._num_answered = 0
         self._room: int | None = None
+
+    def apart(self) -> Session:
+        """The part of its rollout that leaves no trace. It ends with the session."""
+        if self._apart is None:
+            self._apart = Session(self.session_id, self._tokenizer, key=None, sampling=None, tracked=False)
+            self._apart.is_apart = True
+        return self._apart
+
+    def role(self, name: str) -> Session:
+        """The session of a role, opened where it is asked for first."""
+        if name not in self._all:
+            if not _ROLE.fullmatch(name) or len(self._all) > MAX_ROLES:
+                raise RequestRejected(
+                    f"the role {name[:80]!r} of session {self.session_id}: take letters, digits, '-' and '_', 64 at most, and {MAX_ROLES} roles."
+                )
+            made = Session(
+                self.session_id,
+                self._tokenizer,
+                key=self.key,
+                sampling=self.sampling,
+                tracked=self.tracked,
+                matcher=self._matcher,
+                count_all_choices=self.count_all_choices,
+            )
+            made.role_name, made.recorded, made._all = name, self.recorded, self._all
+            self._all[name] = made
+        return self._all[name]
+
+    @property
+    def known_as(self) -> str:
+        """By which its requests are told from those of others."""
+        return part_of(self.session_id, self.role_name) if self.role_name else self.session_id
+
+    @property
+    def num_recorded(self) -> int:
+        """Turns of the rollout."""
+        return sum(len(session.tree.nodes) for session in self._all.values())
 
     def plan(self, source: Source) -> Prompt:
         match source:
@@ -193,33 +249,40 @@ class Session:
 
     @property
     def oldest_version(self) -> Version | None:
-        """Among all its tokens. It changes both ways where an engine says at the end what it was unsure of before."""
-        return min(self._versions.union(*(answer.versions for answer in self._open)), default=None)
+        """Among all its tokens, those of roles too. It changes both ways where an engine says at the end what it was unsure of before."""
+        found = [session._versions.union(*(answer.versions for answer in session._open)) for session in self._all.values()]
+        return min(set[Version]().union(*found), default=None)
 
     @property
     def num_requests(self) -> int:
-        """Since it was opened."""
-        return self._num_requests
+        """Since it was opened, those of its parts too."""
+        return sum(session._num_requests for session in self._everyone)
 
     @property
     def num_running(self) -> int:
-        """Choices under way."""
-        return len(self._open)
+        """Choices under way, in its parts too."""
+        return sum(len(session._open) for session in self._everyone)
 
     @property
     def awaits(self) -> bool:
         """Whether the last request of its agent has had no answer."""
-        return self._num_requests > self._num_answered
+        return any(session._num_requests > session._num_answered for session in self._everyone)
+
+    @property
+    def _everyone(self) -> list[Session]:
+        return [*self._all.values(), *([] if self._apart is None else [self._apart])]
 
     def begin_again(self) -> None:
         """For an agent that begins again: it is given its completed turns as they were (I8). What still runs is abandoned."""
-        for answer in list(self._open):
-            self.abandoned(answer)
-        self.recorded = self.recorded.and_those_of(self.tree.nodes)
-        self.tree = self.tree.emptied()
-        self._kept = self._room = None
-        self._asked.clear()
-        self._num_requests = self._num_answered = 0
+        turns = [replace(node.turn, role=name) for name, session in self._all.items() for node in session.tree.nodes]
+        recorded = self.recorded.after(turns)
+        for session in self._everyone:
+            for answer in list(session._open):
+                session.abandoned(answer)
+            session.recorded, session.tree = recorded, session.tree.emptied()
+            session._kept = session._room = None
+            session._asked.clear()
+            session._num_requests = session._num_answered = 0
 
     def next_request(self) -> int:
         self._num_requests += 1
@@ -234,7 +297,7 @@ class Session:
             return (asked + choice) % SEED_SPACE
         if self.key is None:
             return secrets.randbits(64)
-        return request_seed(run_name, run_seed, self.key, occurrence=occurrence, prompt_ids=prompt_ids)
+        return request_seed(run_name, run_seed, self.key, occurrence=occurrence, prompt_ids=prompt_ids, role=self.role_name)
 
     def begin(self, answer: UnderWay) -> None:
         """Its tokens count from now on; `finished` or `abandoned` must follow."""
@@ -262,11 +325,16 @@ class Session:
             self._dropped[Reason.OVERSHOOT] += answer.num_overshoot
 
     def close(self) -> SessionRecord:
-        """Ends the session and hands its tokens over (I3): what is still running is abandoned."""
+        """Ends the session and its roles, and hands their tokens over (I3): what is still running is abandoned."""
+        if self._apart is not None:
+            self._apart.closed = True
+        return together({name: session._close() for name, session in self._all.items()})
+
+    def _close(self) -> SessionRecord:
         for answer in list(self._open):
             self.abandoned(answer)
         self.closed = True
-        nodes, not_given_again = self.tree.nodes, self.recorded.num_lost
+        nodes, not_given_again = self.tree.nodes, 0 if self.role_name else self.recorded.num_lost
         result = harvest(nodes, count_all_choices=self.count_all_choices)
         return SessionRecord(
             session_id=self.session_id,
@@ -293,11 +361,35 @@ class Session:
         return f"<Session {self.session_id}>"
 
 
-def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: int, prompt_ids: tuple[int, ...]) -> int:
-    """Seed of a rollout's request. It depends on the rollout, the prompt and how often the prompt was asked before, never on the order of
+def together(records: Mapping[str, SessionRecord]) -> SessionRecord:
+    """The record of a rollout from those of its sessions, by role; that of the session itself has an empty name."""
+    own = records[""]
+    if len(records) == 1:
+        return own
+    every = records.values()
+    asked = {name: RoleRecord(None, record.truncated, record.room) for name, record in records.items() if record.num_answers}
+    return replace(
+        own,
+        rows=tuple(replace(row, role=name) for name, record in records.items() for row in record.rows),
+        num_turns=sum(record.num_turns for record in every),
+        num_branches=sum(record.num_branches for record in every),
+        masked=sum((Counter(record.masked) for record in every), Counter[Reason]()),
+        dropped=sum((Counter(record.dropped) for record in every), Counter[Reason]()),
+        failed_requests=sum(record.failed_requests for record in every),
+        num_rewritten=sum(record.num_rewritten for record in every),
+        num_mismatches=sum(record.num_mismatches for record in every),
+        versions=frozenset[Version]().union(*(record.versions for record in every)),
+        times=tuple(sorted((each for record in every for each in record.times), key=lambda each: each.ended)),
+        roles=asked if asked.keys() - {""} else {},
+    )
+
+
+def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: int, prompt_ids: tuple[int, ...], role: str = "") -> int:
+    """Seed of a rollout's request. It depends on the rollout, its role, the prompt and how often the prompt was asked before, never on the order of
     arrival."""
     group = key.group
     kind = "" if key.kind is Kind.TRAINING else f"{key.kind}|"
+    kind += f"{role}|" if role else ""
     label = f"{run_name}|{run_seed}|{kind}{group.epoch}|{group.index}|{group.attempt}|{key.sample}|{occurrence}|"
     digest = hashlib.blake2b(label.encode("ascii", "backslashreplace") + packed(prompt_ids), digest_size=8).digest()
     return int.from_bytes(digest, "little")

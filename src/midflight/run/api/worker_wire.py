@@ -57,6 +57,7 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
     metrics: dict[str, float] = {}
     turns: tuple[float, ...] = ()
     fields: dict[str, Any] = {}
+    roles: dict[str, float | None] = {}
     unjudged: dict[str, Any] | None = None
     """In the place of a result, what is to be scored beside the others of its group."""
     judged: list[dict[str, Any]] | None = None
@@ -67,7 +68,7 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
             return [Result(**_heard(each)) for each in self.judged]
         if self.unjudged is not None:
             return Unjudged(**_heard(self.unjudged))
-        return Result(self.reward, self.components, self.metrics, self.turns, self.fields)
+        return Result(self.reward, self.components, self.metrics, self.turns, self.fields, self.roles)
 
 
 def ended_with(session_id: str, result: Result | Unjudged) -> AgentEnded:
@@ -83,7 +84,7 @@ def judged_with(session_id: str, results: Sequence[Result]) -> AgentEnded:
 
 
 def _plain(result: Result) -> dict[str, Any]:
-    said = {"components": dict(result.components), "metrics": dict(result.metrics), "fields": dict(result.fields)}
+    said = {name: dict(getattr(result, name)) for name in ("components", "metrics", "fields", "roles")}
     return {"reward": result.reward, "turns": tuple(result.turns), **said}
 
 

@@ -104,6 +104,6 @@ class OneEngineSite:
                 ready=lambda: self._ready(self._url),
                 stopping=serving.gateway.stop,
             ),
-            serving.health.run(),
+            serving.watch(),
             serving.rejoin.run(),
         )

@@ -93,7 +93,7 @@ class RolloutProcess:
         self._spec, self._launcher, self._listener = spec, launcher, listener
         self._config = config = Config.model_validate_json(spec.config)
         steps = 0 if spec.purpose is Purpose.EVALUATE else config.run.steps
-        slots = min(derived.engine_slots(config.engine), derived.in_flight(config.rollout))
+        slots = min(derived.engine_slots(config), derived.in_flight(config.rollout))
         self._state = RunState(name=config.run.name, steps=steps, start_version=spec.version, slots=slots)
         self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
@@ -225,8 +225,8 @@ class RolloutProcess:
         )
         serving.gateway.address = self._spec.url
         self._standing = RolloutStanding(serving)
-        self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.fleet.states()}
-        self._metrics.engines = lambda: Counter(standing(state) for state in serving.fleet.states())
+        self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.states()}
+        self._metrics.engines = lambda: Counter(standing(state) for state in serving.states())
         self._launcher.heart.ask = self._standing.now
         return serving
 
@@ -253,7 +253,7 @@ class RolloutProcess:
         program = AgentProgram(section)
         board = program.environment.board if isinstance(program.environment, Claimed) else None
         async with asyncio.TaskGroup() as requests:
-            clients = partial(SharedClients, transport=MemoryTransport(app, requests))
+            clients = partial(SharedClients, transport=MemoryTransport(app, requests), untracked=section.untracked)
             async with program.host(partial(ask, app), clients) as host:
                 yield Hosting(host, board=board)
 
@@ -281,7 +281,7 @@ class RolloutProcess:
                 ready=lambda: self._launcher.tell(Ready(address)),
                 stopping=serving.gateway.stop,
             ),
-            serving.health.run(),
+            serving.watch(),
             serving.rejoin.run(),
             members.run(),
             SessionExpiry(owned).run(),

@@ -19,7 +19,7 @@ from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.fleet.fleet import EngineState, Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
 from midflight.ports import Engine, Sessions
@@ -71,15 +71,16 @@ class Serving:
         anonymous: bool,
         without: frozenset[Feature] = frozenset(),
     ) -> None:
-        """`without`: what engines can do and is not wanted."""
-        self.fleet = Fleet(record=record)
-        for engine in engines:
-            self.fleet.attach(engine, version=version)
+        """`without`: what engines can do and is not wanted. `anonymous` serving has no rollouts, and so no engines apart."""
+        num_apart = 0 if anonymous else config.environment.untracked.engines
+        self.fleet, self.apart = Fleet(record=record), Fleet(record=record)
+        """Those that are trained, and those that keep their weights for judges and simulated users: no handover knows these."""
+        for place, engine in enumerate(engines):
+            (self.fleet if place < len(engines) - num_apart else self.apart).attach(engine, version=version)
         self.generator = Generator(self.fleet, request_seconds=config.gateway.request_seconds)
         self.control = Control(self.fleet, self.generator)
         self.handover = self._handover(config, record)
         self.rejoin = Rejoin(self.fleet, self.handover)
-        self.health = HealthWatch(self.fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS)
         self.gateway = Gateway(
             self.generator,
             tokenizer,
@@ -95,7 +96,18 @@ class Serving:
             anonymous=anonymous,
             count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
+            apart=Generator(self.apart, request_seconds=config.gateway.request_seconds) if num_apart else None,
         )
+
+    async def watch(self) -> None:
+        """Reads all engines' health; ended by its task group."""
+        async with asyncio.TaskGroup() as watches:
+            for fleet in (self.fleet, self.apart):
+                watches.create_task(HealthWatch(fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS).run())
+
+    def states(self) -> tuple[EngineState, ...]:
+        """Of all engines."""
+        return (*self.fleet.states(), *self.apart.states())
 
     def _handover(self, config: Config, record: Record) -> Handover:
         return Handover(
@@ -113,7 +125,7 @@ class Serving:
 
     def trouble(self) -> str:
         """Which engines take no requests, as a sentence; empty where all do."""
-        away = [f"{state.name} is in quarantine ({state.error})" for state in self.fleet.states() if state.error is not None]
+        away = [f"{state.name} is in quarantine ({state.error})" for state in self.states() if state.error is not None]
         return f"Meanwhile {', '.join(away)}." if away else ""
 
 

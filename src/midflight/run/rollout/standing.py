@@ -61,13 +61,13 @@ class RolloutStanding:
         return [Doing(f"runs rollout {key}", since + shift, limit=limit + host.excused(s)) for since, key, s in running[:MAX_ROLLOUTS]]
 
     def _absences(self) -> tuple[Absence, ...]:
-        away = {state.name: str(state.error) for state in self._serving.fleet.states() if state.error is not None}
+        away = {state.name: str(state.error) for state in self._serving.states() if state.error is not None}
         self._absent = {name: self._absent.get(name) or Absence(name, self._clock(), error) for name, error in away.items()}
         return tuple(self._absent.values())
 
     def _counters(self) -> str:
         fleet = self._serving.fleet
-        counts = [f"{state.name} has {state.num_requests} requests at version {state.version}" for state in fleet.states()]
+        counts = [f"{state.name} has {state.num_requests} requests at version {state.version}" for state in self._serving.states()]
         if self._agents is not None:
             counts.append(f"{sum(len(runner.running) for runner in self._agents.runners)} rollouts run")
         return ", ".join([*counts, f"{fleet.num_waiting} requests wait for an engine"])

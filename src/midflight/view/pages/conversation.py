@@ -117,7 +117,8 @@ def _show(visit: Visit, seen: ConversationSeen, tint: str) -> None:
     for at, branch in enumerate(seen.branches):
         if len(seen.branches) > 1:
             shared = f", which goes on from token {branch.shared} of another" if branch.shared else ""
-            section(f"Branch {at + 1} of {len(seen.branches)}{shared}")
+            role = f", of {branch.row.role}" if branch.row.role else ""
+            section(f"Branch {at + 1} of {len(seen.branches)}{role}{shared}")
         ui.html(_branch(branch, tint), sanitize=False).classes("w-full")
     _difference(seen)
     _take(seen, visit.run.folder)

@@ -1,0 +1,149 @@
+"""The clients that agents get: OpenAI's, bound to one session, and what else of its rollout an agent may ask. Importing this imports `openai`,
+which takes a second.
+
+`Client` and `PlainClient` are the same but for waiting; `PartsOfRollout` says what they have beyond the SDK's.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAI
+
+from midflight.config.agents import UntrackedSection
+from midflight.errors import ConfigError, UntrackedUnavailable
+from midflight.types.names import UNTRACKED, part_of
+
+_ITS_OWN = frozenset({400, 409, 413, 422})
+"""Answers that blame the request: they say nothing against the server, and are the agent's to deal with."""
+
+
+def key_of(section: UntrackedSection) -> str:
+    """`ConfigError` where it names a variable that is not there."""
+    if not section.api_key_env:
+        return "none"
+    if not (key := os.environ.get(section.api_key_env)):
+        raise ConfigError(f"environment.untracked.api_key_env names {section.api_key_env}, and there is no such variable here; set it.")
+    return key
+
+
+@dataclass(slots=True)
+class Beside:
+    """Of one rollout, and shared by all its clients."""
+
+    section: UntrackedSection
+    pool: Callable[[], Any]
+    """Connections to what is outside the run."""
+    trouble: str = ""
+    """What the last request to something untracked ended with; empty after an answer."""
+
+
+class PartsOfRollout:
+    """What a client has beyond the SDK's."""
+
+    beside: Beside | None = None
+    is_untracked = False
+    api_key: str
+    with_options: Any
+
+    def untracked(self) -> Self:
+        """A client for judges and simulated users: no token of it is recorded or trained. It asks `environment.untracked.url`, or the
+        engines that are reserved for this, whose weights stay as they are; `ConfigError` where a run has neither.
+
+        While that cannot be had, requests raise `UntrackedUnavailable`, and a rollout that ends then has failed, whatever it returns (I10).
+        """
+        section = UntrackedSection(engines=1) if self.beside is None else self.beside.section
+        if section.url and self.beside is not None:
+            made = self.with_options(base_url=section.url, api_key=key_of(section), http_client=self.beside.pool())
+        elif section.engines:
+            made = self._part(UNTRACKED)
+        else:
+            raise ConfigError(
+                "client.untracked(): this run has nothing that answers without being trained; set environment.untracked.url to a server of "
+                "the OpenAI API, or environment.untracked.engines to a number of engines below engine.count."
+            )
+        made.is_untracked = True
+        return made
+
+    def role(self, name: str) -> Self:
+        """A client of another role in the same rollout, such as a critic, or the other side of a game: it has a session of its own, is trained
+        with the reward that `Result.roles` has under its name, and is compared with the same role in the group's other rollouts."""
+        if name == UNTRACKED:
+            raise ConfigError(f"client.role({name!r}): a role is trained; take another name, or call client.untracked().")
+        return self._part(name)
+
+    def _part(self, name: str) -> Self:
+        """The same rollout's session of that name: it has an address of its own."""
+        named = part_of(self.api_key, name)
+        return self.with_options(base_url=self._address.replace(self.api_key, named), api_key=named)
+
+    @property
+    def _address(self) -> str:
+        sdk: Any = self
+        return str(sdk.base_url)
+
+    def answered(self) -> None:
+        if self.is_untracked and self.beside is not None:
+            self.beside.trouble = ""
+
+    def lost(self, error: APIConnectionError | APIStatusError) -> UntrackedUnavailable | None:
+        """What is to be raised in its place, where it says that a judge cannot be had."""
+        if not self.is_untracked or (isinstance(error, APIStatusError) and error.status_code in _ITS_OWN):
+            return None
+        where = self._address if self.beside is not None and self.beside.section.url else "an engine of the run"
+        remedy = "see that it runs and takes environment.untracked's key" if where.startswith("http") else "see the engines' logs"
+        found = UntrackedUnavailable(f"asking {where} by client.untracked(): {type(error).__name__}: {error}; {remedy}.")
+        if self.beside is not None:
+            self.beside.trouble = str(found)
+        return found
+
+
+class Client(PartsOfRollout, AsyncOpenAI):
+    """`openai.AsyncOpenAI`, for one session of a rollout."""
+
+    def copy(self, **options: Any) -> Self:
+        made = super().copy(**options)
+        made.beside, made.is_untracked = self.beside, self.is_untracked
+        return made
+
+    with_options = copy
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        """As the SDK's. Waits for the answer, and for further tries."""
+        try:
+            answer = await super().request(*args, **options)
+        except (APIConnectionError, APIStatusError) as error:
+            raise self.lost(error) or error from error.__cause__
+        self.answered()
+        return answer
+
+
+class PlainClient(PartsOfRollout, OpenAI):
+    """The same of `openai.OpenAI`, for an agent in a thread of its own."""
+
+    def copy(self, **options: Any) -> Self:
+        made = super().copy(**options)
+        made.beside, made.is_untracked = self.beside, self.is_untracked
+        return made
+
+    with_options = copy
+
+    def request(self, *args: Any, **options: Any) -> Any:
+        """As the SDK's. Waits for the answer, and for further tries."""
+        try:
+            answer = super().request(*args, **options)
+        except (APIConnectionError, APIStatusError) as error:
+            raise self.lost(error) or error from error.__cause__
+        self.answered()
+        return answer
+
+
+class SessionClient(Client):
+    async def close(self) -> None:
+        """Does nothing: the pool is shared."""
+
+
+class PlainSessionClient(PlainClient):
+    def close(self) -> None:
+        """Does nothing: the pool is shared."""

@@ -1,0 +1,252 @@
+"""Judges and simulated users: what they say is no part of any record, and without them nothing is scored."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from midflight import Client
+from midflight.config.agents import UntrackedSection
+from midflight.config.checks import contradictions
+from midflight.config.sections import Config, EngineSection
+from midflight.environments.agents import AgentsHere, SharedClients
+from midflight.environments.clients import PlainClient
+from midflight.environments.registry import Environment
+from midflight.errors import ConfigError, UntrackedUnavailable
+from midflight.gateway.sessions.session import CompletionCall, Messages
+from midflight.testing.script import Script
+from midflight.testing.scripted import ScriptedEngine
+from midflight.testing.virtual_time import run_virtual
+from midflight.types import GroupKey, RolloutKey, Task, Trajectory
+from midflight.types.facts import Admitted, GroupFinished
+
+from .site import TOKENIZER, Site, config
+
+
+def engines() -> list[ScriptedEngine]:
+    """Two, whose answers end by their limits only."""
+    return [ScriptedEngine(f"e{i}", script=Script(mean_length=100_000), tokenizer=TOKENIZER) for i in range(2)]
+
+
+def with_engines(made: Config, number: int) -> Config:
+    environment = made.environment.model_copy(update={"untracked": UntrackedSection(engines=number)})
+    return made.model_copy(update={"engine": EngineSection(count=2), "environment": environment})
+
+
+async def said(client: Client, length: int, *, question: str) -> str:
+    """An answer of exactly so many tokens."""
+    answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": question}], max_tokens=length)
+    assert answer.usage is not None and answer.usage.completion_tokens == length
+    return answer.choices[0].message.content or ""
+
+
+async def judged(task: Task, client: Client) -> float:
+    """Three tokens of the policy, five of a judge."""
+    assert isinstance(client, openai.AsyncOpenAI)
+    answer = await said(client, 3, question=str(task.data["question"]))
+    verdict = await said(client.untracked(), 5, question=f"How good is {answer!r}?")
+    return 0.5 + len(verdict) / 100
+
+
+def trajectories(site: Site) -> list[Trajectory]:
+    return [t for batch in site.taken for group in batch.groups for t in group.trajectories]
+
+
+def test_i3_a_judges_tokens_are_not_recorded_and_not_trained(tmp_path: Path) -> None:
+    async def main() -> Site:
+        site = Site(with_engines(config(steps=3), 1), tmp_path, engines=engines(), agents=judged)
+        await site.run()
+        return site
+
+    site = run_virtual(main)
+    site.check_groups()
+    site.check_ages()
+    site.check_fates()
+    assert [t.num_trainable for t in trajectories(site)] == [3] * 12
+    assert set(site.received.values()) == {3}, "the gateway counts the policy's tokens alone"
+    assert {len(turns) for turns in site.turns.values()} == {1}
+
+
+def test_engines_apart_keep_their_version_and_answer_nothing_else(tmp_path: Path) -> None:
+    seen: dict[str, set[int]] = {}
+
+    async def main() -> Site:
+        both = engines()
+        for engine in both:
+            of_engine, generate = seen.setdefault(engine.name, set()), engine.generate
+
+            async def watched(request: Any, of_engine: set[int] = of_engine, generate: Any = generate) -> Any:
+                of_engine.add(request.sampling.max_tokens)
+                async for chunk in generate(request):
+                    yield chunk
+
+            engine.generate = watched  # type: ignore[method-assign]
+        site = Site(with_engines(config(steps=4), 1), tmp_path, engines=both, agents=judged)
+        await site.run()
+        return site
+
+    site = run_virtual(main)
+    assert seen == {"e0": {3}, "e1": {5}}
+    assert site.ring is not None
+    policy, apart = site.ring.serving.states()
+    assert (policy.name, apart.name, apart.version) == ("e0", "e1", 0) and policy.version >= 3
+    assert site.ring.serving.fleet.served_version() == policy.version, "what stays behind holds no admission up"
+
+
+def test_without_engines_apart_what_is_not_trained_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Site(config(), tmp_path, agents=judged).opened() as ring:
+            ring.serving.gateway.on_turn = None
+            clients = SharedClients()
+            handle = ring.serving.gateway.open(RolloutKey(GroupKey(0, 0), 0), sampling=ring.config.environment.sampling, tracked=True)
+            with pytest.raises(ConfigError, match=r"environment\.untracked\.url .* environment\.untracked\.engines"):
+                clients.client_for(handle).untracked()
+            with pytest.raises(Exception, match=r"no engine is reserved.*environment\.untracked\.engines"):
+                part = ring.serving.gateway.session_for(path_token=None, api_key=f"{handle.api_key}~untracked")
+                ring.serving.gateway.prepare(part, _chat())
+            with pytest.raises(Exception, match="has no part 'else'"):
+                ring.serving.gateway.session_for(path_token=None, api_key=f"{handle.api_key}~else")
+            await clients.close()
+
+    run_virtual(main)
+
+
+def _chat() -> Any:
+    return CompletionCall((Messages(({"role": "user", "content": "hi"},)),))
+
+
+# --- Outside the run --------------------------------------------------------------------------------------------------
+
+
+class Outside:
+    """A server of the OpenAI API; `status` above 200 is an error, 0 is nobody there."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+        self.asked: list[httpx2.Request] = []
+
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append(request)
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if not status:
+            raise httpx2.ConnectError("nobody there")
+        if status != 200:
+            return httpx2.Response(status, json={"error": {"message": "no"}})
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "good"}}
+        return httpx2.Response(200, json={"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]})
+
+
+async def run_one(environment: Environment, outside: Outside, monkeypatch: pytest.MonkeyPatch) -> object:
+    """What becomes of one agent, whose judge is outside."""
+    monkeypatch.setenv("JUDGE_KEY", "a-key")
+    section = UntrackedSection(url="http://judge.invalid/v1", api_key_env="JUDGE_KEY")
+    monkeypatch.setattr(openai, "DefaultAsyncHttpxClient", lambda **_: httpx2.AsyncClient(transport=httpx2.MockTransport(outside)))
+    monkeypatch.setattr(openai, "DefaultHttpxClient", lambda **_: httpx2.Client(transport=httpx2.MockTransport(outside)))
+    async with SharedClients(untracked=section) as clients:
+        host = AgentsHere(environment, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
+        return await host.run(Task("t", "s"), _Handle())
+
+
+class _Handle:
+    session_id, base_url, api_key = "mf-1", "http://gateway.invalid/s/mf-1.secret/v1", "mf-1.secret"
+
+
+def ask_judge(client: Any) -> Any:
+    judge = client.untracked().with_options(max_retries=0)
+    return judge.chat.completions.create(model="judge", messages=[{"role": "user", "content": "good?"}])
+
+
+async def asks(task: Task, client: Client) -> float:
+    return float((await ask_judge(client)).choices[0].message.content == "good")
+
+
+def asks_plainly(task: Task, client: PlainClient) -> float:
+    return float(ask_judge(client).choices[0].message.content == "good")
+
+
+async def swallows(task: Task, client: Client) -> float:
+    """Counts a judge that does not answer as one that says no."""
+    try:
+        return await asks(task, client)
+    except Exception:
+        return 0.0
+
+
+async def tries_again(task: Task, client: Client) -> float:
+    await swallows(task, client)
+    return await asks(task, client)
+
+
+@pytest.mark.parametrize("environment", [asks, asks_plainly])
+def test_a_judge_outside_is_asked_at_its_own_address_with_its_own_key(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        outside = Outside(200)
+        assert await run_one(environment, outside, monkeypatch) == 1.0
+        (request,) = outside.asked
+        assert str(request.url) == "http://judge.invalid/v1/chat/completions"
+        assert request.headers["authorization"] == "Bearer a-key" and "secret" not in str(request.headers)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("environment", [asks, asks_plainly, swallows])
+@pytest.mark.parametrize("status", [0, 401, 404, 429, 500])
+def test_i10_a_judge_that_is_down_fails_the_rollout_also_where_the_agent_goes_on(
+    environment: Environment, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        with pytest.raises(UntrackedUnavailable, match=r"http://judge\.invalid/v1/ by client\.untracked\(\): .*see that it runs"):
+            await run_one(environment, Outside(status), monkeypatch)
+
+    asyncio.run(main())
+
+
+def test_a_judge_that_answers_in_the_end_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        assert await run_one(tries_again, Outside(500, 200), monkeypatch) == 1.0
+        assert await run_one(swallows, Outside(400), monkeypatch) == 0.0, "what blames the request is the agent's to deal with"
+
+    asyncio.run(main())
+
+
+def test_a_key_that_is_not_there_ends_the_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with SharedClients(untracked=UntrackedSection(url="http://judge.invalid/v1", api_key_env="NO_SUCH_KEY")) as clients:
+            with pytest.raises(ConfigError, match=r"api_key_env names NO_SUCH_KEY"):
+                clients.client_for(_Handle()).untracked()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("untracked", "said"),
+    [
+        ({"url": "http://j/v1", "engines": 1}, "a url and engines"),
+        ({"engines": 2}, r"leaves none of 2 engines"),
+        ({"url": "judge:8000"}, "must be an address"),
+        ({"api_key_env": "KEY"}, "and there is none"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_a_run(untracked: dict[str, Any], said: str) -> None:
+    made = config()
+    environment = made.environment.model_copy(update={"untracked": UntrackedSection(**untracked)})
+    found = "\n".join(contradictions(made.model_copy(update={"engine": EngineSection(count=2), "environment": environment})))
+    assert re.search(said, found), found
+
+
+def test_groups_of_judged_rollouts_count_as_any_others(tmp_path: Path) -> None:
+    async def main() -> Site:
+        site = Site(with_engines(config(steps=2), 1), tmp_path, engines=engines(), agents=judged)
+        await site.run()
+        return site
+
+    site = run_virtual(main)
+    assert Counter(len(group.group.trajectories) for group in site.seen.of(GroupFinished)).keys() == {2}
+    assert len(site.seen.of(Admitted)) >= 4
