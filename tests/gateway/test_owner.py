@@ -15,6 +15,7 @@ from midflight.gateway.sessions.registry import OpenSession
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.run.parts import serve_while
 from midflight.testing.virtual_time import run_virtual
+from midflight.types import Result
 
 CHAT = CompletionCall((Messages(({"role": "user", "content": "hi"},)),))
 HOUR = 3600.0
@@ -40,11 +41,11 @@ def test_i3_the_rows_of_a_session_are_handed_over_once_and_its_reward_may_come_b
         gateway, owned = made()
         early, late = opened(owned), opened(owned)
         num_tokens = [await ask(gateway, early), await ask(gateway, late)]
-        owned.score(early.session_id, 0.5)
+        owned.score(early.session_id, Result(0.5))
         first, second = owned.end(early.session_id), owned.end(late.session_id)
         assert [sum(row.num_trainable for row in ended.record.rows) for ended in (first, second)] == num_tokens
         assert (first.reward, second.reward) == (0.5, None)
-        owned.score(late.session_id, 0.0)
+        owned.score(late.session_id, Result(0.0))
         again = owned.end(late.session_id)
         assert (again.reward, again.rows_given, again.record.rows, again.record.num_turns) == (0.0, True, (), 1)
         with pytest.raises(SessionClosed):
@@ -57,10 +58,10 @@ def test_a_reward_is_given_once_and_the_same_again_changes_nothing() -> None:
     async def main() -> None:
         _, owned = made()
         handle = opened(owned)
-        owned.score(handle.session_id, None)
-        owned.score(handle.session_id, None)
+        owned.score(handle.session_id, Result(None))
+        owned.score(handle.session_id, Result(None))
         with pytest.raises(RewardFixed, match="None already"):
-            owned.score(handle.session_id, 0.0)
+            owned.score(handle.session_id, Result(0.0))
 
     run_virtual(main)
 
@@ -99,13 +100,13 @@ def test_a_session_ends_after_its_time_without_a_request_and_its_record_waits_as
         assert len(owned) == 1, "an hour has not passed since the request"
         await asyncio.sleep(HOUR)
         assert len(owned) == 0 and used.session_id in owned and unused.session_id not in owned
-        owned.score(used.session_id, 1.0)
+        owned.score(used.session_id, Result(1.0))
         ended = owned.end(used.session_id)
         assert ended.reward == 1.0 and len(ended.record.rows) == 1
         await asyncio.sleep(HOUR)
         assert used.session_id not in owned
         with pytest.raises(UnknownSession, match="3600 s ago"):
-            owned.score(used.session_id, 1.0)
+            owned.score(used.session_id, Result(1.0))
 
     run_virtual(main)
 

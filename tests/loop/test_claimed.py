@@ -6,9 +6,12 @@ import asyncio
 import random
 from pathlib import Path
 
+from midflight.config.sources import SourceSection
 from midflight.environments.claimed import Claimed, claims
+from midflight.environments.tasks import posted_tasks
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.testing.virtual_time import run_virtual
+from midflight.types import Result
 from midflight.types.facts import RolloutEnded
 
 from .site import Site, config
@@ -65,6 +68,36 @@ def test_i10_a_run_fed_by_workers_trains_what_they_scored_and_a_silent_one_costs
     assert unscored and all("RolloutTimeout" in (fact.error or "") for fact in unscored)
     trained = [t.reward for batch in site.taken for group in batch.groups for t in group.trajectories]
     assert len(trained) >= 8 * 2 * 2 and set(trained) <= set(workers.rewards.values())
+
+
+def test_a_harness_posts_its_own_tasks_and_says_of_each_what_its_reward_is_made_of(tmp_path: Path) -> None:
+    async def main() -> Site:
+        environment = Claimed()
+        site = Site(config(steps=2), tmp_path, agents=environment)
+        site.sources, site.posted = [], posted_tasks([SourceSection(posted=True)], tmp_path)
+
+        async def harness() -> None:
+            assert site.ring is not None
+            gateway = site.ring.serving.gateway
+            site.ring.system.post([{"question": f"of the harness {number}", "number": number} for number in range(4)])
+            while True:
+                for offer in await claims(environment.board, most=8, wait_seconds=600):
+                    call = CompletionCall((Messages(({"role": "user", "content": str(offer.task.data["question"])},)),))
+                    for token in (offer.api_key, f"{offer.api_key}~critic"):
+                        await gateway.answers(gateway.prepare(gateway.session_for(path_token=token, api_key=None), call))
+                    number = float(offer.task.data["number"])  # type: ignore[arg-type]
+                    environment.board.score(offer.session_id, Result(number, {"right": number}, {"tries": 1.0}, roles={"critic": -number}))
+
+        async with site.opened() as ring:
+            await ring.train(site.trainer, site.trainer, harness())
+        return site
+
+    site = run_virtual(main)
+    site.check_groups()
+    site.check_fates()
+    trained = [t for batch in site.taken for group in batch.groups for t in group.trajectories]
+    assert {(t.reward, t.components["right"], t.roles["critic"].reward) for t in trained} == {(n, n, -n) for n in (0.0, 1.0, 2.0, 3.0)}
+    assert all(t.metrics == {"tries": 1.0, "roles/critic": -(t.reward or 0)} for t in trained)
 
 
 def test_a_take_that_may_not_wait_looks_once_and_finds_the_batch_that_is_there(tmp_path: Path) -> None:

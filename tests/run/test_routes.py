@@ -28,7 +28,20 @@ from midflight.run.api.routes import TrainerRoutes, info_route, tasks_route
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, pack
-from midflight.types import Batch, Group, GroupKey, PackedBatch, RolloutKey, Row, SamplingParams, Task, Trajectory, Version, WeightManifest
+from midflight.types import (
+    Batch,
+    Group,
+    GroupKey,
+    PackedBatch,
+    Result,
+    RolloutKey,
+    Row,
+    SamplingParams,
+    Task,
+    Trajectory,
+    Version,
+    WeightManifest,
+)
 from midflight.types.facts import Record, Stepped, unheard
 from midflight.wire.memory import MemoryTransport
 
@@ -263,6 +276,74 @@ def test_a_wrong_body_is_refused_with_what_is_wrong_in_it(path: str, body: Any, 
     run_virtual(main)
 
 
+SAID = {
+    "reward": 0.5,
+    "components": {"right": 1.0, "short": None},
+    "metrics": {"letters": 7},
+    "turns": [0.25],
+    "fields": {"said": "hello"},
+    "roles": {"critic": 2.0},
+}
+
+
+def test_a_reward_comes_with_what_it_is_made_of_and_with_those_of_roles() -> None:
+    """As an environment's `Result` does: a component that is null does not apply."""
+
+    async def main() -> None:
+        async with site() as at:
+            handle = await opened(at)
+            critic = {**handle, "base_url": handle["base_url"].replace(handle["api_key"], handle["api_key"] + "~critic")}
+            lengths = [(await chat(at, each)).json()["usage"]["completion_tokens"] for each in (handle, critic)]
+            place = f"/sessions/{handle['session_id']}"
+            assert (await at.post(f"{place}/reward", SAID)).json()["reward"] == 0.5
+            assert (await at.post(f"{place}/reward", SAID)).status_code == 200
+            assert (await at.post(f"{place}/reward", {**SAID, "roles": {"critic": 1}})).status_code == 409
+            record = (await at.post(f"{place}/end")).json()
+            said = {name: record[name] for name in SAID}
+            assert said == {**SAID, "components": {"right": 1.0}}
+            assert [(row.get("role", ""), sum(row["loss_mask"])) for row in record["rows"]] == [("", lengths[0]), ("critic", lengths[1])]
+
+    run_virtual(main)
+
+
+def test_a_packed_session_has_a_rollout_for_each_role_that_has_a_reward() -> None:
+    async def main() -> None:
+        async with site() as at:
+            for roles, rewards in (({"critic": 2.0}, [0.5, 2.0]), ({}, [0.5])):
+                handle = await opened(at)
+                critic = {**handle, "base_url": handle["base_url"].replace(handle["api_key"], handle["api_key"] + "~critic")}
+                for each in (handle, critic):
+                    await chat(at, each)
+                place = f"/sessions/{handle['session_id']}"
+                await at.post(f"{place}/reward", {"reward": 0.5, "roles": roles})
+                packed = from_bytes((await at.post(f"{place}/end", accept="application/octet-stream")).content)
+                assert packed.rewards.tolist() == rewards and packed.rollout_group.tolist() == list(range(len(rewards)))
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"components": {"right": 1e39}}, "component 'right' was 1e"),
+        ({"metrics": {"letters": 1e39}}, "metric 'letters' was 1e"),
+        ({"roles": {"critic": 1e39}}, "reward of role 'critic' was 1e"),
+        ({"turns": [1, 1e39]}, "reward of turn 1 was 1e"),
+        ({"roles": {"critic": "good"}}, "roles"),
+        ({"component": {}}, "component"),
+    ],
+)
+def test_i10_what_comes_beside_a_reward_is_checked_as_it_is(wrong: dict[str, Any], named: str) -> None:
+    async def main() -> None:
+        async with site() as at:
+            place = f"/sessions/{(await opened(at))['session_id']}/reward"
+            answer = await at.post(place, {"reward": 1, **wrong})
+            assert answer.status_code == 400 and named in answer.text
+            assert (await at.post(place, {"reward": 0})).status_code == 200, "it was not taken"
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("reward", ["1e39", "1e400", "1" + "0" * 400, "NaN", "true", '"1"', "[]"])
 def test_i10_a_reward_is_a_finite_number_or_null_and_never_left_out(reward: str) -> None:
     async def main() -> None:
@@ -305,7 +386,7 @@ def test_a_worker_claims_a_rollout_runs_its_agent_and_scores_it() -> None:
             place = f"/sessions/{claim['session_id']}/reward"
             assert (await at.post(place, {"reward": 1}, token=claim["api_key"])).status_code == 401
             assert (await at.post(place, {"reward": 0.75}, token=claim["owner_token"])).status_code == 200
-            assert await running == 0.75
+            assert await running == Result(0.75)
             assert (await at.post(place, {"reward": 0.75}, token=claim["owner_token"])).status_code == 200
             assert (await at.post(place, {"reward": 1}, token=claim["owner_token"])).status_code == 409
             assert (await at.post("/claims", {"wait_seconds": 5})).json() == []

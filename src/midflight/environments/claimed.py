@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
-from midflight.types import Task
+from midflight.types import Result, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+Said: TypeAlias = "Result | float | None"
+"""What is said of a rollout from outside: its reward, or more than that."""
 MAX_REMEMBERED = 10_000
 """How many ended claims are remembered with their rewards, so that a worker may send a reward again. Later it gets an error."""
 
@@ -24,7 +26,12 @@ class Offer:
     task: Task
     session_id: str
     api_key: str = field(repr=False)
-    reward: asyncio.Future[float | None] = field(repr=False)
+    reward: asyncio.Future[Said] = field(repr=False)
+
+
+def reward_in(said: Said) -> float | None:
+    """The number of it. What is said has been checked, so that none is late."""
+    return cast("float | None", said.reward) if isinstance(said, Result) else said
 
 
 class Board:
@@ -37,7 +44,7 @@ class Board:
     def __init__(self) -> None:
         self._offered: OrderedDict[str, Offer] = OrderedDict()
         self._claimed: dict[str, Offer] = {}
-        self._ended: OrderedDict[str, asyncio.Future[float | None]] = OrderedDict()
+        self._ended: OrderedDict[str, asyncio.Future[Said]] = OrderedDict()
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
@@ -61,7 +68,7 @@ class Board:
         self._claimed.update((offer.session_id, offer) for offer in taken)
         return taken
 
-    def score(self, session_id: str, reward: float | None) -> None:
+    def score(self, session_id: str, reward: Said) -> None:
         """Gives the worker's reward, which ends its rollout. `SessionClosed` if the deadline has ended the rollout before."""
         given = self._reward(session_id)
         if given is None:
@@ -71,9 +78,9 @@ class Board:
         elif given.cancelled():
             raise SessionClosed(f"scoring session {session_id}: its rollout has ended without a reward, by its deadline; claim another.")
         elif given.result() != reward:
-            raise RewardFixed(f"scoring session {session_id}: its reward is {given.result()} already; a reward is given once.")
+            raise RewardFixed(f"scoring session {session_id}: its reward is {reward_in(given.result())} already; a reward is given once.")
 
-    def give_up(self, session_id: str) -> float | None:
+    def give_up(self, session_id: str) -> Said:
         """Ends a rollout that its worker gives up, with no reward. If it has one already, this is returned."""
         given = self._reward(session_id)
         if given is not None and not given.done():
@@ -89,7 +96,7 @@ class Board:
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
-    def _reward(self, session_id: str) -> asyncio.Future[float | None] | None:
+    def _reward(self, session_id: str) -> asyncio.Future[Said] | None:
         """The reward of a rollout that was claimed or has ended; a cancelled future if it ended without one."""
         offer = self._claimed.get(session_id)
         return self._ended.get(session_id) if offer is None else offer.reward
@@ -131,7 +138,7 @@ class Claimed:
     def __init__(self) -> None:
         self.board = Board()
 
-    async def __call__(self, task: Task, client: AsyncOpenAI) -> float | None:
+    async def __call__(self, task: Task, client: AsyncOpenAI) -> Said:
         """Offers the task and waits for a worker's reward; ended by it, or by the rollout's deadline."""
         offer = Offer(task, client.api_key.partition(".")[0], client.api_key, asyncio.get_running_loop().create_future())
         self.board.offer(offer)

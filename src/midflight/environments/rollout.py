@@ -3,7 +3,7 @@
 import asyncio
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -11,12 +11,11 @@ import numpy as np
 
 from midflight.allowance import Allowance, Expired
 from midflight.environments.agents import AgentHost, without_secrets
-from midflight.environments.scoring import UNSCORED, Judging, Unjudged, result_of, shown
+from midflight.environments.scoring import UNSCORED, Judging, Unjudged, result_of, scored_roles, shown, unscored_role
 from midflight.errors import AgentFailed, BadReward, Cost, MidflightError, RolloutAbandoned, RolloutTimeout, RunFailed
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import GroupKey, Reason, Result, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
 from midflight.types.facts import Record, RolloutEnded
-from midflight.types.rollouts import RoleRecord
 
 
 class FateSink(Protocol):
@@ -114,8 +113,8 @@ class RolloutRunner:
         outcome = await self._judged(key, task, outcome, record)
         if len(outcome.result.turns) > record.num_answers:
             outcome = _failure(_too_many_turns(task, outcome.result, record))
-        if outcome.result.reward is not None and (unscored := record.roles.keys() - {"", *outcome.result.roles}):
-            outcome = _failure(_unscored_role(task, min(unscored)))
+        if unscored := unscored_role(outcome.result, record):
+            outcome = _failure(_unscored_role(task, unscored))
         return self._finish(key, task, outcome, record=record, started=started)
 
     async def _judged(self, key: RolloutKey, task: Task, outcome: Outcome, record: SessionRecord) -> Outcome:
@@ -188,7 +187,9 @@ class RolloutRunner:
     def _finish(self, key: RolloutKey, task: Task, outcome: Outcome, *, record: SessionRecord | None, started: float) -> Trajectory:
         result = outcome.result
         assert result.reward is None or isinstance(result.reward, float)
-        roles, rows = self._roles(key, result, record)
+        roles, rows, lost = ({}, (), ()) if record is None else scored_roles(result, record)
+        if lost and self._tracked:
+            self._fates.rows_discarded(key, lost, reason=Reason.NO_REWARD)
         trajectory = Trajectory(
             key=key,
             task_id=task.id,
@@ -224,19 +225,6 @@ class RolloutRunner:
             )
         )
         return trajectory
-
-    def _roles(self, key: RolloutKey, result: Result, record: SessionRecord | None) -> tuple[Mapping[str, RoleRecord], tuple[Row, ...]]:
-        """Those that are trained, and their rows; what a role said that cannot be scored is dropped."""
-        if record is None or result.reward is None or not (record.roles or result.roles):
-            return {}, () if record is None else record.rows
-        own = {"": RoleRecord(None, record.truncated, record.room)} if record.num_answers else {}
-        asked = {**dict.fromkeys(result.roles, RoleRecord()), **own, **record.roles}
-        rewards = {"": result.reward, **result.roles}
-        lost = tuple(row for row in record.rows if rewards[row.role] is None)
-        if lost and self._tracked:
-            self._fates.rows_discarded(key, lost, reason=Reason.NO_REWARD)
-        scored = {name: replace(of, reward=rewards[name]) for name, of in asked.items() if rewards[name] is not None}
-        return scored, tuple(row for row in record.rows if rewards[row.role] is not None)
 
 
 MAX_TRACE = 20_000

@@ -17,7 +17,8 @@ from typing import Protocol, cast
 import numpy as np
 
 from midflight.errors import BadReward, EnvironmentFailed, RolloutTimeout
-from midflight.types import GroupKey, Json, Result, RolloutKey, Task
+from midflight.types import GroupKey, Json, Result, RolloutKey, Row, SessionRecord, Task
+from midflight.types.rollouts import RoleRecord
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards travel as float32: beyond this they would arrive as infinity."""
@@ -96,6 +97,26 @@ def shown(result: Result) -> Mapping[str, float]:
     numbers = {f"fields/{name}": float(value) for name, value in result.fields.items() if isinstance(value, int | float)}
     roles = {f"roles/{name}": value for name, value in result.roles.items() if value is not None}
     return {**{name: value for name, value in numbers.items() if math.isfinite(value)}, **roles, **result.metrics}
+
+
+def scored_roles(result: Result, record: SessionRecord) -> tuple[Mapping[str, RoleRecord], tuple[Row, ...], tuple[Row, ...]]:
+    """The roles that are trained, where there are any but the session's own; the rows of what is trained, and of what cannot be scored.
+
+    Every role of the record must have a reward in the result, which may be None.
+    """
+    if result.reward is None or not (record.roles or result.roles):
+        return {}, record.rows, ()
+    own = {"": RoleRecord(None, record.truncated, record.room)} if record.num_answers else {}
+    rewards = {"": result.reward, **result.roles}
+    asked = {**dict.fromkeys(result.roles, RoleRecord()), **own, **record.roles}
+    roles = {name: replace(of, reward=rewards[name]) for name, of in asked.items() if rewards[name] is not None}
+    lost = tuple(row for row in record.rows if rewards[row.role] is None)
+    return roles, tuple(row for row in record.rows if rewards[row.role] is not None), lost
+
+
+def unscored_role(result: Result, record: SessionRecord) -> str:
+    """One that asked the model and has no reward, not even None; empty where there is none."""
+    return "" if result.reward is None else min(record.roles.keys() - {"", *result.roles}, default="")
 
 
 def _named(value: object, said: str) -> Mapping[str, object]:

@@ -11,11 +11,12 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import cast
 
 from midflight.errors import RewardFixed, Unauthorized, UnknownSession
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.sessions.registry import OpenSession, shown
-from midflight.types import GroupKey, Json, Kind, RolloutKey, SamplingParams, SessionRecord
+from midflight.types import GroupKey, Json, Kind, Result, RolloutKey, SamplingParams, SessionRecord
 from midflight.wire.edge import same_token
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,14 @@ class OwnedRecord:
     key: RolloutKey
     record: SessionRecord
     task: Json
-    reward: float | None
+    said: Result
+    """The reward, None where none was given, and what was said beside it."""
     rows_given: bool
     """The rows were handed over before: they are not here (I3)."""
+
+    @property
+    def reward(self) -> float | None:
+        return cast("float | None", self.said.reward)  # a late one is refused where it is sent
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +55,7 @@ class _Owned:
     """Requests at the last look; None where one was running."""
     record: SessionRecord | None = None
     rows_given: bool = False
-    reward: float | None = None
-    is_scored: bool = False
-    """Whether a reward was given, which may have been None."""
+    said: Result | None = None
 
 
 class OwnedSessions:
@@ -100,24 +104,25 @@ class OwnedSessions:
         if not same_token(token, known):
             raise Unauthorized(f"not the owner of session {session_id}: use the owner token that was given when it was opened.")
 
-    def score(self, session_id: str, reward: float | None) -> None:
+    def score(self, session_id: str, said: Result) -> None:
         """Before the end or after it. Giving the same again changes nothing; another one is `RewardFixed`."""
         owned = self._find(session_id)
-        if owned.is_scored and owned.reward != reward:
-            raise RewardFixed(f"scoring session {session_id}: its reward is {owned.reward} already; a reward is given once.")
-        owned.reward, owned.is_scored = reward, True
+        if owned.said is not None and owned.said != said:
+            raise RewardFixed(f"scoring session {session_id}: its reward is {owned.said.reward} already; a reward is given once.")
+        owned.said = said
 
     def end(self, session_id: str) -> OwnedRecord:
         """Ends it, if it has not ended, and hands its rows over once (I3): asked again, the record comes without them."""
         owned = self._find(session_id)
         record = owned.record or self._close(session_id)
-        given = OwnedRecord(owned.key, record, owned.task, owned.reward, owned.rows_given)
+        given = OwnedRecord(owned.key, record, owned.task, owned.said or Result(None), owned.rows_given)
         owned.record, owned.rows_given = replace(record, rows=()), True
         return given
 
     def has_reward(self, session_id: str) -> bool:
         """Whether a number was given; None is none."""
-        return self._find(session_id).reward is not None
+        said = self._find(session_id).said
+        return said is not None and said.reward is not None
 
     def expire(self) -> float | None:
         """Does what is due, a bounded part of it; returns when to come again, None while there is nothing."""

@@ -7,7 +7,7 @@ own token opens neither, so an agent can't score itself.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
@@ -15,15 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from midflight.environments.claimed import Board, Offer, claims
-from midflight.environments.scoring import LARGEST_REWARD
-from midflight.errors import NothingToClaim, RequestRejected
+from midflight.environments.claimed import Board, Offer, claims, reward_in
+from midflight.environments.scoring import checked_result, scored_roles
+from midflight.errors import BadReward, NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
 from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.service import PREFIX
 from midflight.trajectories.packing import NO_ANSWER, pack, to_bytes
-from midflight.types import Batch, Group, Json, PackedBatch, Row, SamplingParams, Trajectory, Version
+from midflight.types import Batch, Group, Json, PackedBatch, Result, Row, SamplingParams, Task, Trajectory, Version
 from midflight.types.generation import LEAST_TEMPERATURE, MAX_STOPS, PARAMETERS
 from midflight.types.kept import kept_ids
 from midflight.wire.edge import JSON, PACKED, StrictBody, bearer_of, body_of, holds, json_answer, local_address, route, wants, with_client
@@ -39,6 +39,11 @@ class RowLists(msgspec.Struct, frozen=True):
     logprobs: list[float]
     versions: list[int]
     kv_versions: list[int]
+
+
+class SessionRow(RowLists, frozen=True, omit_defaults=True):
+    role: str = ""
+    """Of the sessions of a rollout that has several."""
 
 
 class RolloutRow(RowLists, frozen=True, omit_defaults=True):
@@ -69,11 +74,8 @@ class BatchLists(msgspec.Struct, frozen=True):
     rows: list[RolloutRow]
 
 
-def rows_as_lists(rows: Iterable[Row]) -> list[RowLists]:
-    return [
-        RowLists(row.token_ids.tolist(), row.loss_mask.tolist(), row.logprobs.tolist(), row.versions.tolist(), row.kv_versions.tolist())
-        for row in rows
-    ]
+def rows_as_lists(rows: Iterable[Row]) -> list[SessionRow]:
+    return [SessionRow(*(getattr(row, name).tolist() for name in RowLists.__struct_fields__), row.role) for row in rows]
 
 
 def batch_as_lists(batch: PackedBatch) -> BatchLists:
@@ -150,6 +152,12 @@ class OpenBody(StrictBody, frozen=True):
 class RewardBody(StrictBody, frozen=True):
     reward: float | None
     """Required: a missing reward is no reward of None."""
+    components: dict[str, float | None] = {}  # noqa: RUF012 (msgspec copies it)
+    """These, and the rest, as in `Result`."""
+    metrics: dict[str, float] = {}  # noqa: RUF012 (msgspec copies it)
+    turns: list[float] = []  # noqa: RUF012 (msgspec copies it)
+    fields: dict[str, object] = {}  # noqa: RUF012 (msgspec copies it)
+    roles: dict[str, float | None] = {}  # noqa: RUF012 (msgspec copies it)
 
 
 class ClaimBody(StrictBody, frozen=True):
@@ -215,20 +223,19 @@ class SessionRoutes:
 
     async def _reward(self, request: Request) -> Response:
         session_id = self._checked(request)
-        reward = _reward_of(await body_of(request, RewardBody))
+        said = _said(await body_of(request, RewardBody), session_id)
         if self._board is not None and session_id in self._board:
-            self._board.score(session_id, reward)
+            self._board.score(session_id, said)
         else:
-            self._owned.score(session_id, reward)
-        return json_answer({"session_id": session_id, "reward": reward})
+            self._owned.score(session_id, said)
+        return json_answer({"session_id": session_id, "reward": said.reward})
 
     async def _end(self, request: Request) -> Response:
         """What the trainer gets of a claimed rollout is not the worker's to fetch: to end one is to give it up."""
         session_id = self._checked(request)
         await body_of(request, StrictBody)
         if self._board is not None and session_id in self._board:
-            reward = self._board.give_up(session_id)
-            return json_answer({"session_id": session_id, "reward": reward})
+            return json_answer({"session_id": session_id, "reward": reward_in(self._board.give_up(session_id))})
         kind = wants(request, (JSON, PACKED))
         if kind == PACKED and not self._owned.has_reward(session_id):
             raise RequestRejected(
@@ -284,13 +291,13 @@ def _sampling(asked: Sampling, default: SamplingParams) -> SamplingParams:
     )
 
 
-def _reward_of(body: RewardBody) -> float | None:
-    """As float32 it must be finite, because that is how rewards travel."""
-    if body.reward is not None and not abs(body.reward) <= LARGEST_REWARD:
-        raise RequestRejected(
-            f"reward is {body.reward}: send a finite number, or null for a rollout that cannot be scored.", param="reward"
-        )
-    return body.reward
+def _said(body: RewardBody, session_id: str) -> Result:
+    """As float32 all of it must be finite, because that is how rewards travel."""
+    said = Result(body.reward, body.components, body.metrics, body.turns, cast("dict[str, Json]", body.fields), body.roles)
+    try:
+        return checked_result(said, task=Task(session_id, "session"))
+    except BadReward as error:
+        raise RequestRejected(str(error), param="reward") from error
 
 
 def _record(ended: OwnedRecord) -> dict[str, object]:
@@ -299,6 +306,7 @@ def _record(ended: OwnedRecord) -> dict[str, object]:
         "session_id": record.session_id,
         "task": ended.task,
         "reward": ended.reward,
+        **{name: found for name in ("components", "metrics", "turns", "fields", "roles") if (found := getattr(ended.said, name))},
         "num_turns": record.num_turns,
         "num_branches": record.num_branches,
         "num_tokens": sum(row.num_trainable for row in record.rows),
@@ -314,8 +322,13 @@ def _record(ended: OwnedRecord) -> dict[str, object]:
 
 
 def _packed(ended: OwnedRecord, served: Version) -> bytes:
-    """A batch of one group with one rollout; its `lease` is 0, and its `train_version` the version served now."""
+    """A batch of one group with one rollout, and one for each role that has a reward; its `lease` is 0, and its `train_version` the version served now."""
     record = ended.record
-    rollout = Trajectory(ended.key, record.session_id, "session", ended.reward, record.rows, record.truncated, room=record.room)
+    said = replace(ended.said, roles={**dict.fromkeys(record.roles.keys() - {""}), **ended.said.roles})
+    roles, rows, _ = scored_roles(said, record)
+    scored = {"components": said.components, "turn_rewards": tuple(said.turns), "roles": roles}
+    rollout = Trajectory(
+        ended.key, record.session_id, "session", ended.reward, rows, record.truncated, room=record.room, **cast("dict[str, Any]", scored)
+    )
     newest = max((int(row.versions.max()) for row in record.rows), default=served)
     return to_bytes(pack(Batch(0, max(served, newest), (Group(ended.key.group, record.session_id, "session", (rollout,)),))))
