@@ -187,15 +187,11 @@ class RolloutRunner:
     def _finish(self, key: RolloutKey, task: Task, outcome: Outcome, *, record: SessionRecord | None, started: float) -> Trajectory:
         result = outcome.result
         assert result.reward is None or isinstance(result.reward, float)
-        roles, rows, lost = ({}, (), ()) if record is None else scored_roles(result, record)
+        roles, rows, lost = scored_roles(result, record) if record else ({}, (), ())
         if lost and self._tracked:
             self._fates.rows_discarded(key, lost, reason=Reason.NO_REWARD)
         trajectory = Trajectory(
-            key=key,
-            task_id=task.id,
-            source=task.source,
-            reward=result.reward,
-            rows=rows,
+            *(key, task.id, task.source, result.reward, rows),
             truncated=record.truncated if record else False,
             room=record.room if record else None,
             error=outcome.error,

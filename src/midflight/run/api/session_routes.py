@@ -75,7 +75,12 @@ class BatchLists(msgspec.Struct, frozen=True):
 
 
 def rows_as_lists(rows: Iterable[Row]) -> list[SessionRow]:
-    return [SessionRow(*(getattr(row, name).tolist() for name in RowLists.__struct_fields__), row.role) for row in rows]
+    return [
+        SessionRow(
+            row.token_ids.tolist(), row.loss_mask.tolist(), row.logprobs.tolist(), row.versions.tolist(), row.kv_versions.tolist(), row.role
+        )
+        for row in rows
+    ]
 
 
 def batch_as_lists(batch: PackedBatch) -> BatchLists:
