@@ -261,3 +261,47 @@ def test_a_response_that_begins_as_a_bare_call_does_stays_possible_and_so_does_a
 def test_only_the_response_format_is_left_where_no_call_would_be_read() -> None:
     for form, tools in ((MessageFormat(LETTERS, tools="none", reasoning="none"), [CLOCK]), (MessageFormat(LETTERS, reasoning="none"), [])):
         assert form.calls_or(NUMBER, tools, parallel=True, prompt_text="x") is NUMBER
+
+
+ANNOUNCED = ["hermes", "mistral", "qwen_coder"]
+
+
+@pytest.mark.parametrize("tools", ANNOUNCED)
+@pytest.mark.parametrize("reasoning", PROMPTS)
+@pytest.mark.parametrize("which", TOKENIZERS)
+def test_amid_free_text_calls_follow_their_schema_and_are_read_back(tools: str, reasoning: str, which: str) -> None:
+    form = MessageFormat(TOKENIZERS[which], tools=tools, reasoning=reasoning)
+    prompt, thought = PROMPTS[reasoning], THOUGHTS[reasoning]
+    grammar = form.calls_amid_text([WEATHER, CLOCK], parallel=True, prompt_text=prompt)
+    good, other = one(tools, "weather", '{"city": "Oslo"}'), one(tools, "clock", "{}")
+    for text, names in [
+        ("", []),
+        ("Just < text [and] </tool", []),
+        (good, ["weather"]),
+        (f"Well, {good}", ["weather"]),
+        (f"{good}\n{other}", ["weather", "clock"]),
+        (f"So.\n{other} and {good} now", ["clock", "weather"]),
+    ]:
+        assert accepts(which, grammar, thought + text), text
+        message = form.parse(thought + text, prompt, calls=True, tools=[WEATHER, CLOCK])
+        assert [call.name for call in message.tool_calls] == names
+    for text in [
+        one(tools, "weather", '{"days": 1}'),
+        one(tools, "other", "{}"),
+        f"{good} then {one(tools, 'weather', '{}')}",
+        f"I would write {form._tools.opening} here",
+        good[:-1],
+    ]:
+        assert not accepts(which, grammar, thought + text), text
+
+
+@pytest.mark.parametrize("tools", ANNOUNCED)
+def test_amid_free_text_without_parallel_calls_one_may_come(tools: str) -> None:
+    form, good = MessageFormat(LETTERS, tools=tools), one(tools, "weather", '{"city": "Oslo"}')
+    grammar = form.calls_amid_text([WEATHER], parallel=False, prompt_text="x")
+    assert accepts("letters", grammar, f"So {good}") and accepts("letters", grammar, "So")
+    assert not any(accepts("letters", grammar, text) for text in (f"{good}\n{good}", f"{good} done", one(tools, "clock", "{}")))
+
+
+def test_a_form_that_announces_no_calls_says_so() -> None:
+    assert [MessageFormat(LETTERS, tools=tools).announces_calls for tools in (*ANNOUNCED, "llama3", "none")] == [True] * 3 + [False] * 2

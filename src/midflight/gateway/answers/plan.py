@@ -11,7 +11,7 @@ from midflight.gateway.answers.answer import Answer, ChatReading
 from midflight.gateway.sessions.history import Prompt
 from midflight.gateway.sessions.session import CompletionCall, Messages, Session, ToolChoice
 from midflight.text import Tokenizer
-from midflight.text.formats import MessageFormat
+from midflight.text.formats import MessageFormat, Tool
 from midflight.types import Capabilities, Feature, GenerateRequest, Kind, LogprobKind, SamplingParams
 from midflight.types.generation import FEATURED
 
@@ -139,6 +139,11 @@ def _check_ids(name: str, verb: str, ids: Sequence[int], call: CompletionCall, l
         raise RequestRejected(f"{param} {verb} {bad}: send ids from 0 to {limits.vocab_size - 1}.", param=param)
 
 
+def tools_of(call: CompletionCall) -> Sequence[Tool]:
+    source = call.sources[0]
+    return source.tools if isinstance(source, Messages) else ()
+
+
 MAX_CHOICES = 1024
 """Choices of one call, over all its prompts, at most. Each is a generation of its own, and a batch must not get round admission."""
 
@@ -156,6 +161,8 @@ class Job:
     """The id of the first answer, by which the client knows the request."""
     clamped: str = ""
     """The client's limit that was above the room there is, and what it is now; empty where it fits."""
+    loose: bool = False
+    """Whether tools were to be strict, and calls of them are sampled without their schemas."""
 
 
 class Planner:
@@ -190,7 +197,9 @@ class Planner:
         prompts = [session.plan(source) for source in call.sources]
         for prompt in prompts:
             check_prompt(prompt.ids, self._limits, param=call.prompt_param)
-        calls = [self._constrained(call, prompt) for prompt in prompts]
+        strict = call.asked.grammar is None and call.tool_choice is ToolChoice.AUTO and any(tool.strict for tool in tools_of(call))
+        loose = strict and self._strict_calls_lack(session)
+        calls = [self._constrained(call, prompt, amid_text=strict and not loose) for prompt in prompts]
         params = [
             params_for(each, len(prompt.ids), defaults=session.sampling, limits=self._limits, strict=self._strict)
             for each, prompt in zip(calls, prompts, strict=True)
@@ -203,14 +212,29 @@ class Planner:
         ]
         explicit, least = call.asked.number("max_tokens"), min(sampling.max_tokens for sampling in params)
         clamped = "" if explicit is None or explicit <= least else f"{call.name_of('max_tokens')}={least}"
-        return Job(session, call, tuple(answers), answers[0].request_id, clamped)
+        return Job(session, call, tuple(answers), answers[0].request_id, clamped, loose)
 
-    def _constrained(self, call: CompletionCall, prompt: Prompt) -> CompletionCall:
-        """A tool call that must come is sampled under a grammar; so is a response format after thinking, or a call instead of it."""
+    def _strict_calls_lack(self, session: Session) -> bool:
+        """Whether calls amid free text are not sampled under their schemas: a turn under a grammar is not the policy's, and would leave the
+        training that its session is for. A strict gateway refuses."""
+        trains = session.key is not None and session.key.kind is Kind.TRAINING
+        able = Feature.GRAMMARS in self._limits.features and self._format.announces_calls
+        if able and not trains:
+            return False
+        if self._strict:
+            why = "its turns could not be trained" if able else "neither the model's form of calls nor every engine can hold to it"
+            raise RequestRejected(f"tools.strict: {why}. Leave it out, or set gateway.strict = false.", param="tools.strict")
+        return True
+
+    def _constrained(self, call: CompletionCall, prompt: Prompt, *, amid_text: bool = False) -> CompletionCall:
+        """A tool call that must come is sampled under a grammar; so is a response format after thinking, or a call instead of it, and with
+        `amid_text` a call that may come."""
         source, grammar = call.sources[0], call.asked.grammar
-        if not isinstance(source, Messages) or (grammar is None and call.tool_choice is not ToolChoice.REQUIRED):
+        if not isinstance(source, Messages) or (grammar is None and not amid_text and call.tool_choice is not ToolChoice.REQUIRED):
             return call
-        if call.tool_choice is ToolChoice.REQUIRED:
+        if amid_text:
+            grammar = self._format.calls_amid_text(source.tools, parallel=call.parallel_tool_calls, prompt_text=prompt.text)
+        elif call.tool_choice is ToolChoice.REQUIRED:
             tools = [tool for tool in source.tools if call.forced_tool in (None, tool.name)]
             grammar = self._format.calls_grammar(tools, parallel=call.parallel_tool_calls, prompt_text=prompt.text)
         elif grammar is not None and call.tool_choice is ToolChoice.AUTO:

@@ -183,7 +183,7 @@ class ClientTool(fields.Body):
     description: str | None = None
     input_schema: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """Ignored: a call is shown only when it is well formed. One that must come is sampled under its schema."""
+    """As in `tool_bodies.FunctionBody`."""
 
     def passed_over(self) -> str | None:
         return None if self.type is None else left_out(self.type, ("custom",))
@@ -192,7 +192,8 @@ class ClientTool(fields.Body):
         if self.name is None or self.input_schema is None:
             lacking = f"{place}.{'name' if self.name is None else 'input_schema'}"
             raise RequestRejected(f"{lacking} is missing: send it.", param=lacking)
-        return Tool(self.name, self.description or "", check_schema(self.input_schema, f"{place}.input_schema", of_object=True))
+        schema = check_schema(self.input_schema, f"{place}.input_schema", of_object=True)
+        return Tool(self.name, self.description or "", schema, strict=bool(self.strict))
 
 
 class Choosing(fields.Body):

@@ -291,6 +291,11 @@ class Unread:
                 f"the request holds more than {MAX_UNREAD} fields that are not read here: leave them out.", param=param[:MAX_NAME]
             )
 
+    def also(self, param: str) -> "Unread":
+        """Notes what is found to have no effect after all others were counted; returned is that alone."""
+        self.note(param)
+        return Unread({param: True})
+
     def unknown(self, param: str) -> None:
         self.note(param, f"unknown field {param[:MAX_NAME]!r}: leave it out", known=False)
 

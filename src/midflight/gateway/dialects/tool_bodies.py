@@ -63,16 +63,16 @@ class FunctionBody(Body):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """Ignored: a call is shown only when it is well formed. One that must come is sampled under its schema."""
+    """Whether a call that may come is sampled under its schema, as one that must come is."""
 
     def tool(self, place: str) -> Tool:
-        return function_tool(self.name, self.description, self.parameters, place=place)
+        return function_tool(self.name, self.description, self.parameters, place=place, strict=self.strict)
 
 
-def function_tool(name: str, description: str | None, parameters: JsonValue, *, place: str) -> Tool:
+def function_tool(name: str, description: str | None, parameters: JsonValue, *, place: str, strict: bool | None) -> Tool:
     """A tool without `parameters` takes no arguments."""
     schema: JsonValue = {"type": "object", "properties": {}} if parameters is None else parameters
-    return Tool(name, description or "", check_schema(schema, f"{place}.parameters", of_object=True))
+    return Tool(name, description or "", check_schema(schema, f"{place}.parameters", of_object=True), strict=bool(strict))
 
 
 class CustomBody(Body):
@@ -176,7 +176,7 @@ class FunctionTool(Body):
         if self.type == CUSTOM:
             form = (self.model_extra or {}).get("format")
             return custom_tool(name, self.description, form if isinstance(form, dict) else {})
-        return function_tool(name, self.description, self.parameters, place=place)
+        return function_tool(name, self.description, self.parameters, place=place, strict=self.strict)
 
     def called(self, place: str) -> str:
         if self.name is None:

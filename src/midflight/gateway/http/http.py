@@ -256,6 +256,8 @@ class CompletionEndpoint:
     def _begin(self, session: Session, exchange: Exchange, asked: RetryTicket | None) -> Ongoing:
         self._requests.check_room()
         job = self._gateway.prepare(session, exchange.call)
+        if job.loose:
+            self._gateway.pass_over(exchange.unread.also("tools.strict"), path=self._dialect.path)
         ongoing = Ongoing(job, created=int(self._now()), orphan_seconds=self._requests.orphan_seconds if asked is not None else 0.0)
         self._requests.begin(ongoing, asked)
         return ongoing

@@ -18,6 +18,8 @@ class Tool:
     parameters: Mapping[str, Json] = field(default_factory=dict[str, Json])
     told_whole: bool = False
     """Whether no part of a call is told before it is complete."""
+    strict: bool = False
+    """Whether the arguments of a call must match `parameters`, also of one that the model is free to make."""
 
     def as_json(self) -> dict[str, Json]:
         """As chat templates read it (OpenAI's form)."""
@@ -126,6 +128,11 @@ class ToolFormat(Protocol):
     @property
     def opening(self) -> str:
         """The marker that calls begin with."""
+        ...
+
+    @property
+    def announces(self) -> bool:
+        """Whether the opening marker stands before all calls."""
         ...
 
     @property

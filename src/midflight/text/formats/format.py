@@ -5,7 +5,7 @@ name, or by what its chat template and its special tokens show.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import groupby
 
@@ -361,6 +361,20 @@ class MessageFormat:
         rules = self._tools.rules(self._lark, tools, parallel=parallel)
         start = self._thinking_before("calls", prompt_text) or "start: calls"
         return Grammar(GrammarKind.LARK, f"{start}\n{rules}\n")
+
+    @property
+    def announces_calls(self) -> bool:
+        """Whether a grammar can tell calls from the text around them."""
+        return self._reads_free_calls and self._tools.announces
+
+    def calls_amid_text(self, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
+        """What a message matches that is free to say anything and to call these tools: each call has a known name, and arguments that
+        match the tool's schema. Without `parallel` it ends with its one call. Only where the format `announces_calls`."""
+        marker = self._tools.opening
+        rules = self._tools.rules(replace(self._lark, announcing=marker), tools, parallel=parallel)
+        start = self._thinking_before("amid", prompt_text) or "start: amid"
+        amid = "calls* FREE?" if parallel else "calls | FREE?"
+        return Grammar(GrammarKind.LARK, f"{start}\namid: {amid}\n{self._lark.announced(marker)}\n{rules}\n")
 
     def calls_or(self, grammar: Grammar, tools: Sequence[assistant.Tool], *, parallel: bool, prompt_text: str | None) -> Grammar:
         """What a message matches that is free to call one of these tools: `calls_grammar`, or content that matches `grammar`;

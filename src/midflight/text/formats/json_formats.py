@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w.:/-]+")
 class Hermes:
     """Whitespace may stand around the object; text around the calls is content."""
 
-    opening = TOOL_CALL
+    opening, announces = TOOL_CALL, True
     markers = (TOOL_CALL, END_TOOL_CALL)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
@@ -59,7 +59,7 @@ class Llama3:
     """Several objects are separated by `;`. After the tag each is a call of its own; without it, the first is one where `;` or the end
     of the message follows, and so is each after it."""
 
-    opening = PYTHON_TAG
+    opening, announces = PYTHON_TAG, False
     markers = (PYTHON_TAG,)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
@@ -109,7 +109,7 @@ class Mistral:
     named: bool
     """Whether the model is made to write the second form."""
 
-    opening = TOOL_CALLS
+    opening, announces = TOOL_CALLS, True
     markers = (TOOL_CALLS, ARGUMENTS, CALL_ID)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:

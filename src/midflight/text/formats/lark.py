@@ -24,10 +24,20 @@ class Lark:
     """
 
     tokens: Mapping[str, int]
+    announcing: str | None = None
+    """A marker that free text may stand before: the rule `announced` is both."""
 
     def marker(self, text: str) -> str:
         """The token, or the letters if it is none."""
+        if text == self.announcing:
+            return "announced"
         return f"<[{self.tokens[text]}]>" if text in self.tokens else literal(text)
+
+    def announced(self, marker: str) -> str:
+        """Rules: `announced` is any text up to the first `marker` and with it, `FREE` a text without one."""
+        free = "FREE: /(?s:.+)/"
+        # A text holds no token, and of two readings llguidance takes the lazy one as soon as it ends.
+        return f"{free}\nannounced: FREE? {self.marker(marker)}" if marker in self.tokens else f"{free}\n{self.ending('announced', marker)}"
 
     def ending(self, name: str, marker: str) -> str:
         """A rule: any text, up to the first `marker` and with it."""

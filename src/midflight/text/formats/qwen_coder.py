@@ -29,7 +29,7 @@ class QwenCoder:
     """One newline at either end of a value belongs to the markers. A value is a string where the tool's schema says so, else
     JSON if it is JSON, else a string."""
 
-    opening = TOOL_CALL
+    opening, announces = TOOL_CALL, True
     markers = (TOOL_CALL, END_TOOL_CALL)
 
     def read(self, cursor: Cursor, calls: Calls, tools: Sequence[Tool]) -> Reading[None]:
