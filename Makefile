@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-real test-docs docs test-clients test-coding-agents test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-real test-docs docs test-clients test-coding-agents test-notebook test-view test-trackers test-adapters test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -34,7 +34,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
-	$(MAKE) docs test-docs test-package test-clients test-coding-agents test-notebook test-view test-trackers test-cluster test-engines test-models benchmarks-smoke
+	$(MAKE) docs test-docs test-package test-clients test-coding-agents test-notebook test-view test-trackers test-adapters test-cluster test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 CLIENTS ?= tests/clients
@@ -75,6 +75,14 @@ $(VENV)/.ray: $(VENV)/.dev
 test-trackers: $(VENV)/.dev $(VENV)-trackers/.done
 	MIDFLIGHT_PACKAGES="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	    $(VENV)-trackers/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . --confcutdir tests/real_trackers tests/real_trackers
+
+# Environments of other people whose packages want other versions than ours do: each in an environment of its own, above the common one,
+# with its page.
+test-adapters: $(VENV)/.dev $(VENV)-verifiers/.done $(VENV)-openenv/.done
+	for adapter in verifiers openenv; do \
+	    PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-$$adapter/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . --confcutdir tests/real_adapters \
+	        tests/real_adapters/test_$$adapter.py tests/pages/run -k "$$adapter" || exit 1; \
+	done
 
 # Real vLLM and SGLang servers on this machine's CPU. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
 test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)
@@ -169,6 +177,14 @@ $(VENV)-trackers/.done $(VENV)-clients/.done $(VENV)-clients-openai2/.done:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	touch $@
 
+$(VENV)-verifiers/.done: tests/real_adapters/requirements-verifiers.txt constraints.txt
+$(VENV)-openenv/.done: tests/real_adapters/requirements-openenv.txt constraints.txt
+$(VENV)-verifiers/.done $(VENV)-openenv/.done:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_common.pth"
+	touch $@
+
 # The lists are complete, so nothing is resolved: a resolver would bring CUDA, or refuse what one of them pins. torch comes by pip, because
 # pip's settings say where its CPU build is; all else by uv, in a fraction of the time, or by pip where uv cannot (an index that only pip is told of).
 define install_engine
@@ -193,4 +209,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-javascript $(VENV)-coding-agents $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-javascript $(VENV)-coding-agents $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site

@@ -31,12 +31,12 @@ workers = 1
 """
 
 
-def adapted(folder: Path, text: str, *, context: int = 2048, forked: bool = True) -> dict[str, Any]:
+def adapted(folder: Path, text: str, *, context: int = 2048, forked: bool = True, seconds: float = 140) -> dict[str, Any]:
     """The summary of a run whose `[environment]` goes on with `text`."""
     (folder / "small.toml").write_text(SMALL.format(context=context) + text)
     command = Command("train", "small.toml", "--folder", "run", folder=folder, forked=forked)
     try:
-        assert command.wait(110) == 0, command.said
+        assert command.wait(seconds) == 0, command.said
     finally:
         command.end()
     return checked(folder / "run")

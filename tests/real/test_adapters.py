@@ -9,7 +9,7 @@ import pytest
 from .adapted import adapted
 from .processes import steps
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(170)
 
 MOVES = """
 def read(said):
@@ -38,11 +38,13 @@ options = { env = "GuessTheNumber-v0-raw", size = 60, max_turns = 12 }
 def test_a_game_of_gymnasium_is_trained_with_a_reward_for_each_answer(tmp_path: Path) -> None:
     (tmp_path / "moves.py").write_text(MOVES)
     summary = adapted(tmp_path, BLACKJACK)
-    last = steps(tmp_path / "run")[-1]
-    assert -1 <= summary["heldout_after"] <= 1 and last["components"]["game"] == pytest.approx(last["reward"])
+    measured = [step for step in steps(tmp_path / "run") if step["rollouts"]]
+    assert measured and all(step["components"]["game"] == pytest.approx(step["reward"]) for step in measured)
+    assert -1 <= summary["heldout_after"] <= 1
 
 
 def test_a_game_of_textarena_is_trained(tmp_path: Path) -> None:
     summary = adapted(tmp_path, GUESSES)
     assert summary["heldout_after"] == 0.0  # two answers without a number end a game
-    assert steps(tmp_path / "run")[-1]["metrics"]["game/spoilt"] == 1.0
+    measured = [step for step in steps(tmp_path / "run") if step["rollouts"]]
+    assert measured and all(step["metrics"]["game/spoilt"] == 1.0 for step in measured)

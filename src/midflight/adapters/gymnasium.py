@@ -67,8 +67,8 @@ class GymnasiumGame:
                 f"gymnasium makes no environment {self.name!r}: {type(error).__name__}: {error}; change env or options."
             ) from error
         self._renders = self._env.render_mode == "ansi"
-        self._show = _named(told["show"], "show")
-        self._read = _named(told["read"], "read") or self._reader()
+        self._show = named_function(told["show"], "show")
+        self._read = named_function(told["read"], "read") or self._reader()
 
     def _reader(self) -> Callable[[str], Any]:
         space = self._env.action_space
@@ -121,5 +121,5 @@ def _modes(gym: Any, name: str) -> Sequence[str]:
     return getattr(found, "metadata", {}).get("render_modes", ())
 
 
-def _named(entry: str, option: str) -> Callable[..., Any] | None:
+def named_function(entry: str, option: str) -> Callable[..., Any] | None:
     return cast("Callable[..., Any]", load_entry(entry, option=f"options.{option}", such_as=f"my_game:{option}")) if entry else None
