@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from midflight.config.agents import UntrackedSection
-from midflight.config.sections import EnvironmentSection
+from midflight.config.sections import Config, EnvironmentSection
+from midflight.config.sources import source_names
 from midflight.entries import ENTRY
 
 SINGLE_TURN, CLAIMED = "midflight.environments.single_turn:answer", "midflight.environments.claimed:claimed"
@@ -30,9 +31,10 @@ def entries_of(environment: EnvironmentSection) -> tuple[str, ...]:
     return (*own, *environment.tools, *(reward.entry for reward in environment.rewards))
 
 
-def agent_contradictions(environment: EnvironmentSection, *, num_engines: int) -> Iterator[str]:
-    e = environment
-    yield from _untracked_contradictions(e.untracked, num_engines)
+def agent_contradictions(config: Config) -> Iterator[str]:
+    e = config.environment
+    yield from suite_contradictions(config)
+    yield from _untracked_contradictions(e.untracked, len(config.engine.urls) or config.engine.count)
     entries = {"environment.entry": e.entry} | {f"environment.tools ({entry})": entry for entry in e.tools}
     entries |= {f"environment.rewards ({reward.entry}): entry": reward.entry for reward in e.rewards}
     for option, entry in entries.items():
@@ -65,3 +67,24 @@ def _untracked_contradictions(untracked: UntrackedSection, num_engines: int) -> 
         yield f"environment.untracked.url must be an address such as http://127.0.0.1:8001/v1, got {u.url!r}"
     if u.api_key_env and not u.url:
         yield f"environment.untracked.api_key_env ({u.api_key_env}) is for environment.untracked.url, and there is none; remove it"
+
+
+def suite_contradictions(config: Config) -> Iterator[str]:
+    names = source_names(config.environment.sources)
+    held = [name for name, source in zip(names, config.environment.sources, strict=True) if source.has_heldout]
+    for name, count in Counter(suite.name for suite in config.evaluation.suites).items():
+        if count > 1:
+            yield f"evaluation.suites has {name!r} twice, so nobody could tell their scores apart; give one of them another name"
+    for suite in config.evaluation.suites:
+        said = f"evaluation.suites ({suite.name})"
+        if not suite.name or "/" in suite.name:
+            yield f"evaluation.suites has the name {suite.name!r}; give it one without a slash"
+        if suite.temperature == 0 and suite.samples > 1:
+            yield f"{said}.samples ({suite.samples}) would be the same answer each time at temperature 0; remove it, or raise the temperature"
+        if max(suite.ks) > suite.samples:
+            yield f"{said}.pass_at ({max(suite.ks)}) is more than its samples ({suite.samples}); raise samples"
+        for source in suite.sources:
+            if source not in held:
+                yield f"{said}.sources names {source!r}, which holds nothing out; those that do are {', '.join(held) or 'none'}"
+        if not held and not suite.sources:
+            yield f"{said} has nothing to ask: no source holds tasks out; set environment.sources.0.heldout"

@@ -325,7 +325,7 @@ def _places(config: Config) -> Iterator[str]:
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if not _DEVICE.fullmatch(device):
             yield f"{key} must be 'cpu', 'cuda' or 'cuda:N', got {device!r}"
-    yield from agent_contradictions(config.environment, num_engines=len(config.engine.urls) or config.engine.count)
+    yield from agent_contradictions(config)
     warm = config.warm_start
     learns_to_accuracy = warm.target_accuracy is not None and warm.data is None
     yield from source_contradictions(config.environment.sources, learns_to_accuracy=learns_to_accuracy)

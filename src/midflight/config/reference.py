@@ -70,7 +70,12 @@ def _section(key: str, described: Mapping[tuple[str, str], str]) -> str:
 
 def section_class(key: str) -> type[Section]:
     """The class of a section; that of a list's members for `environment.sources.*` and its like."""
-    of_lists = {"sources": sources.SourceSection, "rewards": agents.RewardSection, "mcp": agents.McpSection}
+    of_lists = {
+        "sources": sources.SourceSection,
+        "rewards": agents.RewardSection,
+        "mcp": agents.McpSection,
+        "suites": sections.SuiteSection,
+    }
     if key.endswith(".*"):
         return of_lists[key.split(".")[1]]
     return type(operator.attrgetter(key)(Config()))

@@ -200,6 +200,27 @@ class RolloutSection(Section):
     """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
 
 
+class SuiteSection(Section):
+    """An evaluation of its own beside the usual one, which asks each held-out task once as training does."""
+
+    name: str
+    """What journal and metrics call it: `NAME/SOURCE`."""
+    samples: Positive = 1
+    """Answers to each task; larger measures better and takes as many times as long."""
+    temperature: NonNegative | None = None
+    """At which they are sampled; 0 is greedy. Default: `environment.temperature`."""
+    pass_at: tuple[Positive, ...] = ()
+    """The k of pass@k and best@k, at most `samples`. Default: 1 and `samples`."""
+    passes: float = 1.0
+    """The reward from which an answer has passed; larger asks more."""
+    sources: tuple[str, ...] = ()
+    """The names of those whose held-out tasks it asks. Empty is all."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        return self.pass_at or tuple(sorted({1, self.samples}))
+
+
 class EvaluationSection(Section):
     eval_every: Count = 0
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
@@ -207,6 +228,8 @@ class EvaluationSection(Section):
     """Evaluation rollouts at once."""
     pin_seconds: Seconds = 60.0
     """How long a new version waits for an evaluation where no other engine could take it; larger loses fewer results and lets training stand longer."""
+    suites: tuple[SuiteSection, ...] = ()
+    """Further evaluations, made whenever the usual one is."""
     keep: Count = 32
     """Rollouts of each source whose conversations are kept of an evaluation, of the first and the newest 19; larger lets more be read and takes more disk."""
 

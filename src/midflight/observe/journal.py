@@ -74,6 +74,8 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"
     """Of one of those that failed."""
     incomplete: bool = False
     """Too many failed to compare the mean with another."""
+    at: dict[str, float] | None = None
+    """Of a suite: its `samples` and `temperature`, `pass@k` and `best@k`."""
 
 
 class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="kind"):
@@ -174,7 +176,7 @@ class PastLines:
         step, version = (0, 0) if last is None else (last.step, last.version)
         state.restore(step=step, version=version, totals=totals, seconds=everything.seconds)
         for line in self.evaluations:
-            state.apply(facts.Evaluated(line.version, line.source, line.num_tasks, line.mean_reward, line.num_failed, line.error))
+            state.apply(facts.Evaluated(line.version, line.source, line.num_tasks, line.mean_reward, line.num_failed, line.error, line.at))
 
 
 def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
@@ -284,17 +286,8 @@ class Journal:
         return MemberLine(version=status.version, step=status.step, seconds=status.seconds, engine=fact.engine, event=event, detail=detail)
 
     def _evaluation_line(self, score: facts.Evaluated) -> EvaluationLine:
-        return EvaluationLine(
-            version=score.version,
-            step=self._state.step,
-            seconds=self._state.seconds,
-            source=score.source,
-            num_tasks=score.num_tasks,
-            mean_reward=score.mean_reward,
-            num_failed=score.num_failed,
-            error=score.error,
-            incomplete=is_incomplete(score.num_tasks, score.num_failed),
-        )
+        incomplete = is_incomplete(score.num_tasks, score.num_failed)
+        return EvaluationLine(step=self._state.step, seconds=self._state.seconds, incomplete=incomplete, **msgspec.structs.asdict(score))
 
     def _step_line(self, step: facts.Stepped) -> StepLine:
         status = self._state.status()

@@ -175,6 +175,10 @@ EVALUATION_KEYS = (
         "Tasks without a score, which count in no mean, and why one of them has none: its environment or engine failed, a token of another version answered it, or the evaluation was over before it.",
     ),
     ("`incomplete`", "More than 5 % of the tasks have no score: do not compare the mean with others."),
+    (
+        "`at`",
+        "Of a suite (`source` is then `SUITE/SOURCE`, and `num_tasks` counts answers): its `samples` and `temperature`; `pass@k`, the chance that one of k answers passes, and `best@k`, the mean reward of the best of k, both without bias, over the tasks with k answers that were scored.",
+    ),
 )
 """Of a line of kind `evaluation`."""
 

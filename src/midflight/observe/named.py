@@ -15,6 +15,7 @@ def named(line: Line) -> dict[str, float]:
                 (f"eval/{line.source}/reward", line.mean_reward),
                 (f"eval/{line.source}/num_tasks", line.num_tasks),
                 (f"eval/{line.source}/num_failed", line.num_failed),
+                *((f"eval/{line.source}/{name}", value) for name, value in (line.at or {}).items()),
             ]
         case _:
             found = []

@@ -284,6 +284,8 @@ class Evaluated(msgspec.Struct, frozen=True):
     mean_reward: float | None
     num_failed: int = 0
     error: str | None = None
+    at: dict[str, float] | None = None
+    """Of a suite: `pass@k` and `best@k` of its answers to each task, and how they were sampled (`samples`, `temperature`)."""
 
 
 class EvaluationKept(msgspec.Struct, frozen=True):

@@ -279,7 +279,7 @@ class Evaluations:
         if not self._tasks:
             return
         async with self._all_engines:
-            self._phases.begin_phase(Phase.EVALUATION, num_tasks=len(self._tasks))
+            self._phases.begin_phase(Phase.EVALUATION, num_tasks=self._evaluator.num_rollouts(self._tasks))
             current = self._handover.current  # what an engine that is away comes back with
             self._before = self._fleet.served_version() if current is None else current.version
             await self._evaluator.run(self._tasks, version=self._before)
@@ -324,7 +324,7 @@ class Evaluations:
 
     async def _by_one_engine(self, reservation: Reservation) -> None:
         """Waits for its rollouts, and for its engine to take the version that has come meanwhile."""
-        self._phases.begin_phase(Phase.TRAINING, num_tasks=len(self._tasks))
+        self._phases.begin_phase(Phase.TRAINING, num_tasks=self._evaluator.num_rollouts(self._tasks))
         try:
             await self._evaluator.run(self._tasks, version=reservation.version, over=reservation.over)
             engine = reservation.engine

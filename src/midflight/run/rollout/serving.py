@@ -9,11 +9,11 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
-from midflight.environments.evaluation import Evaluator
+from midflight.environments.evaluation import Evaluator, Suite
 from midflight.environments.rollout import RolloutRunner
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
@@ -138,13 +138,13 @@ class Agents:
     runners: list[RolloutRunner] = field(default_factory=list["RolloutRunner"])
     """All that were made here."""
 
-    def runner(self, sessions: Sessions, fates: Fates, *, tracked: bool) -> RolloutRunner:
-        """`tracked`: its sessions are trained on."""
+    def runner(self, sessions: Sessions, fates: Fates, *, tracked: bool, temperature: float | None = None) -> RolloutRunner:
+        """`tracked`: its sessions are trained on. `temperature`: in place of the environment's."""
         environment = self.config.environment
         runner = RolloutRunner(
             sessions=sessions,
             agents=self.host,
-            sampling=environment.sampling,
+            sampling=environment.sampling if temperature is None else replace(environment.sampling, temperature=temperature),
             rollout_seconds=environment.rollout_seconds,
             record=self.record,
             fates=fates,
@@ -158,4 +158,8 @@ class Agents:
     def evaluator(self, sessions: Sessions) -> Evaluator:
         slots = asyncio.Semaphore(self.config.evaluation.max_in_flight)
         rollouts = self.runner(sessions, Fates(), tracked=False)
-        return Evaluator(rollouts=rollouts, slots=slots, record=self.record, keep=self.config.evaluation.keep)
+        suites: list[Suite] = []
+        for section in self.config.evaluation.suites:
+            own = self.config.environment.temperature if section.temperature is None else section.temperature
+            suites.append(Suite(section, own, self.runner(sessions, Fates(), tracked=False, temperature=own)))
+        return Evaluator(rollouts=rollouts, slots=slots, record=self.record, keep=self.config.evaluation.keep, suites=suites)
