@@ -51,8 +51,12 @@ class Checkout:
 
 
 def engine(checkout: Checkout) -> Costs:
-    rows = re.findall(r"^ +(\d+) +(\d+) +\d+ +[\d.]+$", checkout.run("engine.py", by=("-c", CPU_CLOCK)), re.MULTILINE)
-    return {f"{running} running, CPU us/token": 1e6 / float(rate) for running, rate in rows}
+    """An older script has other options, and another table."""
+    newer = "--sides" in (checkout.root / "benchmarks" / "engine.py").read_text()
+    words = ("--sides", "plain", "--threads", 1, "--rounds", 2) if newer else ()
+    pattern = r"^\| (\d+) \| 1 \| ([\d,]+) \(" if newer else r"^ +(\d+) +(\d+) +\d+ +[\d.]+$"
+    rows = re.findall(pattern, checkout.run("engine.py", *words, by=("-c", CPU_CLOCK)), re.MULTILINE)
+    return {f"{running} running, CPU us/token": 1e6 / float(rate.replace(",", "")) for running, rate in rows}
 
 
 def training(checkout: Checkout) -> Costs:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from midflight.engines.embedded import sampler
 from midflight.engines.embedded.sampler import SamplingBatch, gumbel_noise, sample
 
 MASK = 2**64 - 1
@@ -52,6 +53,14 @@ def test_i5_the_noise_is_splitmix64_written_out_in_integers() -> None:
     found = gumbel_noise(np.array(seeds, dtype=np.uint64).astype(np.int64), np.array(positions), vocab_size=50, device=torch.device("cpu"))
     expected = [[noise(s, p, j) for j in range(50)] for s, p in zip(seeds, positions, strict=True)]
     assert np.allclose(found.numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_i5_rows_that_are_drawn_apart_get_the_tokens_that_they_get_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    together = sample(logits, batch(7, suppressed=3))
+    monkeypatch.setattr(sampler, "_AT_ONCE", 101)  # two rows
+    apart = sample(logits, batch(7, suppressed=3))
+    assert (apart.token_ids.tolist(), apart.logprobs.tolist()) == (together.token_ids.tolist(), together.logprobs.tolist())
 
 
 def test_frequencies_are_the_probabilities_and_logprobs_are_theirs() -> None:

@@ -86,11 +86,18 @@ class PlainRunner(Runner):
     def __init__(self, model: PreTrainedModel, *, max_running: int, max_context: int) -> None:
         super().__init__(model, max_running=max_running, max_context=max_context)
         self._decoder: Any = model.model
-        self._head: Any = model.lm_head
+        head: Any = model.lm_head
+        self._embedding, self._last_norm, self._head = (
+            self._decoder.embed_tokens.weight,
+            self._decoder.norm.weight,
+            (head.weight, head.bias),
+        )
+        attentions = [layer.self_attn for layer in self._decoder.layers]
+        self._norms = [part.weight for each in attentions if "q_norm" in _parts(each) for part in (each.q_norm, each.k_norm)]
         self._parameters = tuple(model.parameters())
-        attention = self._decoder.layers[0].self_attn
-        self._size, self._scale = int(attention.head_dim), float(attention.scaling)
-        self._heads, self._kv_heads = (len(product.weight) // self._size for product in (attention.q_proj, attention.k_proj))
+        first = attentions[0]
+        self._size, self._scale = int(first.head_dim), float(first.scaling)
+        self._heads, self._kv_heads = (len(product.weight) // self._size for product in (first.q_proj, first.k_proj))
         self._eps = torch.tensor(self._decoder.norm.variance_epsilon, device=self.device)
         self._which_norm = torch.tensor([0] * self._heads + [1] * self._kv_heads, device=self.device)
         self._turns = (torch.empty(0), torch.empty(0))
@@ -108,13 +115,13 @@ class PlainRunner(Runner):
         if self._pointers != [parameter.data_ptr() for parameter in self._parameters]:
             self._lay_out()
         cos, sin = (turn[positions][:, None] for turn in self._turned(step.cache.context))
-        norms = self._head_norms()
-        x = embedding(tokens, self._decoder.embed_tokens.weight)
-        for number, layer in enumerate(self._layers):
-            x = self._through(x, number, layer, cos=cos, sin=sin, norm=None if norms is None else norms[number], step=step)
+        norms = self._head_norms() if self._norms else [None] * len(self._layers)
+        x = embedding(tokens, self._embedding)
+        for number, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
+            x = self._through(x, number, layer, cos=cos, sin=sin, norm=norm, step=step)
         if len(last) != len(tokens):
             x = x[self._put(last)]
-        return linear(self._normed(x, self._decoder.norm.weight), self._head.weight, self._head.bias)
+        return linear(self._normed(x, self._last_norm), *self._head)
 
     def _through(self, x: Tensor, number: int, layer: _Layer, *, cos: Tensor, sin: Tensor, norm: Tensor | None, step: StepPlaces) -> Tensor:
         """One layer: x [N, hidden] -> [N, hidden]. cos and sin [N, 1, head_dim], norm [heads + kv_heads, head_dim]."""
@@ -136,12 +143,9 @@ class PlainRunner(Runner):
         length = vector_norm(x, dim=-1, keepdim=True)
         return (x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
 
-    def _head_norms(self) -> Tensor | None:
-        """Of all layers [layers, heads + kv_heads, head_dim]; made anew for each step, because weights may be written to in place."""
-        if "q_norm" not in _parts(self._decoder.layers[0].self_attn):
-            return None
-        pairs = [norm.weight for layer in self._decoder.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
-        return torch.stack(pairs).unflatten(0, (-1, 2))[:, self._which_norm]
+    def _head_norms(self) -> Sequence[Tensor]:
+        """Of each layer [heads + kv_heads, head_dim]; made anew for each step, because weights may be written to in place."""
+        return torch.stack(self._norms).unflatten(0, (-1, 2))[:, self._which_norm].unbind()
 
     def _turned(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [length, head_dim] of each position, from the model's own rotary embedding. The sine has the sign of what it adds:

@@ -2,7 +2,8 @@
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,6 +152,21 @@ class Runner:
 
     def _put(self, values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+_WORK_OF_A_THREAD = 4e7
+"""Products (parameters times tokens) of a step from which on one more thread saves more than waiting for it costs."""
+
+
+@contextmanager
+def threads_for(work: float) -> Generator[None]:
+    """Meanwhile as many threads compute as so many products are worth, of those that there are."""
+    most = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(most, int(work / _WORK_OF_A_THREAD))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(most)
 
 
 def reaches(config: PreTrainedConfig) -> dict[int, Reach]:

@@ -118,9 +118,8 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+_UNSIGNED = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = map(_signed, _UNSIGNED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,13 +176,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     if batch.suppressed is not None:
         logits = _suppress(logits, batch.suppressed)
     greedy = batch.temperature == 0
-    temperature = _column(np.where(greedy, 1.0, batch.temperature), logits)
-    log_p = torch.log_softmax(logits / temperature, dim=-1)
-    log_p = _truncated(log_p, batch)
-    scores = log_p + gumbel_noise(batch.seeds, batch.positions, vocab_size=logits.shape[-1], device=logits.device)
-    # An id of probability zero loses also against infinite noise (log u is 0 once in 2^54).
-    scores.masked_fill_(log_p == -torch.inf, -torch.inf)
-    token_ids = scores.argmax(-1)
+    temperature = np.where(greedy, 1.0, batch.temperature)
+    scaled = logits / _column(temperature, logits) if (temperature != 1).any() else logits
+    log_p = _truncated(torch.log_softmax(scaled, dim=-1), batch)
+    token_ids = _drawn(log_p, batch)
     if greedy.any():
         token_ids = torch.where(_on(greedy, logits), logits.argmax(-1), token_ids)
     logprobs = log_p.gather(-1, token_ids[:, None])[:, 0].cpu().numpy()
@@ -192,6 +188,22 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     )
     kept = _kept(log_p, batch.wants_kept) if batch.wants_kept is not None else ()
     return Sampled(token_ids.cpu().numpy(), logprobs, top_ids, top_logprobs, kept)
+
+
+def _drawn(log_p: Tensor, batch: SamplingBatch) -> Tensor:
+    """argmax of log p + noise, [R]. Some rows at a time: the noise of a large vocabulary and many rows would go through main memory again and
+    again."""
+    num, vocab_size = log_p.shape
+    rows, found = max(1, _AT_ONCE // vocab_size), list[Tensor]()
+    for part in (slice(start, start + rows) for start in range(0, num, rows)):
+        scores = gumbel_noise(batch.seeds[part], batch.positions[part], vocab_size=vocab_size, device=log_p.device).add_(log_p[part])
+        # An id of probability zero loses also against infinite noise (log u is 0 once in 2^54).
+        found.append(scores.masked_fill_(log_p[part] == -torch.inf, -torch.inf).argmax(-1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+_AT_ONCE = 2**17
+"""Numbers of noise that are made at once: with what they are made of, a megabyte or two."""
 
 
 def _kept(log_p: Tensor, wanted: NDArray[np.bool_]) -> tuple[bytes | None, ...]:
@@ -203,8 +215,8 @@ def _kept(log_p: Tensor, wanted: NDArray[np.bool_]) -> tuple[bytes | None, ...]:
 
 def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> Tensor:
     """Noise [R, V] in float64: g_j = -log(-log u_j), with u_j = ((mix(key + (j + 1) GAMMA) >> 11) + 1/2) 2^-53 and key = mix(mix(seed) + (position + 1) GAMMA)."""
-    key = torch.from_numpy(positions + 1).to(device) * _GAMMA + _mix(torch.from_numpy(seeds.copy()).to(device))
-    bits = _mix(_mix(key)[:, None] + _strides(vocab_size, device))
+    key = _mixed(_mixed(seeds.view(np.uint64)) + (positions + 1).view(np.uint64) * np.uint64(_UNSIGNED[0]))
+    bits = _mix(torch.from_numpy(key.view(np.int64)).to(device)[:, None] + _strides(vocab_size, device))
     u = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
     return u.log_().neg_().log_().neg_()
 
@@ -215,8 +227,15 @@ def _strides(vocab_size: int, device: torch.device) -> Tensor:
     return torch.arange(1, vocab_size + 1, device=device) * _GAMMA
 
 
+def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_UNSIGNED[1])
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_UNSIGNED[2])
+    return z ^ (z >> np.uint64(31))
+
+
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser, in place. The masks make torch's arithmetic shifts logical."""
+    """As `_mixed`, in place. The masks make torch's arithmetic shifts logical."""
     z ^= (z >> 30) & (2**34 - 1)
     z *= _MULTIPLIER_1
     z ^= (z >> 27) & (2**37 - 1)

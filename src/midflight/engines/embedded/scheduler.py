@@ -11,7 +11,7 @@ from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
 from midflight.engines.embedded.lone import LoneRunner
-from midflight.engines.embedded.runner import Runner, StepBatch
+from midflight.engines.embedded.runner import Runner, StepBatch, threads_for
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
 from midflight.engines.embedded.table import SharedPrompts, SlotTable, Submission
 from midflight.engines.streams import StepOutput
@@ -39,6 +39,7 @@ class Scheduler:
     ) -> None:
         """`routers`: of a model whose choices of experts are recorded."""
         self._runner = runner
+        self._num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
         self._experts = None if routers is None else ExpertRecords(routers)
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
@@ -134,12 +135,13 @@ class Scheduler:
         if batch is None:
             return self._flush(StepOutput(version=self.version, started=started, ended=time.monotonic()))
         touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self._table.num_active
-        logits = self._runner.forward(batch) if self._experts is None else self._experts.forward(self._runner, batch)
-        self._mark_cached(batch)
-        slots, masks = batch.slots[batch.wanted], None
-        if self._table.constrained[slots].any():
-            slots, logits, masks = self._constrained(slots, logits)
-        sampled = sample(logits, self._table.sampling(slots, masks)) if len(slots) else _nothing_sampled()
+        with threads_for(self._num_parameters * len(batch.tokens)):
+            logits = self._runner.forward(batch) if self._experts is None else self._experts.forward(self._runner, batch)
+            self._mark_cached(batch)
+            slots, masks = batch.slots[batch.wanted], None
+            if self._table.constrained[slots].any():
+                slots, logits, masks = self._constrained(slots, logits)
+            sampled = sample(logits, self._table.sampling(slots, masks)) if len(slots) else _nothing_sampled()
         kv_versions = self._postprocess(slots, sampled.token_ids)
         return self._flush(
             StepOutput(
