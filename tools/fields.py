@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from midflight.errors import Blame, MidflightError
 from midflight.gateway.dialects import policy
-from midflight.gateway.dialects.messages_input import ClientTool, ThinkingBody
+from midflight.gateway.dialects.messages_input import ClientTool, OutputConfig, ThinkingBody
 from midflight.gateway.dialects.native import NativeSampling
 from midflight.gateway.dialects.responses_input import ReasoningBody
 from midflight.gateway.dialects.tool_bodies import FunctionTool
@@ -222,7 +222,13 @@ def _not_read() -> Iterator[str]:
     for name, reason in sorted({**policy.IGNORED, **policy.HARMLESS, **policy.HARMLESS_MESSAGES}.items()):
         harmless = [where for where, table in (("", policy.HARMLESS), (" in messages", policy.HARMLESS_MESSAGES)) if name in table]
         yield _row(f"`{name}`", reason, f"passed over{harmless[0]}" if harmless else "refused")
-    for body, place in ((ClientTool, "tools"), (FunctionTool, "tools"), (ThinkingBody, "thinking"), (ReasoningBody, "reasoning")):
+    for body, place in (
+        (ClientTool, "tools"),
+        (FunctionTool, "tools"),
+        (ThinkingBody, "thinking"),
+        (OutputConfig, "output_config"),
+        (ReasoningBody, "reasoning"),
+    ):
         for name, reason in {**body.ignored, **body.harmless}.items():
             yield _row(f"`{place}.{name}`", reason, "passed over" if name in body.harmless else "refused")
     yield f"\nTools of these types are left out of the prompt, with or without a date behind: {', '.join(f'`{name}`' for name in policy.TOOLS)}; so are those of types that are\nnot known here.\n"

@@ -30,7 +30,7 @@ _BLOCKS: Mapping[str, tuple[str, ...]] = {
 }
 """What a message of each role may hold."""
 
-_FIELDS: Mapping[str, frozenset[str]] = {
+BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
     kind: frozenset({"type", *names})
     for kind, names in {
         "text": ("text",),
@@ -98,8 +98,8 @@ class BlockReader:
         kind = value.get("type") if isinstance(value, dict) else value
         if not isinstance(value, dict) or not isinstance(kind, str) or kind not in kinds:
             raise RequestRejected(f"{param} is a block of type {kind!r:.80}: send {' or '.join(kinds)} here.", param=param)
-        if not value.keys() <= _FIELDS[kind]:
-            self._unread.rest(value, _FIELDS[kind], param)
+        if not value.keys() <= BLOCK_FIELDS[kind]:
+            self._unread.rest(value, BLOCK_FIELDS[kind], param)
         fields.typed(value, param, _KINDS)
         match kind:
             case "text":
@@ -204,7 +204,10 @@ class Choosing(fields.Body):
 
 class ThinkingBody(fields.Body):
     harmless: ClassVar[Mapping[str, str]] = {"budget_tokens": "`max_tokens` bounds thinking and text together"}
-    ignored: ClassVar[Mapping[str, str]] = {"display": "thinking is shown as it is"}
+    ignored: ClassVar[Mapping[str, str]] = {
+        "display": "thinking is shown as it is",
+        "block_binding": "thinking that is sent back is read as it is",
+    }
     neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {"display": ("summarized",)}
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -216,6 +219,8 @@ class OutputFormat(fields.Body):
 
 
 class OutputConfig(fields.Body):
+    ignored: ClassVar[Mapping[str, str]] = {"task_budget": "`max_tokens` bounds each answer, and nothing bounds several together"}
+
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 

@@ -26,7 +26,17 @@ _ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": 
 """Roles, with the names that templates know."""
 
 _TEXTS = ("input_text", "output_text")
-_KINDS = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning")
+_OF_ALL = frozenset({"type", "id", "status"})
+"""What is read of any item, or was written by us."""
+FIELDS: Mapping[str, frozenset[str]] = {
+    "message": _OF_ALL | {"role", "content"},
+    "function_call": _OF_ALL | {"call_id", "name", "namespace", "arguments"},
+    "function_call_output": _OF_ALL | {"call_id", "name", "namespace", "output"},
+    "custom_tool_call": _OF_ALL | {"call_id", "name", "namespace", "input"},
+    "custom_tool_call_output": _OF_ALL | {"call_id", "output"},
+    "reasoning": _OF_ALL | {"content", "summary", "encrypted_content"},
+}
+"""The items, and what is read of each."""
 
 
 def conversation(given: JsonValue, *, before: Sequence[Message], unread: Unread, kept: KeptResponses) -> tuple[Message, ...]:
@@ -64,6 +74,8 @@ class _ItemReader:
     def read(self, item: Item, param: str) -> None:
         fields.typed(item, param, {"type": str, "id": str, "status": str})
         kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
+        if kind in FIELDS and not item.keys() <= FIELDS[kind]:
+            self._unread.rest(item, FIELDS[kind], param)
         match kind:
             case "message":
                 self._message(item, param)
@@ -78,7 +90,7 @@ class _ItemReader:
             case "item_reference":
                 self.read(self._kept.item(filled(item.get("id"), f"{param}.id"), param), param)
             case _:
-                raise RequestRejected(f"{param} is an item of type {kind!r:.80}: send {', '.join(_KINDS)} only.", param=param)
+                raise RequestRejected(f"{param} is an item of type {kind!r:.80}: send {', '.join(FIELDS)} only.", param=param)
 
     def end_turn(self) -> None:
         if not self._begun:
@@ -211,6 +223,8 @@ class ReasoningBody(Body):
     ignored: ClassVar[Mapping[str, str]] = {
         "generate_summary": "the reasoning is told in full",
         "encrypted_content": "the reasoning is told in full",
+        "context": "the model's template says which thinking it is shown again",
+        "mode": "there is one mode",
     }
 
     effort: ReasoningEffort | None = None

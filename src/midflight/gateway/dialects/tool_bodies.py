@@ -157,6 +157,8 @@ class FunctionTool(Body):
         **FunctionBody.ignored,
         "format": CustomBody.ignored["format"],
         "allowed_callers": "the model calls tools itself",
+        "async": "the client sends a result when it has it",
+        "output_schema": "templates have no place for it: write it into the description",
     }
 
     type: str
