@@ -93,7 +93,7 @@ async def all_said(what: str) -> tuple[list[list[Any]], list[Turn]]:
 
     serving.gateway.on_turn = kept
     async with asyncio.TaskGroup() as tasks:
-        parts = [tasks.create_task(part.run()) for part in (serving.health, serving.rejoin)]
+        parts = [tasks.create_task(part) for part in (serving.watch(), serving.rejoin.run())]
         transport = MemoryTransport(build_app(serving.gateway, serving.control), tasks)
         async with httpx2.AsyncClient(transport=transport, base_url="http://memory", timeout=None) as http:
             handles = [
