@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-real test-docs docs test-clients test-coding-agents test-notebook test-view test-trackers test-adapters test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-real test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -34,7 +34,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
-	$(MAKE) docs test-docs test-package test-clients test-coding-agents test-notebook test-view test-trackers test-adapters test-cluster test-engines test-models benchmarks-smoke
+	$(MAKE) docs test-docs test-package test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-cluster test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 CLIENTS ?= tests/clients
@@ -42,6 +42,13 @@ test-clients: $(VENV)/.dev $(VENV)-clients/.done $(VENV)-clients-openai2/.done $
 	for clients in $(VENV)-clients $(VENV)-clients-openai2; do \
 	    MIDFLIGHT_PYTHON=$(CURDIR)/$(BIN)/python MIDFLIGHT_JAVASCRIPT=$(CURDIR)/$(VENV)-javascript $$clients/bin/python -m pytest -q -p no:cacheprovider \
 	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients $(CLIENTS) || exit 1; \
+	done
+
+# Frameworks with much that they bring along: for every night.
+test-clients-all: test-clients $(VENV)-clients-frameworks/.done $(VENV)-clients-frameworks-openai2/.done $(VENV)-clients-crewai/.done
+	for clients in frameworks frameworks-openai2 crewai; do \
+	    MIDFLIGHT_PYTHON=$(CURDIR)/$(BIN)/python $(VENV)-clients-$$clients/bin/python -m pytest -q -p no:cacheprovider \
+	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients/test_frameworks.py || exit 1; \
 	done
 
 # Claude Code and Codex do whole tasks against a scripted model. They come from npm, into a folder of their own: about 700 MB.
@@ -171,8 +178,14 @@ $(VENV)-javascript/.done $(VENV)-coding-agents/.done:
 
 $(VENV)-trackers/.done: tests/real_trackers/requirements.txt
 $(VENV)-clients/.done: tests/clients/requirements.txt constraints.txt
-$(VENV)-clients-openai2/.done: tests/clients/requirements-openai2.txt constraints.txt
-$(VENV)-trackers/.done $(VENV)-clients/.done $(VENV)-clients-openai2/.done:
+$(VENV)-clients-%/.done: tests/clients/requirements-%.txt constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(@D)/bin/python -m uv pip install --quiet --python $(@D)/bin/python -c constraints.txt -r $< \
+	    || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	touch $@
+
+$(VENV)-trackers/.done $(VENV)-clients/.done:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	touch $@
@@ -209,4 +222,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-openai2 $(VENV)-javascript $(VENV)-coding-agents $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site

@@ -7,13 +7,17 @@ gateway over the scripted engine, whose model answers by rule (see scripted_serv
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +69,48 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Base URL of the gateway over an engine that answers by rule."""
     with process(tmp_path_factory.mktemp("scripted"), HERE / "scripted_server.py", says="ready: ") as url:
         yield url
+
+
+END = 256
+"""The token that ends each answer; the others of the scripted model are bytes."""
+
+
+@dataclass(frozen=True)
+class OneSession:
+    """A session of the scripted server: what an agent is given, and what becomes of its turns."""
+
+    url: str
+    base_url: str
+    session_id: str
+    owner_token: str
+
+    @property
+    def root(self) -> str:
+        """The base URL for SDKs that add the `/v1`."""
+        return self.base_url.removesuffix("/v1")
+
+    def check_turns(self, *said: str, forced: Sequence[str] = ()) -> None:
+        """Ends the session. Each answer stands in exactly one trainable place, in whatever row, and nothing else does. Those that had to
+        match a form are samples of another distribution: they are counted, and not trained."""
+        record = posted(f"{self.url}/midflight/v1/sessions/{self.session_id}/end", {}, self.owner_token)
+        masked = {"not_policy_sampled": sum(len(text) + 1 for text in forced)} if forced else {}
+        assert (record["failed_requests"], record["masked"], record["dropped"]) == (0, masked, {})
+        rows = [zip(row["token_ids"], row["loss_mask"], strict=True) for row in record["rows"]]
+        trained = [token for row in rows for token, counts in row if counts]
+        texts = "".join("\0" if token == END else chr(token) for token in trained).split("\0")
+        assert texts.pop() == "", "the last answer has no end"
+        assert len(texts) + len(forced) == record["num_turns"]
+        assert sorted(texts) == sorted(said)
+
+
+def posted(url: str, body: dict[str, Any], token: str) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture
+def session(scripted: str) -> OneSession:
+    """One of its own for a test."""
+    opened = posted(f"{scripted}/midflight/v1/sessions", {}, "any")
+    return OneSession(scripted, opened["base_url"], opened["session_id"], opened["owner_token"])

@@ -2,10 +2,13 @@
 
 | the last message | the answer |
 |---|---|
-| a tool's result, and JSON was asked for | `{"city": "Paris", "weather": <result>}` |
+| a tool's result, and JSON was asked for | `{"city": "Paris", "weather": <result>}`; where a tool `Report` is offered, a call of it with these |
+| the assistant's that names the weather | the same, as a typed form of it |
 | a tool's result | `The tool said: <result>.`; for an agent that must end by a call, a call of `final_answer` with it |
 | `count` | one two three four five |
 | asks for the weather, tools are offered | a call of `get_weather` for each city named |
+| the form of DSPy is wanted | its fields, the tool first |
+| `bash` is offered | a call of it that reads `weather.txt`; after its result one that hands that in |
 | asks for the weather, code is wanted | a block of Python that prints the tool's answer as the final one |
 | anything else | `hello` |
 """
@@ -24,11 +27,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.corpus.recorded import recording
 
 from midflight.config.sections import Config
+from midflight.gateway.answers.owner import OwnedSessions
 from midflight.gateway.http.http import build_app
+from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.rollout.serving import Serving
 from midflight.testing.script import Replies, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
-from midflight.types import Feature
+from midflight.types import Feature, SamplingParams
 from midflight.types.facts import unheard
 from midflight.wire.server import serve_app
 
@@ -40,11 +45,19 @@ def reply(prompt: str) -> str:
     head, role, text = parted(prompt.removesuffix("<|assistant|>"))
     if role == "system":  # some clients repeat their instructions at the end
         head, role, text = parted(head)
+    if "[[ ## completed ## ]]" in prompt:
+        return fields(text)
+    if '"name": "bash"' in head:
+        return call("bash", command=("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && " if role == "tool" else "") + "cat weather.txt")
     if "code_block_tags" in head or "```python" in head or "<code>" in head:
         return code()
     result = text if role == "tool" else (found[-1] if (found := re.findall(r"sunny in \w+", text)) and "Observation" in text else None)
+    if role == "assistant" and (found := re.findall(r"sunny in \w+", text)):  # a typed form of what was said is asked for
+        return call("Report", city="Paris", weather=found[-1]) if '"Report"' in head else report(found[-1])
+    if result is not None and '"Report"' in head:
+        return call("Report", city="Paris", weather=result)
     if result is not None and "in JSON" in prompt:
-        return json.dumps({"city": "Paris", "weather": result})
+        return report(result)
     if result is not None:
         return call("final_answer", answer=f"The tool said: {result}.") if '"final_answer"' in head else f"The tool said: {result}."
     if "weather" in text and "get_weather" in head:
@@ -63,6 +76,21 @@ def call(name: str, **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def report(weather: str) -> str:
+    return json.dumps({"city": "Paris", "weather": weather})
+
+
+def fields(asked: str) -> str:
+    """DSPy's fields, named between marks."""
+    if "next_tool_name" not in asked:
+        said = {"reasoning": "I know.", "answer": "The tool said: sunny in Paris."}
+    elif "observation_0" in asked:
+        said = {"next_thought": "I know.", "next_tool_name": "finish", "next_tool_args": "{}"}
+    else:
+        said = {"next_thought": "I ask.", "next_tool_name": "get_weather", "next_tool_args": '{"city": "Paris"}'}
+    return "".join(f"[[ ## {name} ## ]]\n{text}\n\n" for name, text in said.items()) + "[[ ## completed ## ]]"
+
+
 def code() -> str:
     return "Thought: I ask the tool.\n<code>\nfinal_answer(get_weather(city='Paris'))\n</code>"
 
@@ -74,7 +102,10 @@ async def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving.gateway.address = url
-        await serve_app(recording(build_app(serving.gateway, serving.control)), listener, ready=lambda: print(f"ready: {url}", flush=True))
+        owned = OwnedSessions(serving.gateway, session_seconds=3600)
+        sessions = SessionRoutes(serving.gateway, owned, token="any", sampling=SamplingParams(max_tokens=4096), served=lambda: 0)
+        app = build_app(serving.gateway, serving.control, extra_routes=sessions.routes())
+        await serve_app(recording(app), listener, ready=lambda: print(f"ready: {url}", flush=True))
 
 
 if __name__ == "__main__":
