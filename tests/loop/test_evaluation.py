@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from midflight.config.sections import EvaluationSection, WeightsSection
+from midflight.config.sections import EvaluationSection, SuiteSection, WeightsSection
 from midflight.errors import EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Kind, SessionRecord, Task, Version
@@ -56,14 +56,17 @@ class Evaluating(Site):
         quick: tuple[str, ...] = (),
         pin_seconds: float = 60.0,
         publish_every: int = 1,
+        suites: tuple[SuiteSection, ...] = (),
     ) -> None:
-        section = EvaluationSection(eval_every=every, pin_seconds=pin_seconds)
+        section = EvaluationSection(eval_every=every, pin_seconds=pin_seconds, suites=suites)
         made = config(steps=steps, staleness=2).model_copy(update={"evaluation": section, "weights": WeightsSection(every=publish_every)})
         agents = Examined(0, num_turns=num_turns, quick=quick)
         super().__init__(made, folder, engines=fast_engines(engines, by_version=True), agents=agents, sdk=False)
         self.sources = [replace(self.sources[0], heldout=HELD_OUT)]
         self.versions: list[frozenset[Version]] = []
         self.served: list[tuple[float, Version]] = []
+        self.sampled: list[float] = []
+        """Temperature of each of its evaluations' sessions."""
 
     async def evaluate(self, *beside: Callable[[], None], at_step: Version = 0) -> None:
         """A whole run. `beside` is done as soon as the step that makes version `at_step` is over."""
@@ -78,7 +81,11 @@ class Evaluating(Site):
 
     def _follow(self, ring) -> None:
         super()._follow(ring)
-        close, told = ring.serving.gateway.close, ring.serving.fleet.on_served
+        close, told, opened = ring.serving.gateway.close, ring.serving.fleet.on_served, ring.serving.gateway.open
+
+        def opening(key, *, sampling, **options):
+            self.sampled += [sampling.temperature] if key.kind is Kind.EVALUATION else []
+            return opened(key, sampling=sampling, **options)
 
         def closing(session_id: str) -> SessionRecord:
             record = close(session_id)
@@ -90,7 +97,7 @@ class Evaluating(Site):
             self.served.append((asyncio.get_running_loop().time(), version))
             told(version)
 
-        ring.serving.gateway.close = closing
+        ring.serving.gateway.open, ring.serving.gateway.close = opening, closing
         ring.serving.fleet.on_served = serving
 
     @property
@@ -127,6 +134,25 @@ def test_what_falls_due_at_a_version_that_is_not_published_is_evaluated_at_the_n
     site = run_virtual(main, seed=0, max_seconds=3600)
     site.check()
     assert site.evaluations == [(0, 4), (6, 4), (9, 4), (10, 4)]
+
+
+def test_suites_ask_the_same_version_again_as_each_says(tmp_path: Path) -> None:
+    """Four tasks are held out: the usual evaluation asks them once, `greedy` once, `two` twice; before and after two steps."""
+
+    async def main() -> Evaluating:
+        suites = (SuiteSection(name="greedy", temperature=0), SuiteSection(name="two", samples=2, passes=0.5))
+        site = Evaluating(tmp_path, engines=1, every=0, steps=2, num_turns=1, suites=suites)
+        await site.evaluate()
+        return site
+
+    site = run_virtual(main, seed=0, max_seconds=3600)
+    site.check()
+    told = [(e.version, e.source, e.num_tasks, e.num_failed) for e in site.seen.of(Evaluated)]
+    assert told == [(v, source, n, 0) for v in (0, 2) for source, n in (("numbers", 4), ("greedy/numbers", 4), ("two/numbers", 8))]
+    usual = site.sampled[0]
+    assert usual > 0 and site.sampled == ([usual] * 4 + [0.0] * 4 + [usual] * 8) * 2
+    assert site.seen.of(Evaluated)[2].at == {"samples": 2, "temperature": usual, "pass@1": 1, "best@1": 0.5, "pass@2": 1, "best@2": 0.5}
+    assert all(len(versions) <= 1 for versions in site.versions)
 
 
 def test_with_two_engines_versions_go_live_on_one_while_the_other_is_evaluated(tmp_path: Path) -> None:

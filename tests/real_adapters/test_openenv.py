@@ -17,7 +17,7 @@ from tests.real.processes import steps
 from midflight.adapters import openenv
 from midflight.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 COUNTING = """
 entry = "midflight.adapters.openenv:play"
@@ -37,7 +37,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     with output.open("wb") as said:
         server = subprocess.Popen([sys.executable, str(Path(__file__).with_name("counting_server.py"))], stdout=said, stderr=said)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not (found := [line for line in output.read_text().splitlines() if line.startswith("port ")]):
             assert server.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.05)

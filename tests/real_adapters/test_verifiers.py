@@ -12,7 +12,7 @@ from tests.real.processes import ENVIRON, journal, steps
 from midflight.adapters import verifiers
 from midflight.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 LETTERS = """
 entry = "midflight.adapters.verifiers:play"
