@@ -6,8 +6,8 @@ import os
 import pytest
 from hypothesis import settings
 
-settings.register_profile("same", derandomize=True)
-settings.register_profile("explore", print_blob=True)
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", print_blob=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 gc.set_threshold(50_000)  # while all that the tests import is made, which stays

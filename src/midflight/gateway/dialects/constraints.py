@@ -71,7 +71,7 @@ def _parts(schema: dict[str, JsonValue], param: str) -> Iterable[tuple[str, Json
             yield from ((f"{place}.{key}", part) for key, part in value.items())
 
 
-_TEXTS = dict.fromkeys(("$ref", "$id", "title", "description", "pattern", "format"), str)
+_TEXTS: Mapping[str, type] = dict.fromkeys(("$ref", "$id", "title", "description", "pattern", "format"), str)
 
 
 def _check_keywords(schema: dict[str, JsonValue], param: str) -> None:
