@@ -64,6 +64,16 @@ class Story:
         assert self.run is not None, "the run did not come up"
         return self.run
 
+    def until_serving(self, engine: str, machine: str) -> None:
+        """Waits for that: until then another fault would be one of two at once."""
+        address = self.cluster.members[machine].address
+
+        def serves() -> bool:
+            found = member(self.running.folder, engine)
+            return found.get("state") == "serving" and f"//{address}:" in found["url"]
+
+        self.running.until(serves, f"{engine} on the {machine} machine, with the current weights", 600)
+
     def sound(self) -> None:
         """What holds at every moment: no request failed, and no trained token was older than the bound (I2)."""
         steps = self.running.steps()
@@ -117,8 +127,7 @@ def test_an_engine_whose_machine_is_told_to_end_leaves_in_order_and_comes_back_o
     run, third = story.running, story.cluster.members["third"]
     name = member(run.folder, host=third.address)["name"]
     story.cluster.end("third")
-    run.until(lambda: story.on("fourth") == ["engine"], "an engine on the fourth machine")
-    run.until(lambda: member(run.folder, name).get("state") == "serving", "the current weights in it")
+    story.until_serving(name, "fourth")
     assert f"{name} leaves its place at {third.address}, which is about to be taken away: " in run.said
     assert f"{name} has lost its seat" not in run.said
     until(lambda: story.cluster.ended("third"), "the end of Ray on the third machine", 120)
@@ -149,9 +158,11 @@ def test_an_engine_on_a_machine_that_knows_no_ray_joins_and_leaves_under_load(st
 
 def test_an_engine_whose_machine_loses_power_comes_back_on_another_one(story: Story) -> None:
     story.cluster.add("fifth", fifth={"engine": 1})
-    story.cluster.members["fourth"].power_off()
+    fourth = story.cluster.members["fourth"]
+    name = member(story.running.folder, host=fourth.address)["name"]
+    fourth.power_off()
     story.running.until_steps(3)
-    story.running.until(lambda: story.on("fifth") == ["engine"], "an engine on the fifth machine")
+    story.until_serving(name, "fifth")
     story.running.until_steps(3)
     story.sound()
 
@@ -160,8 +171,10 @@ def test_a_rank_whose_machine_is_cut_off_goes_back_to_the_checkpoint_on_another_
     """An engine is lost with it. Gateway and the other engine stay."""
     story.cluster.add("sixth", sixth={"trainer": 1, "engine": 1})
     gateway = next(pid for pid, line in story.cluster.members["first"].processes().items() if "child rollout" in line)
+    name = member(story.running.folder, host=story.cluster.members["second"].address)["name"]
     story.cluster.members["second"].unplug()
     story.running.until(lambda: "trainer" in story.on("sixth"), "a rank on the sixth machine")
+    story.until_serving(name, "sixth")
     story.running.until_steps(5)
     assert "child rollout" in story.cluster.members["first"].processes().get(gateway, ""), "the gateway stayed"
     story.sound()
