@@ -23,6 +23,18 @@ BIN = Path(sys.executable).parent
 PORT = 6379
 PROMPT = ("chrt", "--other", "0", "nice", "-n", "-10")
 """Ray's daemons give up, or give each other up, where they are not run for some seconds: on a busy machine they go first."""
+CHECK = """
+import sys
+from midflight.cli.checked import check_places
+from midflight.config.load import load_config
+from midflight.errors import MidflightError
+try:
+    check_places(load_config(None, sys.argv[1:]))
+except MidflightError as error:
+    print(error)
+    sys.exit(2)
+"""
+"""What a run says of its cluster before anything starts, with exit status 2; options follow."""
 START_SECONDS = 240.0
 """For a machine's Ray to be up: 10 s where nothing else runs."""
 
@@ -71,19 +83,19 @@ class Cluster:
     def add(self, *names: str, **resources: dict[str, float]) -> None:
         """Machines with these names, one after the other: Ray's head is slow to answer many that join at once. Waits until each is up."""
         for name in names:
-            machine = self.net.boot()
-            self.members[name] = machine
-            self._start(name, machine, resources.get(name, {}))
+            self.join(name, self.net.boot(), resources.get(name, {}))
 
-    def _start(self, name: str, machine: Machine, resources: dict[str, float]) -> None:
+    def join(self, name: str, machine: Machine, resources: dict[str, float], **environ: str) -> None:
+        """One machine, whose Ray has these variables too. Waits until it is up."""
+        self.members[name] = machine
         log = self.folder / f"ray-{name}.log"
         ports_of(machine)
         given = [*OPTIONS, "--num-cpus=4", f"--resources={json.dumps(resources)}"]
         place = "head" if name == "head" else self.address
         command = [*PROMPT, "bash", str(ROOT / "ops" / "cluster" / "machine.sh"), place, *given]
         with log.open("wb") as out:
-            environ = {**self.environ, **environ_of(machine), "RAY_AUTH_TOKEN_PATH": str(self.token)}
-            self._nodes[name] = machine.start(*command, stdout=out, stderr=subprocess.STDOUT, env=environ)
+            everything = {**self.environ, **environ_of(machine), "RAY_AUTH_TOKEN_PATH": str(self.token), **environ}
+            self._nodes[name] = machine.start(*command, stdout=out, stderr=subprocess.STDOUT, env=everything)
         until(lambda: "Ray runtime started" in log.read_text() or self._nodes[name].poll() is not None, f"Ray on {name}", START_SECONDS)
         assert self._nodes[name].poll() is None, log.read_text()
 

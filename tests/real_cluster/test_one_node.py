@@ -18,24 +18,13 @@ from pathlib import Path
 import pytest
 from tests.real.processes import CONFIG, Command, alive, arguments_of, children, gone, journal, pids
 
-from .rays import member
+from .rays import CHECK, member
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS, STARTS = 120.0, 4
 """10 s where nothing else runs."""
 FIRST = ["nice", "-n", "-10"] if os.geteuid() == 0 else []
 """Daemons that wait for a busy machine give up."""
-CHECK = """
-import sys
-from midflight.cli.checked import check_places
-from midflight.config.load import load_config
-from midflight.errors import MidflightError
-try:
-    check_places(load_config(None, sys.argv[1:]))
-except MidflightError as error:
-    print(error)
-    sys.exit(2)
-"""
 
 
 @dataclass(frozen=True)

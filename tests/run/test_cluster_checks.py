@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -250,6 +250,17 @@ def test_a_cluster_that_a_run_starts_is_tried_again_and_has_what_the_run_asks_fo
     monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
     connect(config("cluster.address=start", "engine.count=3", "trainer.ranks=2"))
     assert [given["num_cpus"] for given in ray.asked] == [6, 6, 6]
+
+
+def test_ray_prints_nothing_on_the_standard_output_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would, of each machine that dies, in the midst of what the run says, or of JSON."""
+    worker = ModuleType("ray._private.worker")
+    worker.print_to_stdstream = lambda data, ignore_prefix: print(data)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray._private.worker", worker)
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())  # type: ignore[arg-type]
+    connect(config("cluster.address=start"))
+    worker.print_to_stdstream({"lines": ["The node has been marked dead"]}, ignore_prefix=False)
+    assert capsys.readouterr().out == ""
 
 
 def test_no_cluster_and_a_wrong_token_are_each_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

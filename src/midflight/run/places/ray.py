@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -25,6 +26,7 @@ START = "start"
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", MONITOR_VARIABLE: "0"}
 """Of a Ray that is started here: it tells nobody of itself, and kills nobody for what others keep in memory."""
 WRONG_TOKEN = ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")
+PRINTER = "ray._private.worker"
 STARTS = 3
 """Attempts: on a busy machine Ray gives up its own daemons, which are slow to come up."""
 PROBE_SECONDS = 10.0
@@ -60,8 +62,14 @@ def connect(config: Config) -> "RayCluster":
         raise ConfigError("cluster.kind = \"ray\" needs Ray, which is not installed; pip install 'midflight[ray]'") from error
     if not ray.is_initialized():
         _check_listens(address)
+        if (worker := sys.modules.get(PRINTER)) is not None:
+            worker.__dict__["print_to_stdstream"] = _unsaid
         _initialise(ray, address, cpus=math.ceil(run_resources(config).get("CPU", 0.0)))
     return RayCluster(ray)
+
+
+def _unsaid(*given: object, **named: object) -> None:
+    """In the place of what prints Ray's messages of dead machines and failed actors on our standard output, whatever that is for."""
 
 
 def _initialise(ray: Any, address: str, *, cpus: int) -> None:
