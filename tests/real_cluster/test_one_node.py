@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -157,10 +158,7 @@ def test_an_engine_whose_seat_is_lost_or_told_to_end_comes_back_on_another_and_s
         run.process.send_signal(signal.SIGINT)
         assert run.wait(120) == 130, run.said
         assert "engine0 has lost its seat on " in run.said and "ActorDiedError" in run.said
-        assert (
-            "engine1 leaves its place at 127.0.0.1, which is about to be taken away: " in run.said
-            and " requests go on elsewhere" in run.said
-        )
+        assert re.search(r"engine1 leaves its place at \S+, which is about to be taken away: \d+ requests go on elsewhere", run.said)
         assert "engine1 has lost its seat on " not in run.said
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed_requests"] == 0
         assert not parts(tmp_path / "run")
