@@ -369,7 +369,9 @@ class RayPlaces:
 
         def say(seconds: float) -> None:
             nonlocal later
-            self._say(f"{part} waits for {wanted}: what there is has no room, or is slow to start a seat ({said_of(self._cluster.machines())})")
+            self._say(
+                f"{part} waits for {wanted}: what there is has no room, or is slow to start a seat ({said_of(self._cluster.machines())})"
+            )
             later = loop.call_later(2 * seconds, say, 2 * seconds)
 
         later = loop.call_later(PATIENCE_SECONDS, say, PATIENCE_SECONDS)
