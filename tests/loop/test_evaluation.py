@@ -127,7 +127,7 @@ def test_what_falls_due_at_a_version_that_is_not_published_is_evaluated_at_the_n
     """Due are 4 and 8; published are 3, 6, 9 and the last, 10, which is evaluated after training."""
 
     async def main() -> Evaluating:
-        site = Evaluating(tmp_path, engines=2, every=4, steps=10, num_turns=2, publish_every=3)
+        site = Evaluating(tmp_path, engines=2, every=4, steps=10, num_turns=1, publish_every=3)
         await site.evaluate()
         return site
 
