@@ -33,6 +33,7 @@ While `midflight serve` runs ([a program](../README.md#agents-you-already-have))
 | `langchain-openai` | `ChatOpenAI(base_url=...)`, with `use_responses_api` or without |
 | `pydantic-ai` | `OpenAIProvider(base_url=...)`, or `AnthropicProvider(base_url=...)` without `/v1` |
 | `smolagents`, `litellm` | `api_base=...`; litellm's model is then `openai/policy` |
+| frameworks below | as for any server of OpenAI's API: [test_frameworks.py](../tests/clients/test_frameworks.py) has each |
 | SGLang's clients: its own runtime endpoint, slime, AReaL, verl, SkyRL | `http://127.0.0.1:8000`, as a server's |
 | vLLM's clients: tokens in and out, as verifiers and prime-rl | the same |
 
@@ -45,7 +46,7 @@ What changes no text has no effect and is named in the answer's head; what would
 
 ## What was run
 
-Unmodified clients, run by `make test-clients` and `make test-coding-agents`. One body of each kind that they sent is in
+Unmodified clients, run by `make test-clients-all` and `make test-coding-agents`. One body of each kind that they sent is in
 [tests/corpus](../tests/corpus), without their sentences, and every change is tried on all of them.
 
 | client | version | route | what it used | without effect |

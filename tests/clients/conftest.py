@@ -77,12 +77,11 @@ END = 256
 
 @dataclass(frozen=True)
 class OneSession:
-    """A session of the scripted server: what an agent is given, and what becomes of its turns."""
+    """A session of the scripted server, as that of a rollout in training: what an agent is given, and what becomes of its turns."""
 
     url: str
     base_url: str
     session_id: str
-    owner_token: str
 
     @property
     def root(self) -> str:
@@ -92,7 +91,7 @@ class OneSession:
     def check_turns(self, *said: str, forced: Sequence[str] = ()) -> None:
         """Ends the session. Each answer stands in exactly one trainable place, in whatever row, and nothing else does. Those that had to
         match a form are samples of another distribution: they are counted, and not trained."""
-        record = posted(f"{self.url}/midflight/v1/sessions/{self.session_id}/end", {}, self.owner_token)
+        record = posted(f"{self.url}/rollouts/{self.session_id}/end")
         masked = {"not_policy_sampled": sum(len(text) + 1 for text in forced)} if forced else {}
         assert (record["failed_requests"], record["masked"], record["dropped"]) == (0, masked, {})
         rows = [zip(row["token_ids"], row["loss_mask"], strict=True) for row in record["rows"]]
@@ -103,14 +102,13 @@ class OneSession:
         assert sorted(texts) == sorted(said)
 
 
-def posted(url: str, body: dict[str, Any], token: str) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+def posted(url: str) -> Any:
+    with urllib.request.urlopen(url, b"", timeout=60) as answer:
         return json.load(answer)
 
 
 @pytest.fixture
 def session(scripted: str) -> OneSession:
     """One of its own for a test."""
-    opened = posted(f"{scripted}/midflight/v1/sessions", {}, "any")
-    return OneSession(scripted, opened["base_url"], opened["session_id"], opened["owner_token"])
+    opened = posted(f"{scripted}/rollouts")
+    return OneSession(scripted, opened["base_url"], opened["session_id"])

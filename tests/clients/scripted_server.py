@@ -21,19 +21,23 @@ import re
 import socket
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.corpus.recorded import recording
 
 from midflight.config.sections import Config
-from midflight.gateway.answers.owner import OwnedSessions
+from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.http.http import build_app
-from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.rollout.serving import Serving
 from midflight.testing.script import Replies, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
-from midflight.types import Feature, SamplingParams
+from midflight.types import Feature, GroupKey, RolloutKey, SamplingParams
 from midflight.types.facts import unheard
 from midflight.wire.server import serve_app
 
@@ -95,6 +99,24 @@ def code() -> str:
     return "Thought: I ask the tool.\n<code>\nfinal_answer(get_weather(city='Paris'))\n</code>"
 
 
+def sessions(gateway: Gateway) -> list[Route]:
+    """Sessions as those of a run's rollouts: `POST /rollouts` opens one, `POST /rollouts/ID/end` tells what would be trained."""
+    numbers = count()
+
+    async def opened(request: Request) -> Response:
+        key = RolloutKey(GroupKey(0, next(numbers)), 0)
+        handle = gateway.open(key, sampling=SamplingParams(max_tokens=4096), tracked=True)
+        return JSONResponse({"session_id": handle.session_id, "base_url": handle.base_url})
+
+    async def ended(request: Request) -> Response:
+        record = gateway.close(request.path_params["session_id"])
+        rows = [{"token_ids": row.token_ids.tolist(), "loss_mask": row.loss_mask.tolist()} for row in record.rows]
+        counts = {name: getattr(record, name) for name in ("num_turns", "failed_requests", "masked", "dropped")}
+        return JSONResponse({**counts, "rows": rows})
+
+    return [Route("/rollouts", opened, methods=["POST"]), Route("/rollouts/{session_id}/end", ended, methods=["POST"])]
+
+
 async def main() -> None:
     capabilities = replace(CAPABLE, max_context=32_768, features=frozenset(Feature))  # the replies obey the grammars they meet
     engine = ScriptedEngine(script=Replies(reply), capabilities=capabilities, step_seconds=0.0, chunk_tokens=3)
@@ -102,9 +124,7 @@ async def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving.gateway.address = url
-        owned = OwnedSessions(serving.gateway, session_seconds=3600)
-        sessions = SessionRoutes(serving.gateway, owned, token="any", sampling=SamplingParams(max_tokens=4096), served=lambda: 0)
-        app = build_app(serving.gateway, serving.control, extra_routes=sessions.routes())
+        app = build_app(serving.gateway, serving.control, extra_routes=sessions(serving.gateway))
         await serve_app(recording(app), listener, ready=lambda: print(f"ready: {url}", flush=True))
 
 

@@ -1,6 +1,6 @@
 """Bodies of real clients: how they are recorded, scrubbed and read. One file for each client and version, in `bodies`.
 
-With `MIDFLIGHT_RECORD=FOLDER` in the environment, the servers of `make test-clients` and `make test-coding-agents` write what they are sent
+With `MIDFLIGHT_RECORD=FOLDER` in the environment, the servers of `make test-clients-all` and `make test-coding-agents` write what they are sent
 into that folder; `python -m tests.corpus.recorded FOLDER` brings it here. What is kept is the form: names, switches, short words.
 Sentences of a client's own, paths and ids are replaced, each id by the same number everywhere in its body.
 """
