@@ -12,6 +12,7 @@ from tests.models.tiny import MAX_CONTEXT, tiny_model
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.embedded.weights import tensors_fingerprint
 from midflight.errors import WeightsCorrupt
 from midflight.models.names import dtype_name, named_tensors
@@ -72,6 +73,7 @@ def make_engine(
     max_batch_tokens: int = 64,
     pause_lease_seconds: float = 30.0,
     records_experts: bool = False,
+    prefix_age: int = 0,
 ) -> EmbeddedEngine:
     return EmbeddedEngine(
         model or tiny_model(),
@@ -84,6 +86,7 @@ def make_engine(
         max_context=MAX_CONTEXT,
         pause_lease_seconds=pause_lease_seconds,
         records_experts=records_experts,
+        prefixes=PrefixRoom(age=prefix_age),
     )
 
 

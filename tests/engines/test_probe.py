@@ -108,10 +108,10 @@ def test_an_engine_that_forgets_a_window_a_copy_or_a_state_is_found_out(monkeypa
         patch.setattr(Bucket, "mask", lambda self, reach, dtype: mask(self, Reach(), dtype))
         assert way("mistral") is not Way.PACKED and way("qwen3") is Way.PACKED
     with monkeypatch.context() as patch:
-        patch.setattr("midflight.engines.embedded.attention.KvCache.copy", lambda *_, **__: None)
+        patch.setattr("midflight.engines.embedded.attention.KvCache.put", lambda *_, **__: None)
         assert way("qwen3") is not Way.PACKED
     with monkeypatch.context() as patch:
-        patch.setattr(States, "copy", lambda *_: None)
+        patch.setattr(States, "put", lambda *_: None)
         assert way("lfm2") is not Way.PACKED
     with monkeypatch.context() as patch:
         patch.setattr(States, "_store", lambda *_: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -120,6 +121,8 @@ def test_a_streamed_answer_ends_as_the_whole_one(over_http: Any) -> None:
     async def test(session: aiohttp.ClientSession, engine: EmbeddedEngine) -> None:
         async with session.post("/generate", json=BODY) as answer:
             whole = await answer.json()
+        step = engine._scheduler.step
+        engine._scheduler.step = lambda: (time.sleep(0.05), step())[1]  # type: ignore[method-assign]  # so that it comes in pieces
         async with session.post("/generate", json={**BODY, "stream": True}) as answer:
             assert answer.content_type == "text/event-stream"
             events = [line[6:] for line in (await answer.text()).split("\n\n") if line]

@@ -82,6 +82,10 @@ class EngineSection(Section):
     """Where the engine computes: `cpu` or `cuda`."""
     deterministic: bool = False
     """An answer does not depend on what is generated beside it: vLLM's batch-invariant kernels, SGLang's deterministic inference with a seed for each request. On GPUs alone, and slower."""
+    prefix_mb: Count = 256
+    """Megabytes of keys and values that the embedded engine keeps of requests which have ended, for those that begin alike: the next turn of a conversation, the other answers to a prompt. Larger: more conversations go on without their prompts being computed again; 0: each request computes its whole prompt."""
+    prefix_age: Count = 0
+    """How many versions old the weights may be that they were computed by. 0 uses those of the weights now served alone; larger computes less after each handover, with more mismatch between engine and trainer, and tokens say so in their key versions."""
     pause_lease_seconds: Seconds = 30.0
     """An engine paused for longer without renewal resumes by itself, so that a dead controller cannot freeze it."""
 

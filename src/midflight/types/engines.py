@@ -37,6 +37,10 @@ class EngineHealth:
     """Output tokens since the engine started."""
     num_running: int
     num_waiting: int
+    num_computed: int = 0
+    """Tokens that went through the model, prompts and answers; of the embedded engine."""
+    num_reused: int = 0
+    """Tokens of prompts that did not, because they had in another request; of the embedded engine."""
 
 
 @dataclass(frozen=True, slots=True)

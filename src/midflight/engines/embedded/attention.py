@@ -15,6 +15,8 @@ from transformers.masking_utils import sdpa_mask
 from midflight.errors import NotSupported
 
 Place = tuple[int, int]
+Stretch = Mapping[Place, tuple[Tensor, Tensor]]
+"""Keys [kv_heads, n, head_dim] and values of some tokens, by attention."""
 
 
 class KvCache:
@@ -54,11 +56,17 @@ class KvCache:
         """Keys and values [b, kv_heads, length, head_dim] of some slots; a view where `slots` is a slice."""
         return self._keys[place][slots, :, :length], self._values[place][slots, :, :length]
 
-    def copy(self, sources: Tensor, targets: Tensor, *, length: int) -> None:
-        """Copies the first `length` entries of each source slot to the target slot beside it."""
-        for tensors in (self._keys, self._values):
-            for cache in tensors.values():
-                cache[targets, :, :length] = cache[sources, :, :length]
+    def take(self, slot: int, *, start: int, end: int) -> Stretch:
+        """Copies entries [start, end) of a slot."""
+        return {
+            place: (keys[slot, :, start:end].clone(), self._values[place][slot, :, start:end].clone()) for place, keys in self._keys.items()
+        }
+
+    def put(self, slot: int, stretch: Stretch, *, start: int, num: int) -> None:
+        """Writes the first `num` entries of what was taken, from `start` on."""
+        for place, (keys, values) in stretch.items():
+            self._keys[place][slot, :, start : start + num] = keys[:, :num]
+            self._values[place][slot, :, start : start + num] = values[:, :num]
 
     def _empty(self, like: Tensor) -> Tensor:
         return like.new_zeros(self._slots, like.shape[1], self.context, like.shape[-1])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from midflight import types
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.embedded.probe import served
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.scoring import likely_tokens, portions, token_logprobs
@@ -68,19 +69,19 @@ class EmbeddedEngine:
         max_context: int,
         pause_lease_seconds: float,
         version: types.Version = 0,
+        prefixes: PrefixRoom = PrefixRoom(),
         records_experts: bool = False,
     ) -> None:
-        """`records_experts`: of a mixture, for routing replay."""
+        """`prefixes`: what is kept for requests that begin alike. `records_experts`: of a mixture, for routing replay."""
         self._name, self._tokenizer, self._record = name, tokenizer, record
         self._lease_seconds = pause_lease_seconds
         self._model, self._max_batch_tokens = model, max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
         routers = routers_of(model) if records_experts else None
-        runner, self._manner = served(model, max_running=max_running, max_context=max_context, max_batch_tokens=max_batch_tokens)
+        sizes = {"max_running": max_running, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
+        runner, self._manner = served(model, **sizes)
         self._weights = EngineWeights(model, receiver, version=version, together=runner.together)
-        self._scheduler = Scheduler(
-            runner, max_running=max_running, max_batch_tokens=max_batch_tokens, max_context=max_context, version=version, routers=routers
-        )
+        self._scheduler = Scheduler(runner, version=version, prefixes=prefixes, routers=routers, **sizes)
         self._thread = DecodeThread(self._scheduler)
         self._runs = False
         self._counter = itertools.count(1)
@@ -277,7 +278,13 @@ class EmbeddedEngine:
         """The present numbers, also of an engine that has ended."""
         s = self._scheduler
         return types.EngineHealth(
-            version=s.version, paused=s.paused is not None, num_tokens=s.num_tokens, num_running=s.num_running, num_waiting=s.num_waiting
+            version=s.version,
+            paused=s.paused is not None,
+            num_tokens=s.num_tokens,
+            num_running=s.num_running,
+            num_waiting=s.num_waiting,
+            num_computed=s.num_computed,
+            num_reused=s.num_reused,
         )
 
     def _commit(self, version: types.Version) -> types.Attestation:

@@ -1,5 +1,7 @@
 """What the experts of each running sequence's tokens were, for routing replay in the trainer (`models.routing`)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -24,8 +26,16 @@ class ExpertRecords:
         """The slot is taken by a request of at most `room` tokens: what it held is gone."""
         self._of_slot[slot] = np.full((room, self._routers.num_bytes), 255, dtype=np.uint8)
 
-    def copy(self, source: int, target: int, *, length: int) -> None:
-        self._of_slot[target][:length] = self._of_slot[source][:length]
+    def fill(self, slot: int, parts: Sequence[UInt8]) -> None:
+        """The slot begins with these, one after the other."""
+        start = 0
+        for part in parts:
+            self._of_slot[slot][start : start + len(part)] = part
+            start += len(part)
+
+    def of(self, slot: int) -> UInt8:
+        """The record of the slot's sequence, as far as it goes; it stays when that has ended, until the slot is taken again."""
+        return self._of_slot[slot]
 
     def forward(self, runner: Runner | LoneRunner, batch: StepBatch) -> torch.Tensor:
         """The runner's, with what the routers chose put down."""
@@ -38,5 +48,5 @@ class ExpertRecords:
         return logits
 
     def taken(self, slot: int, *, length: int) -> bytes:
-        """The record of the slot's first `length` positions, which stays for copies."""
+        """The record of the slot's first `length` positions."""
         return self._of_slot[slot][:length].tobytes()

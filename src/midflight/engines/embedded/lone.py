@@ -2,13 +2,15 @@
 
 import copy
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.engines.embedded.runner import Ints, StepBatch
+from midflight.engines.embedded.runner import StepBatch
 from midflight.errors import NotSupported
 
 _CACHES = ("past_key_values", "cache_params", "state")
@@ -19,7 +21,7 @@ class LoneRunner:
     """As `Runner`, and right for any architecture that `transformers` generates with; a step takes a pass for each sequence."""
 
     keeps_states = True
-    """A cache is copied whole, at the length at which it was kept."""
+    """A sequence can only go on where its cache was taken."""
     together = ()
     """As `Runner.together`."""
 
@@ -33,7 +35,6 @@ class LoneRunner:
             raise NotSupported(f"running the model: {type(model).__name__} keeps nothing of a sequence that it could be continued from")
         self._name = known[0]
         self._caches: dict[int, Any] = {}
-        self._kept: dict[int, Any] = {}
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
@@ -46,22 +47,14 @@ class LoneRunner:
             start += count
         return torch.stack(logits) if logits else torch.empty(0, 0)
 
-    def copy(self, sources: Ints, targets: Ints, *, length: int) -> None:
-        """Gives each target what was kept of the source beside it, and keeps it for the target too. `length` is where it was kept."""
-        kept = [self._kept[source] for source in sources.tolist()]
-        for target, cache in zip(targets.tolist(), kept, strict=True):
-            self._kept[target], self._caches[target] = cache, copy.deepcopy(cache)
+    def take(self, slot: int, *, start: int, end: int, at_end: bool) -> "WholeCache":
+        """See `KeepsSpans`: what the model keeps is of all tokens together, so that it stands behind the last alone."""
+        del start, end
+        return WholeCache(copy.deepcopy(self._caches[slot]) if at_end else None)
 
-    def keep(self, slot: int) -> None:
-        """Keeps the slot's cache as it is, for `copy`."""
-        self._kept[slot] = copy.deepcopy(self._caches[slot])
-
-    def forget(self, slot: int | None) -> None:
-        """Drops what was kept of a slot; of all: `None`."""
-        if slot is None:
-            self._kept.clear()
-        else:
-            self._kept.pop(slot, None)
+    def put(self, slot: int, spans: Sequence[tuple["WholeCache", int]]) -> None:
+        """See `KeepsSpans`."""
+        self._caches[slot] = copy.deepcopy(spans[-1][0].cache)
 
     def _extend(self, slot: int, tokens: Tensor, *, first: int) -> Tensor:
         """Runs tokens [L] that stand at `first` and after; gives the logits [V] of the last."""
@@ -74,3 +67,33 @@ class LoneRunner:
             cache, logits = out[self._name], cast(Tensor, out.logits)[0, -1]
         self._caches[slot] = cache
         return logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeCache:
+    """Implements `Computed`. `cache` is none where nothing was taken."""
+
+    cache: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.cache)
+
+    @property
+    def has_state(self) -> bool:
+        return self.cache is not None
+
+    def cut(self, start: int, end: int) -> "WholeCache":
+        """The end of what it holds stays what it is; a beginning has nothing."""
+        return self if start else WholeCache(None)
+
+
+def _num_bytes(held: Any) -> int:
+    """Of all tensors in an object of any make."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    if isinstance(held, dict):
+        return sum(_num_bytes(value) for value in cast("dict[object, object]", held).values())
+    if isinstance(held, list | tuple):
+        return sum(_num_bytes(value) for value in cast("list[object]", held))
+    return _num_bytes(vars(held)) if type(held).__module__.startswith("transformers") else 0

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from midflight.engines.embedded.lone import LoneRunner
 from midflight.engines.embedded.plain import PlainRunner, is_plain
+from midflight.engines.embedded.prefixes import KeepsSpans
 from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.scoring import token_logprobs
 from midflight.errors import ConfigError
@@ -189,8 +190,8 @@ class _Trial:
 
     def copy(self, length: int) -> None:
         """Slot 0 to slot 2, as row 2."""
-        self._runner.keep(0)
-        self._runner.copy(np.array([0]), np.array([2]), length=length)
+        runner: KeepsSpans = self._runner
+        runner.put(2, [(runner.take(0, start=0, end=length, at_end=True), length)])
         self._at[2] = 2, length
 
 

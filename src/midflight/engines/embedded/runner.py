@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from midflight.engines.embedded.attention import ATTENTION, STEP, Bucket, KvCache, Reach, StepPlaces
-from midflight.engines.embedded.states import RUNNING, States, cohorts, stateful
+from midflight.engines.embedded.attention import ATTENTION, STEP, Bucket, KvCache, Reach, StepPlaces, Stretch
+from midflight.engines.embedded.states import RUNNING, Key, States, cohorts, stateful
 
 Ints = NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class Runner:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a prefix can only be copied at the length at which it was kept."""
+        """Whether a sequence can only go on where its state was taken."""
         return self._states is not None
 
     @torch.inference_mode()
@@ -81,25 +81,22 @@ class Runner:
             RUNNING.reset(states)
 
     @torch.inference_mode()
-    def copy(self, sources: Ints, targets: Ints, *, length: int) -> None:
-        """Copies the keys and values of the first `length` tokens between slots, and the states kept at that length."""
-        num_slots = int(max(sources.max(), targets.max())) + 1
-        self._cache.reserve(slots=num_slots, context=length)
-        self._cache.copy(self._put(sources), self._put(targets), length=length)
-        if self._states is not None:
-            self._states.reserve(slots=num_slots)
-            self._states.copy(sources, targets)
+    def take(self, slot: int, *, start: int, end: int, at_end: bool) -> "SpanOfSlot":
+        """See `KeepsSpans`."""
+        states = self._states.take(slot) if self._states is not None and at_end else None
+        return SpanOfSlot(self._cache.take(slot, start=start, end=end), states)
 
     @torch.inference_mode()
-    def keep(self, slot: int) -> None:
-        """Keeps the slot's states as they are, for `copy`."""
+    def put(self, slot: int, spans: Sequence[tuple["SpanOfSlot", int]]) -> None:
+        """See `KeepsSpans`."""
+        self._cache.reserve(slots=slot + 1, context=sum(num for _, num in spans))
+        start = 0
+        for span, num in spans:
+            self._cache.put(slot, span.stretch, start=start, num=num)
+            start += num
         if self._states is not None:
-            self._states.keep(slot)
-
-    def forget(self, slot: int | None) -> None:
-        """Drops the states kept of a slot; of all: `None`."""
-        if self._states is not None:
-            self._states.forget(slot)
+            self._states.reserve(slots=slot + 1)
+            self._states.put(slot, spans[-1][0].states or {})
 
     def _logits(self, tokens: Tensor, positions: Tensor, last: Ints) -> Tensor:
         """Tokens and positions [N] of all sequences -> logits [R, V] at `last` [R]."""
@@ -167,6 +164,29 @@ def threads_for(work: float) -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(most)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanOfSlot:
+    """Implements `Computed`."""
+
+    stretch: Stretch
+    states: Mapping[Key, Tensor] | None
+    """Behind the last of its tokens, if they are known there."""
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [*itertools.chain(*self.stretch.values()), *(self.states or {}).values()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def has_state(self) -> bool:
+        return self.states is not None
+
+    def cut(self, start: int, end: int) -> "SpanOfSlot":
+        length = next((keys.shape[1] for keys, _ in self.stretch.values()), end)
+        stretch = {place: (keys[:, start:end].clone(), values[:, start:end].clone()) for place, (keys, values) in self.stretch.items()}
+        return SpanOfSlot(stretch, self.states if end == length else None)
 
 
 def reaches(config: PreTrainedConfig) -> dict[int, Reach]:

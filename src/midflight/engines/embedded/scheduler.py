@@ -11,9 +11,10 @@ from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
 from midflight.engines.embedded.lone import LoneRunner
+from midflight.engines.embedded.prefixes import Prefixes, PrefixRoom
 from midflight.engines.embedded.runner import Runner, StepBatch, threads_for
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
-from midflight.engines.embedded.table import SharedPrompts, SlotTable, Submission
+from midflight.engines.embedded.table import SlotTable, Submission
 from midflight.engines.streams import StepOutput
 from midflight.errors import RequestRejected
 from midflight.models.routing import Routers
@@ -35,16 +36,21 @@ class Scheduler:
         max_batch_tokens: int,
         max_context: int,
         version: Version,
+        prefixes: PrefixRoom,
         routers: Routers | None = None,
     ) -> None:
-        """`routers`: of a model whose choices of experts are recorded."""
+        """`prefixes`: what is kept for requests that begin alike. `routers`: of a model whose choices of experts are recorded."""
         self._runner = runner
         self._num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
         self._experts = None if routers is None else ExpertRecords(routers)
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
         self._waiting: deque[Submission] = deque()
-        self._prompts = SharedPrompts()
+        self._prefixes, self._room = Prefixes(runner, max_bytes=prefixes.num_bytes, experts=self._experts), prefixes
+        self._leaders: dict[tuple[int, ...], int] = {}
+        """By its prompt, the slot that computes what others wait for."""
+        self._left = set[int]()
+        """Slots whose sequences have ended, and are not among the prefixes yet."""
         self._finishes: list[tuple[int, int, Finish]] = []
         self._failures: list[tuple[int, int, RequestRejected]] = []
         self._records: list[tuple[int, bytes]] = []
@@ -54,6 +60,10 @@ class Scheduler:
         self.version = version
         self.paused: PauseMode | None = None
         self.num_tokens = 0
+        self.num_computed = 0
+        """Tokens that went through the model."""
+        self.num_reused = 0
+        """Tokens that did not, because they had before."""
 
     # --- What there is to do -----------------------------------------------------------------------------------------
 
@@ -122,8 +132,12 @@ class Scheduler:
     def serve(self, version: Version) -> None:
         """The weights have changed: tokens from now on are of `version`; keys stored before keep their own."""
         self.version = version
-        self._prompts.forget_all()
-        self._runner.forget(None)
+        self._leaders.clear()
+        self._prefixes.forget(before=self._oldest_usable)
+
+    @property
+    def _oldest_usable(self) -> Version:
+        return self.version - self._room.age
 
     # --- A step ------------------------------------------------------------------------------------------------------
 
@@ -209,13 +223,15 @@ class Scheduler:
         fresh = batch.starts == 0
         table.kv_version[batch.slots] = np.where(fresh, self.version, np.minimum(table.kv_version[batch.slots], self.version))
         table.cached[batch.slots] += batch.counts
+        self.num_computed += len(batch.tokens)
         copyable = batch.wanted
         if self._runner.keeps_states:
             copyable = table.cached[batch.slots] == table.length[batch.slots] - 1
         for slot in batch.slots[copyable & table.leading[batch.slots]].tolist():
             table.leading[slot] = False
-            if self._prompts.complete(table.prompt(slot), slot):
-                self._runner.keep(slot)
+            if self._leaders.get(prompt := table.prompt(slot)) == slot:
+                del self._leaders[prompt]
+                self._add_prefix(slot)
 
     def _constrained(self, slots: Ints, logits: Tensor) -> tuple[Ints, Tensor, Masks | None]:
         """Asks the grammars what they allow. A request whose grammar allows nothing ends here; returned are the slots and logits [R, V] of the others."""
@@ -269,41 +285,37 @@ class Scheduler:
         return self.paused is None or self._waiting[0].handle < self._drain_before
 
     def _admit(self) -> None:
-        copies, taken = list[tuple[int, int, int]](), set[int]()
+        while self._left:  # before a slot is taken again, and before anybody looks for what is there
+            self._add_prefix(self._left.pop())
         for slot in np.flatnonzero(self._table.blocked).tolist():
-            self._place(slot, copies)
+            self._place(slot)
         while self._waiting and self._table.has_room() and self._may_admit():
             slot = self._table.admit(self._waiting.popleft())
-            self._prompts.overwrite(slot)
-            taken.add(slot)
             if self._experts is not None:
                 self._experts.begin(slot, room=int(self._table.limit[slot]))
-            self._place(slot, copies)
-        if copies:
-            sources, targets, lengths = np.asarray(copies, dtype=np.int64).T
-            self._runner.copy(sources, targets, length=int(lengths.max()))
-            for slot in targets.tolist():
-                self._prompts.hold(self._table.prompt(slot), slot)
-        for slot in taken.difference(target for _, target, _ in copies):
-            self._runner.forget(slot)
+            self._place(slot)
 
-    def _place(self, slot: int, copies: list[tuple[int, int, int]]) -> None:
-        """Decides where the keys of a new sequence come from: another slot, now or when it is done, or its own prefill.
-
-        All but the last token is copied: its logits are computed anew, for this request to sample from.
-        """
+    def _place(self, slot: int) -> None:
+        """Decides where the keys of a new sequence come from: what is known of its beginning, now or when another has computed the same
+        prompt, and its own prefill. The logits of its last token are always computed anew, for this request to sample from."""
         table = self._table
         prompt = table.prompt(slot)
-        donor = self._prompts.donor(prompt)
-        table.blocked[slot] = donor is None and self._prompts.is_prefilling(prompt)
-        if donor is not None:
-            copies.append((donor, slot, len(prompt) - 1))
-            if self._experts is not None:
-                self._experts.copy(donor, slot, length=len(prompt) - 1)
-            table.cached[slot], table.kv_version[slot] = len(prompt) - 1, self.version
-        elif not table.blocked[slot] and len(prompt) > 1:
-            self._prompts.begin(prompt, slot)
+        table.blocked[slot] = prompt in self._leaders
+        if table.blocked[slot]:
+            return
+        known, version = self._prefixes.fill(slot, table.tokens[slot, : len(prompt)])
+        self.num_reused += known
+        if known:
+            table.cached[slot], table.kv_version[slot] = known, version
+        if self._room.num_bytes and len(prompt) - known > 1:
+            self._leaders[prompt] = slot
             table.leading[slot] = True
+
+    def _add_prefix(self, slot: int) -> None:
+        table = self._table
+        version = int(table.kv_version[slot])
+        if version >= self._oldest_usable:
+            self._prefixes.add(slot, table.tokens[slot, : table.cached[slot]], version=version)
 
     def _finished_before(self, submission: Submission) -> Finish | None:
         """How a request ends with the tokens it brings, if it does."""
@@ -330,7 +342,9 @@ class Scheduler:
 
     def _release(self, slot: int) -> Submission:
         submission = self._table.release(slot)
-        self._prompts.end(submission.request.input_ids, slot)
+        if self._leaders.get(submission.request.input_ids) == slot:
+            del self._leaders[submission.request.input_ids]
+        self._left.add(slot)
         return submission
 
     def _flush(self, output: StepOutput) -> StepOutput:

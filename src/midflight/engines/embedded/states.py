@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -63,7 +63,6 @@ class States:
     def __init__(self, *, max_slots: int) -> None:
         self._max_slots, self._slots = max_slots, 0
         self._rows: dict[Key, Tensor] = {}
-        self._kept: dict[int, dict[Key, Tensor]] = {}
         self.cohorts: list[Cohort] = []
         """Of the step that runs."""
         self.serial = False
@@ -77,26 +76,15 @@ class States:
             self._rows[key] = old.new_zeros(self._slots, *old.shape[1:])
             self._rows[key][: len(old)] = old
 
-    # --- Prompts that several requests share -------------------------------------------------------------------------
+    # --- Out of the rows, and back -----------------------------------------------------------------------------------
 
-    def keep(self, slot: int) -> None:
-        """Remembers the slot's state as it is now, to be copied later."""
-        self._kept[slot] = {key: rows[slot].clone() for key, rows in self._rows.items()}
+    def take(self, slot: int) -> Mapping[Key, Tensor]:
+        """Copies the slot's states as they are now."""
+        return {key: rows[slot].clone() for key, rows in self._rows.items()}
 
-    def copy(self, sources: Ints, targets: Ints) -> None:
-        """Gives each target what was kept of the source beside it, and keeps it for the target too."""
-        kept = [self._kept[source] for source in sources.tolist()]
-        for target, states in zip(targets.tolist(), kept, strict=True):
-            self._kept[target] = states
-            for key, state in states.items():
-                self._rows[key][target] = state
-
-    def forget(self, slot: int | None) -> None:
-        """Drops what was kept of a slot; of all: `None`."""
-        if slot is None:
-            self._kept.clear()
-        else:
-            self._kept.pop(slot, None)
+    def put(self, slot: int, states: Mapping[Key, Tensor]) -> None:
+        for key, state in states.items():
+            self._rows[key][slot] = state
 
     # --- A layer inside a step ---------------------------------------------------------------------------------------
 

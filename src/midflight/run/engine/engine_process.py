@@ -9,6 +9,7 @@ from midflight.config.sections import Config
 from midflight.engines.about import about_route
 from midflight.engines.app import build_app, relay_steps
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.models.load import load_model
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, serve_while
@@ -31,6 +32,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         max_context=config.model.max_context,
         pause_lease_seconds=section.pause_lease_seconds,
         version=version,
+        prefixes=PrefixRoom(section.prefix_mb * 2**20, section.prefix_age),
         records_experts=config.correction.routing_replay,
     )
 

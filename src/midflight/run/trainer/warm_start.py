@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.environments.single_turn import exact_match
 from midflight.environments.tasks import Source, load_sources
 from midflight.errors import StepSkipped
@@ -124,6 +125,7 @@ class Accuracy:
             max_batch_tokens=config.engine.max_batch_tokens,
             max_context=config.model.max_context,
             pause_lease_seconds=config.engine.pause_lease_seconds,
+            prefixes=PrefixRoom(0),  # its weights change under it
         )
 
     def measure(self, *, seed: int) -> float:

@@ -1,0 +1,247 @@
+"""What a request need not compute, because another has: the tree, and engines that use it."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.models import MemoryReceiver, ask, make_engine
+from tests.engines.test_experts import recording
+from tests.models.mixtures import tiny_mixture
+from tests.models.tiny import tiny_model
+from tests.models.zoo import tiny
+
+from midflight.engines.embedded.engine import EmbeddedEngine, Generated
+from midflight.engines.embedded.prefixes import Ints, Prefixes
+from midflight.types import GenerateRequest, PauseMode
+
+# --- The tree ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Keys that are their tokens."""
+
+    tokens: tuple[int, ...]
+    has_state: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, start: int, end: int) -> "Letters":
+        return Letters(self.tokens[start:end], self.has_state and end == len(self.tokens))
+
+
+class Slots:
+    """A runner whose slots hold tokens."""
+
+    def __init__(self, *, keeps_states: bool = False) -> None:
+        self.keeps_states = keeps_states
+        self.held: dict[int, tuple[int, ...]] = {}
+        self.taken = 0
+
+    def take(self, slot: int, *, start: int, end: int, at_end: bool) -> Letters:
+        assert end <= len(self.held[slot]) and (not at_end or end == len(self.held[slot]))
+        self.taken += end - start
+        return Letters(self.held[slot][start:end], at_end)
+
+    def put(self, slot: int, spans: Sequence[tuple[Letters, int]]) -> None:
+        assert not self.keeps_states or spans[-1][0].has_state
+        self.held[slot] = tuple(itertools.chain.from_iterable(span.tokens[:num] for span, num in spans))
+
+
+def tokens_of(text: str | Sequence[int]) -> Ints:
+    return np.array([ord(c) if isinstance(c, str) else c for c in text], dtype=np.int64)
+
+
+class Kept:
+    """A tree and its runner; slot 0 is added from, slot 1 filled."""
+
+    def __init__(self, *, max_bytes: int = 1000, keeps_states: bool = False) -> None:
+        self.slots = Slots(keeps_states=keeps_states)
+        self.tree = Prefixes(self.slots, max_bytes=max_bytes)
+
+    def add(self, text: str | Sequence[int], *, version: int = 0) -> None:
+        tokens = tokens_of(text)
+        self.slots.held[0] = tuple(tokens.tolist())
+        self.tree.add(0, tokens, version=version)
+
+    def known(self, text: str | Sequence[int]) -> tuple[int, int]:
+        """How many tokens of it, and of which version; they are in slot 1 then."""
+        tokens = tokens_of(text)
+        self.slots.held.pop(1, None)
+        num, version = self.tree.fill(1, tokens)
+        assert self.slots.held.get(1, ()) == tuple(tokens[:num].tolist())
+        return num, version
+
+
+def test_the_next_turn_of_a_conversation_finds_all_of_those_before() -> None:
+    kept = Kept()
+    kept.add("system user answer")
+    assert kept.known("system user answer more") == (18, 0)
+    kept.add("system user answer more, and an answer")
+    assert kept.slots.taken == len("system user answer more, and an answer"), "what is known is not taken again"
+    assert kept.known("system user answer more, and an answer!") == (38, 0)
+
+
+def test_the_last_token_is_never_said_to_be_known_because_its_logits_are_not() -> None:
+    kept = Kept()
+    kept.add("abc")
+    assert [kept.known(text)[0] for text in ("abc", "ab", "a", "abcd", "x")] == [2, 1, 0, 3, 0]
+
+
+def test_sequences_share_their_common_beginning_and_no_more() -> None:
+    kept = Kept()
+    kept.add("to be or not")
+    kept.add("to bend")
+    kept.add("to be or nought")
+    assert kept.tree.num_bytes == len("to be") + len(" or no") + len("t") + len("ught") + len("nd")
+    assert [kept.known(text + "?")[0] for text in ("to be or not", "to bend", "to be or nought", "to beg")] == [12, 7, 15, 5]
+
+
+def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings() -> None:
+    kept = Kept(max_bytes=9)
+    kept.add("abcde")
+    kept.add("abxy")
+    assert kept.known("abcdeZ")[0] == 5  # used now, so that the other end is the oldest
+    kept.add("ab123")
+    assert kept.known("abxyZ")[0] == 2 and kept.known("ab123Z")[0] == 5 and kept.tree.num_bytes == 8
+    kept.add("a sequence that is longer than the room")
+    assert kept.tree.num_bytes <= 9
+
+
+def test_nothing_is_kept_where_there_is_no_room() -> None:
+    kept = Kept(max_bytes=0)
+    kept.add("abc")
+    assert kept.known("abcd") == (0, 0) and kept.slots.taken == 0
+
+
+def test_older_weights_are_forgotten_with_all_that_stands_behind_them() -> None:
+    kept = Kept()
+    kept.add("abc", version=1)
+    kept.add("abcdef", version=1)
+    kept.add("xyz", version=2)
+    assert kept.known("abcdefg") == (6, 1)
+    kept.tree.forget(before=2)
+    assert kept.known("abcdefg") == (0, 0) and kept.known("xyz!") == (3, 2) and kept.tree.num_bytes == 3
+
+
+def test_newer_keys_replace_older_ones_of_the_same_tokens() -> None:
+    kept = Kept()
+    kept.add("abc", version=1)
+    kept.add("abcdef", version=1)
+    kept.add("abcd", version=2)
+    assert kept.known("abcd!") == (4, 2) and kept.known("abcdef!") == (6, 1)
+
+
+def test_states_are_known_only_where_they_were_taken() -> None:
+    kept = Kept(keeps_states=True)
+    kept.add("abcdef")
+    assert kept.known("abcxyz") == (0, 0) and kept.known("abcdefg") == (6, 0) and kept.known("abcdef") == (0, 0)
+    kept.add("abcx")
+    assert kept.known("abc!") == (0, 0), "the two have it in common, and nobody stopped there"
+    kept.add("abc")
+    assert kept.known("abc!") == (3, 0) and kept.known("abcdefg") == (6, 0)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12), st.integers(1, 40))
+def test_of_every_sequence_the_longest_known_beginning_is_found(sequences: list[list[int]], room: int) -> None:
+    kept, small = Kept(max_bytes=10**6), Kept(max_bytes=room)
+    for number, sequence in enumerate(sequences):
+        for before in (sequence, [*sequence, 3]):
+            common = [
+                sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(before[:-1], s, strict=False))) for s in sequences[:number]
+            ]
+            assert kept.known(before)[0] == max(common, default=0)
+            assert small.known(before)[0] <= max(common, default=0)
+        kept.add(sequence)
+        small.add(sequence)
+        assert small.tree.num_bytes <= room
+    assert kept.tree.num_bytes == len({tuple(s[: n + 1]) for s in sequences for n in range(len(s))})
+
+
+# --- Engines ----------------------------------------------------------------------------------------------------------
+
+
+def turns(engine: EmbeddedEngine, *, count: int) -> list[tuple[GenerateRequest, Generated, int]]:
+    """A conversation in which each turn has all before it and three tokens more; with the tokens that were computed for each."""
+    ids, found = ask("hello").input_ids, list[tuple[GenerateRequest, Generated, int]]()
+    for number in range(count):
+        request = replace(
+            ask(request_id=f"{number}", seed=number, max_tokens=4, temperature=0.7), input_ids=ids, num_prompt_tokens=len(ids)
+        )
+        before = engine._scheduler.num_computed
+        generated = engine.generate_all([request])[0]
+        found.append((request, generated, engine._scheduler.num_computed - before))
+        ids = (*ids, *generated.token_ids, *b"so?")
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "falcon_h1", "gptj"])
+def test_i5_a_turn_computes_only_what_is_new_and_its_tokens_are_those_of_a_new_engine(name: str) -> None:
+    """I5, also with states, and for a model whose sequences go alone. New are the last token of the answer before, which nobody has run yet, and three that came from outside; then three of four answered."""
+    found = turns(make_engine(tiny(name)), count=5)
+    assert [computed for *_, computed in found] == [5 + 3] + [1 + 3 + 3] * 4
+    for request, generated, _ in found:
+        alone = make_engine(tiny(name)).generate_all([request])[0]
+        assert generated.token_ids == alone.token_ids
+        assert generated.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_the_answers_to_a_prompt_compute_it_once_whenever_they_come() -> None:
+    engine = make_engine(max_running=2)
+    for number in range(6):  # one after the other, so that no two run together
+        engine.generate_all([ask("one and the same", request_id=f"{number}", seed=number, max_tokens=4)])
+        engine.generate_all([ask("another", request_id=f"x{number}", seed=number, max_tokens=4)])
+    assert engine._scheduler.num_computed == 16 + 7 + 10 * 1 + 12 * 3
+
+
+def test_a_turn_that_was_aborted_goes_on_from_its_keys() -> None:
+    engine = make_engine()
+    whole = make_engine().generate_all([ask(max_tokens=8)])[0]
+    cut = engine.generate_all([ask(max_tokens=5)])[0]
+    request = ask(max_tokens=8)
+    resumed = replace(request, input_ids=(*request.input_ids, *cut.token_ids))
+    before = engine._scheduler.num_computed
+    assert (*cut.token_ids, *engine.generate_all([resumed])[0].token_ids) == whole.token_ids
+    assert engine._scheduler.num_computed - before == 3 and engine.reading().num_reused == 9
+
+
+def test_keys_of_older_weights_are_used_only_as_far_as_they_may_be_and_tokens_say_so() -> None:
+    for age, versions in ((0, {1}), (1, {0})):
+        receiver = MemoryReceiver()
+        engine = make_engine(receiver=receiver, prefix_age=age)
+        first = engine.generate_all([ask(max_tokens=4)])[0]
+        engine._weights.stage(receiver.publish(1, tiny_model(seed=1)))
+        engine._commit(1)
+        ids = (*ask().input_ids, *first.token_ids, 7)
+        second = engine.generate_all([replace(ask(max_tokens=4), input_ids=ids, num_prompt_tokens=len(ids))])[0]
+        assert set(second.versions) == {1} and set(second.kv_versions) == versions
+
+
+def test_a_paused_engine_forgets_who_computes_a_prompt_when_its_weights_change() -> None:
+    """Who waited for a prompt under the old weights computes it under the new ones."""
+    receiver = MemoryReceiver()
+    engine = make_engine(receiver=receiver, max_batch_tokens=8)
+    same = [ask("a prompt of several steps, long", request_id=f"{n}", seed=n, max_tokens=3) for n in range(3)]
+    for request in same:
+        engine._scheduler.submit(engine._submission(request, 0, None))
+    engine._scheduler.step()
+    engine._scheduler.pause(PauseMode.KEEP)
+    engine._weights.stage(receiver.publish(1, tiny_model(seed=1)))
+    engine._commit(1)
+    engine._scheduler.resume()
+    steps = [engine._scheduler.step() for _ in range(40)]
+    assert sum(len(step.finishes) for step in steps) == 3 and not engine._scheduler.has_work()
+    assert sum(len(step.token_ids) for step in steps) == 9
+
+
+def test_experts_of_known_tokens_are_those_that_they_were_computed_with() -> None:
+    engine = recording(tiny_mixture("qwen3_moe"))
+    (_, first, _), (request, second, _), *_ = turns(engine, count=3)
+    alone = recording(tiny_mixture("qwen3_moe")).generate_all([request])[0]
+    assert second.experts == alone.experts and first.experts
