@@ -190,9 +190,12 @@ class _Trial:
 
     def copy(self, length: int) -> None:
         """Slot 0 to slot 2, as row 2."""
-        runner: KeepsSpans = self._runner
-        runner.put(2, [(runner.take(0, start=0, end=length, at_end=True), length)])
+        _copy(self._runner, length)
         self._at[2] = 2, length
+
+
+def _copy(runner: KeepsSpans, length: int) -> None:
+    runner.put(2, [(runner.take(0, start=0, end=length, at_end=True), length)])
 
 
 def step_batch(parts: Sequence[tuple[int, int, Row]]) -> StepBatch:
