@@ -79,9 +79,9 @@ def cases(schema: str, url: str, folder: Path, *, examples: int) -> int:
 
 def test_no_request_that_the_document_allows_or_nearly_allows_is_a_500(served: str, tmp_path: Path) -> None:
     (tmp_path / "short.json").write_text(json.dumps(short(document(served))))
-    assert cases(str(tmp_path / "short.json"), served, tmp_path, examples=8) > 500
+    assert cases(str(tmp_path / "short.json"), served, tmp_path, examples=3) > 100
 
 
 def test_no_request_that_reaches_an_engine_is_a_500(served: str, tmp_path: Path) -> None:
     (tmp_path / "tightened.json").write_text(json.dumps(tightened(document(served))))
-    assert cases(str(tmp_path / "tightened.json"), served, tmp_path, examples=20) > 500
+    assert cases(str(tmp_path / "tightened.json"), served, tmp_path, examples=6) > 100
