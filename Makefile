@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-real test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-real test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-agents test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -34,7 +34,7 @@ benchmarks-smoke: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
-	$(MAKE) docs test-docs test-package test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-cluster test-engines test-models benchmarks-smoke
+	$(MAKE) docs test-docs test-package test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-agents test-cluster test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 CLIENTS ?= tests/clients
@@ -90,6 +90,11 @@ test-adapters: $(VENV)/.dev $(VENV)-verifiers/.done $(VENV)-openenv/.done
 	    PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-$$adapter/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . --confcutdir tests/real_adapters \
 	        tests/real_adapters/test_$$adapter.py tests/pages/run -k "$$adapter" || exit 1; \
 	done
+
+# Agents in frameworks of other people, unmodified, each trained for three steps as its page says; and programs that know an address only.
+test-agents: $(VENV)/.dev $(VENV)-agents/.done
+	@command -v node > /dev/null || apt-get install -y -qq nodejs
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents/bin/python -m pytest -o addopts='-q --strict-markers --timeout=400' -p no:cacheprovider tests/agents
 
 # Real vLLM and SGLang servers on this machine's CPU. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
 test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)
@@ -192,7 +197,8 @@ $(VENV)-trackers/.done $(VENV)-clients/.done:
 
 $(VENV)-verifiers/.done: tests/real_adapters/requirements-verifiers.txt constraints.txt
 $(VENV)-openenv/.done: tests/real_adapters/requirements-openenv.txt constraints.txt
-$(VENV)-verifiers/.done $(VENV)-openenv/.done:
+$(VENV)-agents/.done: tests/agents/requirements.txt constraints.txt
+$(VENV)-agents/.done $(VENV)-verifiers/.done $(VENV)-openenv/.done:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_common.pth"
@@ -222,4 +228,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-agents $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site
