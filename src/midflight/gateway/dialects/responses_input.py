@@ -74,8 +74,9 @@ class _ItemReader:
     def read(self, item: Item, param: str) -> None:
         fields.typed(item, param, {"type": str, "id": str, "status": str})
         kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
-        if kind in FIELDS and not item.keys() <= FIELDS[kind]:
-            self._unread.rest(item, FIELDS[kind], param)
+        read = FIELDS.get(kind) if isinstance(kind, str) else None
+        if read is not None and not item.keys() <= read:
+            self._unread.rest(item, read, param)
         match kind:
             case "message":
                 self._message(item, param)
