@@ -13,7 +13,7 @@ from midflight.types.facts import CompletionsShown, Leased, Stepped
 
 def trajectory(task: str, reward: float, prompt: str, said: str) -> Any:
     ids = np.array([ord(letter) for letter in prompt + said], np.int32)
-    row = SimpleNamespace(token_ids=ids, generated=np.arange(len(ids)) >= len(prompt))
+    row = SimpleNamespace(role="", token_ids=ids, generated=np.arange(len(ids)) >= len(prompt))
     return SimpleNamespace(source="numbers", task_id=task, reward=reward, rows=(row,))
 
 
