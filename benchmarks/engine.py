@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -120,7 +121,8 @@ class Prototype:
         shape = (c.num_hidden_layers, num, c.num_key_value_heads, CONTEXT, c.head_dim)
         keys, values = torch.zeros(shape), torch.zeros(shape)
         logits = self.own(input_ids=torch.tensor(asked), past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        for number, layer in enumerate(cache.layers):
+        layers: Any = cache.layers  # of the kind that keeps keys
+        for number, layer in enumerate(layers):
             keys[number, :, :, : len(asked[0])], values[number, :, :, : len(asked[0])] = layer.keys, layer.values
         for place in range(len(asked[0]), len(asked[0]) + answer):
             ids = torch.multinomial(torch.softmax(logits, -1), 1)[:, 0]
