@@ -162,7 +162,7 @@ def test_tools_and_the_choice_between_them_reach_the_call() -> None:
         return call.tool_choice, call.forced_tool, call.parallel_tool_calls
 
     (source,) = messages(tools=[WEATHER | {"type": "custom", "strict": True, "cache_control": {"type": "ephemeral"}}]).call.sources
-    assert isinstance(source, Messages) and source.tools == (Tool("weather", "In a city.", SCHEMA),)
+    assert isinstance(source, Messages) and source.tools == (Tool("weather", "In a city.", SCHEMA, strict=True),)
     assert messages(tools=[WEATHER]).call.tool_choice is ToolChoice.AUTO
     assert messages(tools=[]).call.tool_choice is messages(tool_choice={"type": "auto"}).call.tool_choice is ToolChoice.NONE
     assert choice(type="auto", disable_parallel_tool_use=True) == (ToolChoice.AUTO, None, False)

@@ -28,7 +28,8 @@ def reference() -> str:
         "## `/metrics`",
         "While a run or `midflight serve` is up. Counters end in `_total`, histograms in `_bucket`, `_sum` and `_count`.",
         _table(("name", "labels", "meaning"), meanings.METRICS),
-        "An engine has a `/metrics` of its own: `midflight_engine_output_tokens`, `midflight_engine_running_requests`, "
+        "An engine has a `/metrics` of its own: `midflight_engine_output_tokens`, `midflight_engine_computed_tokens` and "
+        "`midflight_engine_reused_tokens` of the embedded engine, `midflight_engine_running_requests`, "
         "`midflight_engine_waiting_requests`, `midflight_engine_weight_version` and `midflight_engine_paused`.",
     ]
     return "\n\n".join(parts) + "\n"
