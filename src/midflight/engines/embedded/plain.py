@@ -114,7 +114,8 @@ class PlainRunner(Runner):
         assert step is not None
         if self._pointers != [parameter.data_ptr() for parameter in self._parameters]:
             self._lay_out()
-        cos, sin = (turn[positions][:, None] for turn in self._turned(step.cache.context))
+        cos, sin = self._turned(step.cache.context)
+        cos, sin = cos[positions][:, None], sin[positions][:, None]
         norms = self._head_norms() if self._norms else [None] * len(self._layers)
         x = embedding(tokens, self._embedding)
         for number, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
