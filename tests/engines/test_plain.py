@@ -10,11 +10,11 @@ from tests.models.tiny import tiny_model
 from tests.models.zoo import tiny
 from transformers import PreTrainedModel
 
-from midflight.engines.embedded import plain, probe
+from midflight.engines.embedded import probe
+from midflight.engines.embedded import runner as plain
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.plain import PlainRunner, is_plain
 from midflight.engines.embedded.probe import Manner
-from midflight.engines.embedded.runner import threads_for
+from midflight.engines.embedded.runner import PlainRunner, is_plain, threads_for
 from midflight.models.names import as_tensors, named_tensors, put_together, side_by_side
 from midflight.types import TensorSpec
 

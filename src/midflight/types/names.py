@@ -20,17 +20,18 @@ Bool: TypeAlias = NDArray[np.bool_]
 
 UNTRACKED = "untracked"
 """The part of a rollout whose tokens are neither recorded nor trained: judges, simulated users."""
-_PART = "~"
+PART = "~"
+"""Between the token of a rollout's session and the name of another part of the same rollout."""
 
 
 def part_of(token: str, name: str) -> str:
     """The token of another part of the rollout that a session's token is of."""
-    return f"{token.partition(_PART)[0]}{_PART}{name}"
+    return f"{token.partition(PART)[0]}{PART}{name}"
 
 
 def parted(token: str) -> tuple[str, str]:
     """A token and the part that it names; the part is empty where it names none."""
-    plain, _, name = token.partition(_PART)
+    plain, _, name = token.partition(PART)
     return plain, name
 
 

@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 from midflight import types
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
-from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.embedded.probe import served
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.scoring import likely_tokens, portions, token_logprobs
-from midflight.engines.embedded.table import Submission
+from midflight.engines.embedded.table import PrefixRoom, Submission
 from midflight.engines.embedded.weights import EngineWeights
 from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput, check_request, check_rows
 from midflight.errors import EngineError, EngineUnavailable

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
 from midflight.engines.embedded.lone import LoneRunner
-from midflight.engines.embedded.prefixes import Prefixes, PrefixRoom
 from midflight.engines.embedded.runner import Runner, StepBatch, threads_for
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
-from midflight.engines.embedded.table import SlotTable, Submission
+from midflight.engines.embedded.table import Prefixes, PrefixRoom, SlotTable, Submission
 from midflight.engines.streams import StepOutput
 from midflight.errors import RequestRejected
 from midflight.models.routing import Routers

@@ -14,7 +14,7 @@ from midflight.gateway.sessions.tree import Matcher
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import RolloutKey, SamplingParams, SessionRecord
-from midflight.types.names import UNTRACKED, parted
+from midflight.types.names import PART, UNTRACKED, parted
 from midflight.wire.edge import same_token
 
 PREFIX = "mf-"
@@ -107,7 +107,7 @@ class SessionRegistry:
 
     def authorised(self, token: str) -> Session:
         """The live session that a client's token names, or the part of it."""
-        whole, part = parted(token)
+        whole, part = parted(token) if PART in token else (token, "")
         session_id, _, secret = whole.partition(".")
         if not same_token(secret, self._known(session_id).agent):
             raise Unauthorized(f"wrong secret for session {session_id}: use the address or key that was given for it.")

@@ -9,7 +9,7 @@ from midflight.config.sections import Config
 from midflight.engines.about import about_route
 from midflight.engines.app import build_app, relay_steps
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.prefixes import PrefixRoom
+from midflight.engines.embedded.table import PrefixRoom
 from midflight.models.load import load_model
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, serve_while
