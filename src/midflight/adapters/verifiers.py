@@ -36,14 +36,7 @@ def tasks(
 ) -> list[dict[str, Json]]:
     """At most `size` tasks of the taskset of that id, whose own options are `options`. `harness` is the agent's program, by default that of
     the taskset, else ours; `env` is another environment to play it in. `ConfigError` where it cannot be trained."""
-    told: dict[str, Json] = {
-        "taskset": taskset,
-        "size": size,
-        "harness": harness,
-        "runtime": runtime,
-        "options": options or {},
-        "env": env,
-    }
+    told: dict[str, Json] = {"taskset": taskset, "size": size, "harness": harness, "runtime": runtime, "options": options or {}, "env": env}
     _, found = _opened(json.dumps(told))
     return [{"question": each.data.prompt_text, "key": each.key, "number": number, NAME: told} for number, each in enumerate(found)]
 
