@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from tests.gateway.offered import KEY
+from tests.gateway.test_unbroken import served
 from tests.text.written import CLOCK, CODER, LLAMA, MISTRAL, MISTRAL_NAMED, QWEN, WEATHER, model
 
 from midflight.gateway.answers.answer import Answer, ChatReading
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.generation import Generator
-from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.fleet.fleet import Fleet
-from midflight.gateway.http.control import Control
-from midflight.gateway.http.http import build_app
 from midflight.gateway.sessions.tree import TokenTree
-from midflight.testing.script import Replies, scripted_tokenizer
+from midflight.testing.script import Replies
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, Json, Reason, SamplingParams
-from midflight.types.facts import unheard
-from midflight.wire.memory import MemoryTransport
 
 HI = {"role": "user", "content": "hi"}
 FIRST = '<tool_call>\n{"name": "clock",  "arguments": {"at":1}}\n</tool_call>'
@@ -73,19 +64,6 @@ def test_in_every_format_the_turn_is_what_the_agent_was_given_and_its_next_reque
     call: Json = {"id": "c", "function": {"name": "clock", "arguments": json.loads(answer.message.tool_calls[0].arguments)}}
     second = tree.plan_chat([HI, {"role": "assistant", "content": "", "tool_calls": [call]}, HI], tools=[WEATHER, CLOCK])
     assert second.parent is tree.nodes[0] and not second.rewritten
-
-
-@asynccontextmanager
-async def served(engine: ScriptedEngine) -> AsyncIterator[tuple[Gateway, httpx2.AsyncClient]]:
-    fleet = Fleet()
-    fleet.attach(engine)
-    generator = Generator(fleet, request_seconds=60)
-    gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262))
-    gateway.address = "http://memory"
-    app = build_app(gateway, Control(fleet, generator))
-    async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://memory") as http:
-        yield gateway, http
-        await asyncio.sleep(1)  # the SDK leaves the iterators of a stream to the loop
 
 
 async def conversation(gateway: Gateway, http: httpx2.AsyncClient, dialect: str, *, stream: bool) -> tuple[Any, Any]:
