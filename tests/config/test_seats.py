@@ -56,6 +56,10 @@ def test_a_server_over_several_gpus_asks_for_all_of_them_in_one_seat(words: str)
     ("options", "words"),
     [
         (["cluster.engines_min=3"], "cluster.engines_min (3) is more than the engines that the run asks for (1)"),
+        (
+            ["engine.count=3", "cluster.engines_min=1", "environment.untracked.engines=1"],
+            "cluster.engines_min (1) leaves none for the policy beside environment.untracked.engines (1); raise it",
+        ),
         (["engine.device=cuda:1"], "engine.device is 'cuda:1', and on a cluster a seat has GPUs of its own"),
         (['engine.kind="vllm"', 'engine.urls=["http://a:1"]', "cluster.engines_max=2"], "does nothing beside engine.urls"),
         (["cluster.trainer={GPU = -1}"], "cluster.trainer"),

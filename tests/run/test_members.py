@@ -16,7 +16,8 @@ from tests.facts import Facts
 from tests.gateway.generating import TOKENIZER, generated
 from tests.loop.joining import Arriving, Joinable, at, model_folder
 
-from midflight.config.sections import Config
+from midflight.config.agents import UntrackedSection
+from midflight.config.sections import Config, EnvironmentSection
 from midflight.errors import EngineRefused, MemberConflict, SentAway, UnknownEngine
 from midflight.models.identity import ModelIdentity
 from midflight.run.api.membership import member_routes
@@ -78,14 +79,16 @@ def in_a_place(
     num_first: int = 1,
     transport: str | None = "file",
     published: Version | None = 3,
+    num_apart: int = 0,
 ) -> None:
-    """On virtual time. The first engines serve the version that was published."""
+    """On virtual time. The first engines serve the version that was published, but for the last of them, where some are apart."""
 
     @asynccontextmanager
     async def opened() -> AsyncGenerator[Place]:
         first = [Arriving(f"e{i}", script=ENDLESS, tokenizer=TOKENIZER) for i in range(num_first)]
         seen = Facts()
-        serving = Serving(Config(), TOKENIZER, first, record=seen.append, version=0, anonymous=True)
+        made = Config(environment=EnvironmentSection(untracked=UntrackedSection(engines=num_apart)))
+        serving = Serving(made, TOKENIZER, first, record=seen.append, version=0, anonymous=not num_apart)
         joinable = Joinable.of(serving, first, folder, record=seen.append, transport=transport)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(part) for part in (joinable.run(), serving.rejoin.run(), serving.watch())]
@@ -271,6 +274,46 @@ def test_a_name_at_another_address_moves_and_its_requests_go_on_elsewhere(tmp_pa
         assert place.seen.of(EngineLeft) == [EngineLeft("b", "moved to http://new", 2)]
 
     in_a_place(tmp_path, main)
+
+
+def test_an_engine_apart_comes_back_elsewhere_as_what_it_was_with_the_weights_that_it_keeps(tmp_path: Path) -> None:
+    async def main(place: Place) -> None:
+        fleet, apart = place.serving.fleet, place.serving.apart
+        lost = place.first[1]
+        lost.die()
+        await asyncio.sleep(3)
+        assert place.states == {"e0": "serving", "e1": "quarantined"}
+        back = place.arrive("http://b")
+        assert await place.put("e1", "http://b") == "serving"
+        assert [(state.name, state.version) for state in fleet.states()] == [("e0", 3)]
+        assert [(state.name, state.version, state.error) for state in apart.states()] == [("e1", 0, None)]
+        await place.serving.handover.publish(manifest(4))
+        await generated(place.serving.generator, request(), affinity="")
+        assert not back.requests and "stage" not in back.calls and back.served.version == 0
+        with pytest.raises(MemberConflict, match="e1 is the only engine that serves"):
+            await place.leave("e1")
+        assert await place.leave("e1", force=True) == 0 and not apart.states()
+
+    in_a_place(tmp_path, main, num_first=2, num_apart=1)
+
+
+@pytest.mark.parametrize(
+    "says, why",
+    [
+        ({"version": 3}, "it serves version 3, and e1 keeps version 0"),
+        ({"model": ModelIdentity({}, "", "other")}, "its weights are others"),
+    ],
+)
+def test_an_engine_apart_is_not_replaced_by_one_of_other_weights(tmp_path: Path, says: Any, why: str) -> None:
+    async def main(place: Place) -> None:
+        (place.joinable.street.model / "model.safetensors").write_bytes(b"1")
+        place.arrive("http://b")
+        place.joinable.street.says["http://b"] = says
+        with pytest.raises(EngineRefused, match=why):
+            await place.put("e1", "http://b")
+        assert place.states == {"e0": "serving", "e1": "serving"}
+
+    in_a_place(tmp_path, main, num_first=2, num_apart=1)
 
 
 def test_a_move_that_is_refused_leaves_the_engine_where_it_was(tmp_path: Path) -> None:

@@ -240,6 +240,21 @@ def test_an_engine_finds_a_place_though_a_machine_dies_that_was_to_give_it_one_a
     run(main)
 
 
+def test_an_engine_that_is_trained_does_not_wait_for_its_restarts_while_only_one_apart_serves() -> None:
+    async def main() -> None:
+        site = Site("engine.count=2", "environment.untracked.engines=1", room=2)
+        first, second = (asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True))
+        for _ in range(2):
+            await settle()
+            site.serving.discard("engine0")
+            next(life for life in reversed(site.lives) if life.part.name == "engine0").die()
+        with pytest.raises(PartFailed, match="engine0 died"):
+            await first
+        second.cancel()
+
+    run(main)
+
+
 def test_an_engine_that_dies_is_started_again_in_its_place_within_the_budget() -> None:
     async def main() -> None:
         site = Site(room=1)

@@ -68,6 +68,8 @@ def cluster_contradictions(config: Config) -> Iterator[str]:
     least, most = engines_min(config), num_engines(config.engine)
     if least > most:
         yield f"cluster.engines_min ({least}) is more than the engines that the run asks for ({most}); lower it, or raise cluster.engines_max"
+    if cluster.engines_min is not None and (apart := config.environment.untracked.engines) >= least:
+        yield f"cluster.engines_min ({least}) leaves none for the policy beside environment.untracked.engines ({apart}); raise it"
     if config.engine.urls and cluster.engines_max is not None:
         yield f"cluster.engines_max ({cluster.engines_max}) does nothing beside engine.urls, which say how many there are; remove it"
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):

@@ -82,6 +82,8 @@ class Engines:
         self._budgets, self._serving, self._say, self._start, self._follow = budgets, serving, say, start, follow
         self.parts: dict[str, EnginePart] = {}
         self._up: dict[str, asyncio.Event] = {}
+        self._apart = set[str]()
+        """Those that answer what is not trained, and nothing else."""
 
     async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
         """Places for the engines that the run starts with. Returns what keeps them, and what has the others join."""
@@ -91,6 +93,7 @@ class Engines:
         async with asyncio.TaskGroup() as group:
             taken = [group.create_task(self._places.take(ProcessKind.ENGINE)) for _ in urls[:least]]
         first = [EnginePart(f"engine{index}", section.kind, place.result(), url=urls[index]) for index, place in enumerate(taken)]
+        self._apart = {part.name for part in first[least - self._config.environment.untracked.engines :]}
         if teacher is not None and with_teacher:
             first.append(EnginePart(TEACHER, "embedded", await self._places.take(ProcessKind.ENGINE), model=str(teacher)))
         self.parts = {part.name: part for part in first}
@@ -207,8 +210,8 @@ class Engines:
             raise PartFailed(f"{part.name} at {part.address} was not admitted ({answer.status}): {said}", part=part.name)
 
     def _others(self, name: str) -> Sequence[str]:
-        """Engines that serve."""
-        return sorted(self._serving & self.parts.keys() - {TEACHER, name})
+        """Engines that serve; for one that is trained, those that are."""
+        return sorted(self._serving & self.parts.keys() - {TEACHER, name} - (set() if name in self._apart else self._apart))
 
     async def _may_restart(self, failure: PartFailed) -> None:
         """Waits for an engine's back-off. A spent budget is the failure; but while another engine serves, it is a longer wait."""

@@ -134,7 +134,7 @@ class Members:
         record: Record,
     ) -> None:
         """`first`: the engines that the serving side has. `connect` makes one that is not connected yet."""
-        self._fleet, self._handover, self._limits = serving.fleet, serving.handover, serving.gateway.limits
+        self._serving, self._handover, self._limits = serving, serving.handover, serving.gateway.limits
         self._connections, self._terms, self._record = connections, terms, record
         self._ask, self._connect = ask, connect
         self._known = {name: _KnownEngine(engine, address) for name, (engine, address) in first.items()}
@@ -156,7 +156,7 @@ class Members:
                     self._let_go(name, f"was out of reach for {FORGET_SECONDS:g} s")
 
     def members(self) -> Membership:
-        states = tuple(self._state(state) for state in self._fleet.states() if state.name in self._known)
+        states = tuple(self._state(state) for state in self._serving.states() if state.name in self._known)
         return Membership(states, EngineNeeds(__version__, str(self._terms.model), self._terms.settings))
 
     # --- Joining and moving ------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Members:
 
     async def _approached(self, name: str, address: EngineAddress) -> _KnownEngine:
         """An engine that can join, connected. Whatever ends this, nothing is left of it."""
-        about = await self._asked(address)
+        about = await self._asked(name, address)
         self._check_process(name, about.process, address)
         await self._check(name, address, about)
         engine = self._connect(name, address)
@@ -204,14 +204,15 @@ class Members:
     def _take_in(self, name: str, joiner: _KnownEngine) -> None:
         self._known[name] = joiner
         self._sent_away.pop(joiner.process, None)
-        error = EngineUnavailable("it has just joined, and gets the current weights first")
-        self._fleet.attach(joiner.engine, version=self._fleet.served_version(), error=error)
+        fleet = self._serving.home(name)
+        error = None if self._is_apart(name) else EngineUnavailable("it has just joined, and gets the current weights first")
+        fleet.attach(joiner.engine, version=fleet.served_version(), error=error)
         self._record(EngineJoined(name, joiner.address.url))
 
     def _let_go(self, name: str, why: str) -> int:
         """Says how many requests it still had."""
         known = self._known.pop(name)
-        lost = self._fleet.detach(name)
+        lost = self._serving.home(name).detach(name)
         self._connections.close(known.engine)
         self._record(EngineLeft(name, why, lost))
         return lost
@@ -233,22 +234,23 @@ class Members:
 
     async def _leave(self, name: str, process: str, seconds: float) -> Left:
         """Waits for its requests, which end by themselves, or for the seconds to pass."""
-        self._fleet.hold(name, LEAVING)
+        fleet = self._serving.home(name)
+        fleet.hold(name, LEAVING)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._fleet.emptied(name)
+                    await fleet.emptied(name)
             if process:
                 self._sent_away[process] = None
                 for oldest in list(self._sent_away)[:-MAX_SENT_AWAY]:
                     del self._sent_away[oldest]
             return Left(name, self._let_go(name, "left"))
         finally:
-            self._fleet.release(name, LEAVING)
+            fleet.release(name, LEAVING)
             del self._leaving[name]
 
     def _check_others(self, name: str) -> None:
-        serving = {state.name for state in self._fleet.states() if state.error is None} - self._leaving.keys()
+        serving = {state.name for state in self._serving.home(name).states() if state.error is None} - self._leaving.keys()
         if serving == {name}:
             raise MemberConflict(
                 f"{name} is the only engine that serves: without it requests would wait until they fail. Let another join first, or say "
@@ -279,8 +281,14 @@ class Members:
             if other != name and known.process == process:
                 raise MemberConflict(f"the engine at {address.url} is a member already, as {other} at {known.address.url}.", param="url")
 
-    async def _asked(self, address: EngineAddress) -> About:
-        """What it says of itself, once it is known that weights can reach it."""
+    def _is_apart(self, name: str) -> bool:
+        """Such an engine keeps the weights that the run began or went on with, in every life: it gets none, and is asked for its own."""
+        return self._serving.home(name) is self._serving.apart
+
+    async def _asked(self, name: str, address: EngineAddress) -> About:
+        """What it says of itself, once it is known that the weights it needs can reach it."""
+        if self._is_apart(name):
+            return await self._ask(address, None, True)
         current = self._handover.current
         transport, folder, location = self._terms.transport, self._terms.weights, ""
         if current is not None:
@@ -298,15 +306,15 @@ class Members:
         what = f"the engine at {address.url} cannot join"
         if about.midflight != __version__:
             raise EngineRefused(f"{what}: it is of Midflight {about.midflight}, the run of {__version__}; install the same.", param="url")
-        unpublished = self._handover.current is None
+        apart, first = self._is_apart(name), self._serving.home(name).served_version()
+        unpublished = apart or self._handover.current is None
         if self._identity is None or (unpublished and self._identity.weights is None):
             self._identity = await asyncio.to_thread(ModelIdentity.of, self._terms.model, weights=unpublished)
         if why := self._identity.difference(about.model) or self._limits.lacking(about.capabilities):
             raise EngineRefused(f"{what}: {why}. Start it from {self._terms.model} with the run's settings.", param="url")
-        if unpublished and about.version != self._fleet.served_version():
-            raise EngineRefused(
-                f"{what}: it serves version {about.version}, and the run has published none yet; start it anew.", param="url"
-            )
+        if unpublished and about.version != first:
+            said = f"{name} keeps version {first}" if apart else "the run has published none yet"
+            raise EngineRefused(f"{what}: it serves version {about.version}, and {said}; start it anew.", param="url")
         try:
             self._handover.check(name, about.capabilities)
         except NotSupported as error:
@@ -315,7 +323,7 @@ class Members:
     # --- States ------------------------------------------------------------------------------------------------------
 
     def _state_of(self, name: str) -> MemberState:
-        return next(self._state(state) for state in self._fleet.states() if state.name == name)
+        return next(self._state(state) for state in self._serving.states() if state.name == name)
 
     def _state(self, state: EngineState) -> MemberState:
         word = LEAVING if state.name in self._leaving else standing(state)

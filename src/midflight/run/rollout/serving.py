@@ -75,8 +75,9 @@ class Serving:
         num_apart = 0 if anonymous else config.environment.untracked.engines
         self.fleet, self.apart = Fleet(record=record), Fleet(record=record)
         """Those that are trained, and those that keep their weights for judges and simulated users: no handover knows these."""
-        for place, engine in enumerate(engines):
-            (self.fleet if place < len(engines) - num_apart else self.apart).attach(engine, version=version)
+        self._names_apart = frozenset(engine.name for engine in engines[len(engines) - num_apart :])
+        for engine in engines:
+            self.home(engine.name).attach(engine, version=version)
         self.generator = Generator(self.fleet, request_seconds=config.gateway.request_seconds)
         self.control = Control(self.fleet, self.generator)
         self.handover = self._handover(config, record)
@@ -104,6 +105,10 @@ class Serving:
         async with asyncio.TaskGroup() as watches:
             for fleet in (self.fleet, self.apart):
                 watches.create_task(HealthWatch(fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS).run())
+
+    def home(self, engine: str) -> Fleet:
+        """Where an engine of that name belongs, in all its lives. Those that join under new names are trained."""
+        return self.apart if engine in self._names_apart else self.fleet
 
     def states(self) -> tuple[EngineState, ...]:
         """Of all engines."""
