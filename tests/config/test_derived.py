@@ -22,7 +22,10 @@ def knob(name: str, *overrides: str) -> derived.Knob:
 
 def test_the_defaults_follow_from_batch_and_bound() -> None:
     rollout = load_config(None).rollout
-    assert derived.in_flight(rollout) == 5 * 16 * 8
+    assert derived.most_in_flight(rollout) == 5 * 16 * 8
+    assert derived.in_flight(load_config(None)) == 64 + 7, "as many as an engine decodes together, and the rest of a group"
+    assert derived.in_flight(load_config(None, ["engine.count=3"])) == 3 * 64 + 7
+    assert derived.in_flight(load_config(None, ["engine.count=30"])) == 5 * 16 * 8
     assert derived.buffer_groups(rollout) == 5 * 16
     assert derived.min_group_size(rollout) == 4
     assert derived.min_group_size(load_config(None, ["rollout.group_size=5"]).rollout) == 3
@@ -32,14 +35,15 @@ def test_the_defaults_follow_from_batch_and_bound() -> None:
 def test_the_buffer_works_with_the_numbers_that_are_shown(group_size: int) -> None:
     rollout = load_config(None, [f"rollout.group_size={group_size}"]).rollout
     limits = buffer_limits(rollout)
-    assert limits.max_in_flight == derived.in_flight(rollout)
+    assert limits.max_in_flight == derived.most_in_flight(rollout)
     assert limits.buffer_groups == derived.buffer_groups(rollout)
     assert limits.min_group_size == derived.min_group_size(rollout)
 
 
 def test_what_is_set_wins_over_what_follows() -> None:
-    rollout = load_config(None, ["rollout.max_in_flight=100", "rollout.buffer_groups=20", "rollout.min_group_size=2"]).rollout
-    assert (derived.in_flight(rollout), derived.buffer_groups(rollout), derived.min_group_size(rollout)) == (100, 20, 2)
+    config = load_config(None, ["rollout.max_in_flight=100", "rollout.buffer_groups=20", "rollout.min_group_size=2"])
+    rollout = config.rollout
+    assert (derived.in_flight(config), derived.buffer_groups(rollout), derived.min_group_size(rollout)) == (100, 20, 2)
 
 
 def test_admission_grows_by_one_batch_with_every_served_version() -> None:
@@ -66,7 +70,8 @@ def test_the_tighter_of_two_knobs_binds_and_a_tie_binds_both() -> None:
     assert not knob("max_staleness", "rollout.max_in_flight=256").binds
     assert knob("max_staleness", "rollout.max_in_flight=1000").binds
     assert not knob("max_in_flight", "rollout.max_in_flight=1000").binds
-    assert knob("max_in_flight").binds and knob("max_staleness").binds
+    assert knob("max_in_flight").binds and not knob("max_staleness").binds
+    assert knob("max_in_flight", "engine.count=10").binds and knob("max_staleness", "engine.count=10").binds
 
 
 def test_a_buffer_smaller_than_what_admission_lets_in_binds() -> None:

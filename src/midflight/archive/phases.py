@@ -80,7 +80,7 @@ def slots_of(folder: Path) -> int | None:
         config = load_config(folder / "config.toml")
     except MidflightError:
         return None
-    return min(derived.engine_slots(config), derived.in_flight(config.rollout))
+    return min(derived.engine_slots(config), derived.in_flight(config))
 
 
 def _stretches(lines: Sequence[timeline.Timed], steps: Sequence[timeline.StepTimed], began: float, slots: int | None) -> Iterator[RunPhase]:

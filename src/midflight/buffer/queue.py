@@ -34,13 +34,22 @@ class GroupQueue:
     """First come, first served, for those who start groups and for those who take batches. What it decides it records.
 
     `record` must apply each fact to the books and then call `wake`. `running_oldest` gives the oldest version among the tokens of a
-    running group (ended rollouts too), `None` before the first; it is asked at every decision, so it needs no notification.
+    running group (ended rollouts too), `None` before the first; it is asked at every decision, so it needs no notification. `full` says why
+    no group fits beside so many running rollouts, which the books allow; whoever changes that calls `wake`.
     """
 
-    def __init__(self, books: Books, *, record: Record, running_oldest: Callable[[GroupKey], Version | None]) -> None:
+    def __init__(
+        self,
+        books: Books,
+        *,
+        record: Record,
+        running_oldest: Callable[[GroupKey], Version | None],
+        full: Callable[[int], Wait | None] = lambda running: None,
+    ) -> None:
         self._books = books
         self._record = record
         self._running_oldest = running_oldest
+        self._full = full
         self._admitting = asyncio.Lock()
         self._taking = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -94,7 +103,7 @@ class GroupQueue:
             self.wake()
 
     def _admit(self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]) -> Admitted | Wait:
-        if (wait := self._books.admission()) is not None:
+        if (wait := self._books.admission() or self._full(self._books.num_running_rollouts)) is not None:
             return wait
         key = self._books.in_line or draw()
         if isinstance(key, Wait):

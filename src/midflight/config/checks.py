@@ -383,11 +383,11 @@ def _notes(config: Config) -> Iterator[str]:
         yield "rollout.stale_policy = drop shortens what is trained: slow, long answers are dropped most."
     if config.correction.weight == "off" and formula_of(config.objective, config.correction).form == "decoupled" and r.max_staleness > 0:
         yield 'correction.weight = "off" trains tokens of older policies as if they were fresh: nothing corrects for their age.'
-    if in_flight(r) < batch_rollouts(r):
-        yield f"rollout.max_in_flight ({in_flight(r)}) is less than one batch ({batch_rollouts(r)} rollouts): a step waits for several waves."
-    if in_flight(r) > engine_slots(config):
+    if in_flight(config) < batch_rollouts(r):
+        yield f"{in_flight(config)} rollouts run at once, less than one batch ({batch_rollouts(r)} rollouts): a step waits for several waves."
+    if r.max_in_flight is not None and r.max_in_flight > engine_slots(config):
         yield (
-            f"{in_flight(r)} rollouts in flight share {engine_slots(config)} engine slots: the others wait inside the engine, "
+            f"{r.max_in_flight} rollouts in flight share {engine_slots(config)} engine slots: the others wait inside the engine, "
             "or use their time in tools."
         )
     if (served := served_dtype(config)) != config.model.dtype:

@@ -20,9 +20,15 @@ def batch_rollouts(rollout: RolloutSection) -> int:
     return rollout.groups_per_step * rollout.group_size
 
 
-def in_flight(rollout: RolloutSection) -> int:
-    """Rollouts running at once: `max_in_flight`, else (S + 1) * B * n, which is all that admission can let in."""
+def most_in_flight(rollout: RolloutSection) -> int:
+    """Rollouts that may run at once, whatever engines hold: `max_in_flight`, else (S + 1) * B * n, which is all that admission can let in."""
     return rollout.max_in_flight or (rollout.max_staleness + 1) * batch_rollouts(rollout)
+
+
+def in_flight(config: Config, slots: int | None = None) -> int:
+    """Rollouts running at once: `max_in_flight`, else one for each of the engines' `slots`, and n - 1: a group starts when one is free."""
+    rollout, slots = config.rollout, engine_slots(config) if slots is None else slots
+    return rollout.max_in_flight or min(most_in_flight(rollout), max(1, slots) + rollout.group_size - 1)
 
 
 def buffer_groups(rollout: RolloutSection) -> int:
@@ -139,13 +145,11 @@ class Knob:
 def knobs(config: Config) -> tuple[Knob, ...]:
     """The six knobs of asynchrony. Those that bound the rollouts at work are compared; the tightest binds, ties both."""
     r, slots = config.rollout, engine_slots(config)
-    running, admitted, waiting = in_flight(r), (r.max_staleness + 1) * batch_rollouts(r), buffer_groups(r)
+    running, admitted, waiting = in_flight(config), (r.max_staleness + 1) * batch_rollouts(r), buffer_groups(r)
     tightest = min(running, admitted)
-    every = config.evaluation.eval_every
+    every, batches = config.evaluation.eval_every, waiting / r.groups_per_step
     return (
-        Knob(
-            "rollout.max_in_flight", str(running), f"rollouts running at once; {min(running, slots)} decode together", running == tightest
-        ),
+        Knob("rollout.max_in_flight", str(running), f"rollouts at once; {min(running, slots)} decode together", running == tightest),
         Knob(
             "rollout.max_staleness",
             str(r.max_staleness),
@@ -156,10 +160,7 @@ def knobs(config: Config) -> tuple[Knob, ...]:
         Knob("rollout.pause_mode", str(r.pause_mode), "how engines pause for the commit of a version"),
         # A buffer of (S + 1) * B groups holds all that admission lets in; only a smaller one can stop generation.
         Knob(
-            "rollout.buffer_groups",
-            str(waiting),
-            f"finished groups that may wait: {waiting / r.groups_per_step:g} batches",
-            waiting * r.group_size < admitted,
+            "rollout.buffer_groups", str(waiting), f"finished groups that may wait: {batches:g} batches", waiting * r.group_size < admitted
         ),
         Knob("evaluation.eval_every", str(every), f"an evaluation every {every} steps" if every else "evaluations before and after only"),
     )
@@ -331,8 +332,8 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
         MemoryItem("weights", "published versions in memory", held * handed),
         MemoryItem(
             "rollout",
-            f"up to {rollouts + in_flight(r)} trajectories running and waiting",
-            min(rollouts * each, buffer_bytes(r)) + in_flight(r) * each,
+            f"up to {rollouts + in_flight(config)} trajectories running and waiting",
+            min(rollouts * each, buffer_bytes(r)) + in_flight(config) * each,
         ),
         MemoryItem("processes", "interpreters and libraries", _processes_memory(config)),
     )

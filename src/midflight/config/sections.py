@@ -179,7 +179,7 @@ class RolloutSection(Section):
     group_size: Positive = 8
     """n: rollouts of one task; larger estimates the advantage better."""
     max_in_flight: Positive | None = None
-    """Rollouts running at once; larger hides more latency and makes tokens older. Default (S + 1) * B * n."""
+    """Rollouts running at once; larger hides more latency and makes tokens older. Default: what the engines hold just now, at most (S + 1) * B * n."""
     max_staleness: Count = 4
     """S: no trained token is older than this many versions. 0 is the synchronous loop."""
     stale_policy: StalePolicy = StalePolicy.WAIT
@@ -228,8 +228,8 @@ class SuiteSection(Section):
 class EvaluationSection(Section):
     eval_every: Count = 0
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
-    max_in_flight: Positive = 64
-    """Evaluation rollouts at once."""
+    max_in_flight: Positive | None = None
+    """Evaluation rollouts at once; larger than what engines hold lets them wait inside. Default: what the engines hold just now."""
     pin_seconds: Seconds = 60.0
     """How long a new version waits for an evaluation where no other engine could take it; larger loses fewer results and lets training stand longer."""
     suites: tuple[SuiteSection, ...] = ()

@@ -298,6 +298,11 @@ METRICS = (
         "`engine`",
         "Output tokens; requests that decode together; length of a step.",
     ),
+    (
+        "`midflight_max_in_flight`",
+        "`kind`, `reason`",
+        "Rollouts of training, and of an evaluation, that may run at once; and why not more: the option is `set`, the engines' `slots` or room for `keys`, or the bound on `staleness`.",
+    ),
     ("`midflight_engine_requests`", "`engine`", "Requests that an engine has; those beyond `midflight_engine_running` wait inside it."),
     (
         "`midflight_engine_version`, `midflight_engine_quarantined`, `midflight_quarantines`",

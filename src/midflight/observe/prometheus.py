@@ -44,6 +44,8 @@ class Metrics:
         self.learning: Callable[[], LearningStatus] = LearningStatus
         self.requests: Callable[[], Mapping[str, int]] = dict
         """Requests under way, by engine: those that decode, and those that wait inside it."""
+        self.in_flight: Callable[[], Mapping[str, tuple[int, str]]] = dict
+        """How many rollouts may run at once, by kind, and what says so."""
         self.engines: Callable[[], Mapping[str, int]] = dict
         """How many engines are serving, joining, in quarantine or leaving."""
         self.memory: Callable[[], Mapping[tuple[str, str], int]] = dict
@@ -59,8 +61,6 @@ class Metrics:
         self._rollouts = Counter(
             "midflight_rollouts", "Rollouts finished, by source and whether they were scored.", ["source", "scored"], registry=r
         )
-        self._failures = Failures()
-        self._failed_rollouts = Counter("midflight_failed_rollouts", "Rollouts without a reward, by class of error.", ["error"], registry=r)
         self._alarms = Counter("midflight_alarms", "Alarms, by name.", ["name"], registry=r)
         self._reward = Gauge("midflight_reward_sum", "Sum of rewards; divide by the scored rollouts.", ["source"], registry=r)
         self._dropped = Counter("midflight_dropped_groups", "Groups dropped, by reason.", ["reason"], registry=r)
@@ -68,7 +68,8 @@ class Metrics:
         self._count_training()
 
     def _count_training(self) -> None:
-        r = self.registry
+        r, self._failures = self.registry, Failures()
+        self._failed_rollouts = Counter("midflight_failed_rollouts", "Rollouts without a reward, by class of error.", ["error"], registry=r)
         self._ignored = Counter("midflight_ignored_fields", "Requests with a field that has no effect.", ["path", "field"], registry=r)
         self._trained = Counter("midflight_trained_tokens", "Tokens the loss was taken over.", registry=r)
         self._age = Counter("midflight_trained_tokens_by_age", "The same by age in versions.", ["age"], registry=r)
@@ -137,13 +138,16 @@ class Metrics:
         requests = GaugeMetricFamily("midflight_engine_requests", "Requests that an engine has, decoding or waiting.", labels=["engine"])
         for engine, number in self.requests().items():
             requests.add_metric([engine], number)
+        most = GaugeMetricFamily("midflight_max_in_flight", "Rollouts that may run at once, and why.", labels=["kind", "reason"])
+        for kind, (number, reason) in self.in_flight().items():
+            most.add_metric([kind, reason], number)
         engines = GaugeMetricFamily("midflight_engines", "Engines of the run, by how they stand.", labels=["state"])
         for state, number in self.engines().items():
             engines.add_metric([state], number)
         memory = GaugeMetricFamily("midflight_process_bytes", "Resident memory of a process of the run.", labels=["process", "pid"])
         for (kind, pid), size in self.memory().items():
             memory.add_metric([kind, pid], size)
-        return [requests, engines, memory]
+        return [requests, most, engines, memory]
 
     def text(self) -> bytes:
         """The body of `/metrics`."""

@@ -22,6 +22,8 @@ class Capabilities:
     vocab_size: int
     max_running: int
     """Requests decoded together; more wait inside the engine."""
+    max_keys: int | None = None
+    """Tokens that it has room to keep keys and values of, all requests together; none where every one of `max_running` may fill the context."""
     features: frozenset[Feature] = frozenset()
     commit_mode: PauseMode | None = None
     """What a commit is to requests in flight where nobody paused the engine, if that is not `keep`. It is how it changes weights best."""

@@ -37,6 +37,8 @@ class Fake:
     """Answered after the step that is under way."""
     load: str
     step_seconds = STEP_SECONDS
+    is_theirs = False
+    """Whether others started it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, object]]] = []
@@ -45,6 +47,8 @@ class Fake:
         self.version = "99.0"
         self.label = "default"
         self.model = ""
+        self.tells: dict[str, object] = {}
+        """What it says of itself beyond what it must: for SGLang names and values, for vLLM routes and their answers."""
         self.num_failing_loads = 0
         self.ignores_pause = False
         self.overlaps = False
@@ -146,6 +150,7 @@ class FakeSglang(Fake):
                 "max_running_requests": 8,
                 "disable_overlap_schedule": not self.overlaps,
                 "enable_deterministic_inference": self.is_deterministic,
+                **self.tells,
             },
             "/model_info": {"weight_version": self.label, "model_path": self.model},
         }.get(path, {})
@@ -158,7 +163,8 @@ class FakeSglang(Fake):
         return body["sampling_params"]["max_new_tokens"]  # type: ignore[index]
 
     def adapter(self) -> Server:
-        return SglangServer(vocab_size=262, max_running=8, max_context=64, deterministic=self.asked_to_be_deterministic)
+        asked = self.asked_to_be_deterministic
+        return SglangServer(vocab_size=262, max_running=8, max_context=64, theirs=self.is_theirs, deterministic=asked)
 
 
 class FakeVllm(Fake):
@@ -171,12 +177,13 @@ class FakeVllm(Fake):
         if path == "/update_weight_version":
             self.label = str(body["new_version"])
         return {
-            "/openapi.json": {"paths": {p: {} for p in (self.own, *self.paths) if p not in self.missing}},
+            "/openapi.json": {"paths": {p: {} for p in (self.own, *self.paths, *self.tells) if p not in self.missing}},
             "/version": {"version": self.version},
             "/v1/models": {"data": [{"max_model_len": 64, "root": self.model}]},
             "/is_paused": {"is_paused": not self._going.is_set()},
             "/weight_info": {"weight_version": self.label},
             "/inference/v1/generate": self.event(1, last=True),
+            **self.tells,
         }.get(path, {})
 
     def event(self, i: int, *, last: bool) -> object:
@@ -187,7 +194,7 @@ class FakeVllm(Fake):
         return body["sampling_params"]["max_tokens"]  # type: ignore[index]
 
     def adapter(self) -> Server:
-        return VllmServer(vocab_size=262, max_running=8)
+        return VllmServer(vocab_size=262, max_running=8, theirs=self.is_theirs)
 
 
 @asynccontextmanager

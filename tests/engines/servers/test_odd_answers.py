@@ -183,6 +183,32 @@ def test_what_a_server_says_of_itself_may_be_nonsense(kind: type[Fake], tmp_path
     asyncio.run(main())
 
 
+VLLM_METRICS = """# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+vllm:cache_config_info{block_size="16",num_gpu_blocks="100",num_gpu_blocks_override="None",engine="0"} 1.0
+vllm:cache_config_info{block_size="16",num_gpu_blocks="50",num_gpu_blocks_override="None",engine="1"} 1.0
+vllm:num_requests_running{engine="0"} 0.0
+"""
+VLLM_INFO = {"vllm_config": {"scheduler_config": {"max_num_seqs": 256}}}
+
+
+@of_both
+def test_a_server_that_others_started_is_asked_how_many_requests_and_keys_it_holds(kind: type[Fake], tmp_path: Path) -> None:
+    told: dict[str, object] = {"/metrics": VLLM_METRICS, "/server_info": VLLM_INFO}
+    if kind is FakeSglang:
+        told = {"max_running_requests": 256, "max_total_num_tokens": 2400}
+
+    async def main() -> None:
+        held = list[tuple[int, int | None]]()
+        for theirs, tells in ((False, told), (True, told), (True, {}), (True, {"/metrics": "nonsense", "max_total_num_tokens": None})):
+            fake = kind()
+            fake.is_theirs, fake.tells = theirs, tells
+            async with attached(fake, tmp_path) as (engine, _):
+                held.append((engine.capabilities.max_running, engine.capabilities.max_keys))
+        assert held == [(8, 2400), (256, 2400), (8, None), (8, None)], "16 * (100 + 50) tokens"
+
+    asyncio.run(main())
+
+
 @of_both
 def test_a_server_of_another_model_is_refused_where_its_folder_says_so(kind: type[Fake], tmp_path: Path) -> None:
     async def main() -> None:

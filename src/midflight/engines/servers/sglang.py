@@ -151,13 +151,14 @@ class SglangServer:
         vocab_size: int,
         max_running: int,
         max_context: int,
+        theirs: bool = False,
         deterministic: bool = False,
         num_experts: int = 0,
         num_choices: int = 0,
     ) -> None:
-        """`num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token."""
+        """`theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token."""
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
-        self._deterministic = deterministic
+        self._theirs, self._deterministic = theirs, deterministic
         """Its noise is then a function of seed and position, as ours is, so that it survives a resume."""
         self._num_experts, self._num_choices, self._records = num_experts if num_choices else 0, num_choices, False
         self._room = max_context
@@ -200,7 +201,8 @@ class SglangServer:
                 stages_weights=True,
                 max_context=self._room,
                 vocab_size=self._vocab_size,
-                max_running=min(running, self._max_running),
+                max_running=running if self._theirs else min(running, self._max_running),
+                max_keys=_keys(info),
                 features=_FEATURES if self._overlaps else _FEATURES | {Feature.PENALTIES},
                 commit_mode=PauseMode.RECOMPUTE,
             ),
@@ -247,6 +249,12 @@ class SglangServer:
         """Clearing its cache is refused, after the weights have changed, while requests hold keys: only retracted ones hold none."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": recompute}
         await client.post("/update_weights_from_disk", body)
+
+
+def _keys(info: object) -> int | None:
+    """Tokens that its cache holds; none where it does not say."""
+    told = cast(dict[str, object], info).get("max_total_num_tokens")
+    return told if isinstance(told, int) and told > 0 else None
 
 
 def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int, seeded: bool) -> dict[str, object]:

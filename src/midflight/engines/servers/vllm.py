@@ -4,6 +4,8 @@ Tried with 0.32.0. Started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, 
 `--worker-extension-cls midflight_vllm.Loader`; see docs/engines.md for what each is for.
 """
 
+import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +28,9 @@ _NEEDED = {
 _REASONS = {"stop": types.FinishReason.STOP, "length": types.FinishReason.LENGTH, "abort": types.FinishReason.ABORT}
 _NO_NUMBER = -9999.0
 """Stands for minus infinity, NaN, and a log-probability that it has not got."""
+_INFO_SECONDS = 60.0
+_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 _LOADER = "midflight_load"
 _LOADER_READY = "midflight_ready"
 _FEATURES = frozenset({types.Feature.PENALTIES, types.Feature.LOGIT_BIAS, types.Feature.TOP_LOGPROBS})
@@ -126,9 +131,10 @@ class VllmServer:
 
     late_labels = 0
 
-    def __init__(self, *, vocab_size: int, max_running: int, num_experts: int = 0) -> None:
-        """`num_experts`: of a mixture's layer, where it is to say which ones it chose."""
-        self._vocab_size, self._max_running, self._num_experts = vocab_size, max_running, num_experts
+    def __init__(self, *, vocab_size: int, max_running: int, theirs: bool = False, num_experts: int = 0) -> None:
+        """`theirs`: others started it, so it is asked how many requests it runs, and has `max_running` only where it does not say.
+        `num_experts`: of a mixture's layer, where it is to say which ones it chose."""
+        self._vocab_size, self._max_running, self._theirs, self._num_experts = vocab_size, max_running, theirs, num_experts
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -153,12 +159,21 @@ class VllmServer:
                 stages_weights=True,
                 max_context=_number_of(model, "max_model_len"),
                 vocab_size=self._vocab_size,
-                max_running=self._max_running,
+                max_running=await self._running(client, paths),
+                max_keys=await _keys(client),
                 features=_FEATURES,
             ),
             label=await self.label(client),
             model=str(_part(model, "root")),
         )
+
+    async def _running(self, client: ServerClient, paths: frozenset[str]) -> int:
+        """Its `--max-num-seqs`. One that was started here has ours; the question looks at the whole machine and takes seconds."""
+        if self._theirs and "/server_info" in paths:
+            with suppress(EngineError):
+                info = await client.get("/server_info?config_format=json", seconds=_INFO_SECONDS)
+                return _number_of(info, "vllm_config", "scheduler_config", "max_num_seqs")
+        return self._max_running
 
     async def label(self, client: ServerClient) -> str:
         return str(_part(await client.get("/weight_info"), "weight_version"))
@@ -204,6 +219,16 @@ async def _logprob_kind(client: ServerClient) -> types.LogprobKind:
     answer = await client.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
     logprob = _part(answer, "choices", 0, "logprobs", "content", 0, "logprob")
     return types.LogprobKind.SAMPLED if logprob == 0 else types.LogprobKind.RAW
+
+
+async def _keys(client: ServerClient) -> int | None:
+    """Tokens that its blocks hold, of all its replicas; none where its metrics, which are in no description of its routes, do not say."""
+    try:
+        said = str(await client.get("/metrics"))
+    except EngineError:
+        return None
+    found = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(said)]
+    return sum(int(cache.get("block_size", 0)) * int(cache.get("num_gpu_blocks", 0)) for cache in found) or None
 
 
 async def _check_loader(client: ServerClient) -> None:

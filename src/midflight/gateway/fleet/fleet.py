@@ -11,7 +11,7 @@ from midflight.allowance import Allowance
 from midflight.errors import ConfigError, EngineUnavailable
 from midflight.gateway.fleet.routing import Candidate, Holds, OwnedEngine, Pins, Reservation, SharedPause, WaitingLine, choose
 from midflight.ports import Engine
-from midflight.types import Version
+from midflight.types import Capabilities, Version
 from midflight.types.facts import Quarantined, Record, Rejoined, unheard
 
 
@@ -92,6 +92,8 @@ class Fleet:
     def __init__(self, *, record: Record = unheard) -> None:
         self.on_served: Callable[[Version], None] | None = None
         """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by the part whose admission depends on it."""
+        self.on_changed: Callable[[], None] | None = None
+        """Told after every change that may be one of who takes requests."""
         self._members: dict[str, _FleetEngine] = {}
         self._holds = Holds()
         self._lines: dict[bool, WaitingLine[Lease]] = {evaluates: WaitingLine() for evaluates in (False, True)}
@@ -255,6 +257,15 @@ class Fleet:
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
+    def takers(self, *, evaluates: bool) -> list[Capabilities]:
+        """Of the engines that requests of training, or of an evaluation, may go to; where none is reserved for evaluations, of all."""
+        kind = evaluates and self._reserved is not None
+        return [self._members[name].shared.engine.capabilities for name in self._takers(kind)]
+
+    def shares_evaluations(self) -> bool:
+        """Whether some engine takes requests of both kinds."""
+        return self._reserved is not None and self._reserved.engine in self._takers(False)
+
     def ticket(self) -> int:
         """A place in the order of arrival; older tickets are dispatched first."""
         return next(self._tickets)
@@ -349,6 +360,8 @@ class Fleet:
         for name, member in self._members.items():
             for lease in member.leases:
                 _run_or_stand(lease.allowance, stands=self._holds.held(name))
+        if self.on_changed is not None:
+            self.on_changed()
 
     def _settle_reservation(self) -> None:
         """It ends when it is over and its engine is one of the others again, or fell out."""

@@ -111,11 +111,12 @@ async def _run(engine: ServerEngine) -> None:
 
 def _wire(config: Config, model: Path) -> Server:
     num_experts = _recorded_experts(config, model)
-    given = {"vocab_size": sizes_of(model).vocab_size, "max_running": config.engine.max_running, "num_experts": num_experts}
-    if config.engine.kind == "vllm":
-        return VllmServer(**given)
+    engine, theirs = config.engine, bool(config.engine.urls)
+    given = {"vocab_size": sizes_of(model).vocab_size, "max_running": engine.max_running, "num_experts": num_experts}
+    if engine.kind == "vllm":
+        return VllmServer(**given, theirs=theirs)
     given["num_choices"] = num_choices_of(model)
-    return SglangServer(**given, max_context=config.model.max_context, deterministic=config.engine.deterministic)
+    return SglangServer(**given, max_context=config.model.max_context, theirs=theirs, deterministic=engine.deterministic)
 
 
 def _recorded_experts(config: Config, model: Path) -> int:

@@ -65,7 +65,7 @@ def _beginning(config: Config) -> Iterator[str]:
     age = (
         f"no trained token is older than {stale.worst} versions" if stale.worst else "every batch is sampled by the version that it trains"
     )
-    yield f"staleness: {age} ({rollout.stale_policy.value}); up to {derived.in_flight(rollout)} rollouts go on at once, with {_engines(config)}"
+    yield f"staleness: {age} ({rollout.stale_policy.value}); up to {derived.in_flight(config)} rollouts go on at once, with {_engines(config)}"
 
 
 def _learning(config: Config, own_loss: str | None) -> Iterator[str]:

@@ -93,7 +93,7 @@ class RolloutProcess:
         self._spec, self._launcher, self._listener = spec, launcher, listener
         self._config = config = Config.model_validate_json(spec.config)
         steps = 0 if spec.purpose is Purpose.EVALUATE else config.run.steps
-        slots = min(derived.engine_slots(config), derived.in_flight(config.rollout))
+        slots = min(derived.engine_slots(config), derived.in_flight(config))
         self._state = RunState(name=config.run.name, steps=steps, start_version=spec.version, slots=slots)
         self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
@@ -226,6 +226,7 @@ class RolloutProcess:
         serving.gateway.address = self._spec.url
         self._standing = RolloutStanding(serving)
         self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.states()}
+        self._metrics.in_flight = lambda: serving.capacity.limits()
         self._metrics.engines = lambda: Counter(standing(state) for state in serving.states())
         self._launcher.heart.ask = self._standing.now
         return serving

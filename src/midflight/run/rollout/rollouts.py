@@ -118,8 +118,9 @@ class GroupSlots:
 class Recorded:
     """Runs rollouts and keeps each that gets a reward. Those kept before a crash come back from the store, once."""
 
-    def __init__(self, runner: RolloutRunner, fates: Fates, record: Record) -> None:
-        self._runner, self._fates, self._record = runner, fates, record
+    def __init__(self, runner: RolloutRunner, fates: Fates, record: Record, *, kept: Callable[[Trajectory], None]) -> None:
+        """`kept` looks at each that is."""
+        self._runner, self._fates, self._record, self._look = runner, fates, record, kept
         self._finished: dict[RolloutKey, Trajectory] = {}
 
     def restore(self, trajectories: Iterable[Trajectory]) -> None:
@@ -131,6 +132,7 @@ class Recorded:
         trajectory = await self._runner.run(key, task)
         if trajectory.reward is not None:
             self._record(self._fates.kept(trajectory))
+            self._look(trajectory)
         return trajectory
 
 

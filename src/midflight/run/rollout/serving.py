@@ -23,11 +23,12 @@ from midflight.gateway.fleet.fleet import EngineState, Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
 from midflight.ports import Engine, Sessions
+from midflight.run.rollout.capacity import Capacity
 from midflight.run.rollout.rollouts import Fates
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Feature, Version
-from midflight.types.facts import Record
+from midflight.types.facts import Fact, Record, RolloutEnded
 from midflight.weights.handover import Handover
 
 HEALTH_SECONDS = 1.0
@@ -82,6 +83,7 @@ class Serving:
         self.control = Control(self.fleet, self.generator)
         self.handover = self._handover(config, record)
         self.rejoin = Rejoin(self.fleet, self.handover)
+        self.capacity = Capacity(config, self.fleet)
         self.gateway = Gateway(
             self.generator,
             tokenizer,
@@ -151,7 +153,7 @@ class Agents:
             agents=self.host,
             sampling=environment.sampling if temperature is None else replace(environment.sampling, temperature=temperature),
             rollout_seconds=environment.rollout_seconds,
-            record=self.record,
+            record=self._heard if tracked else self.record,
             fates=fates,
             tracked=tracked,
             paused_seconds=self.serving.control.paused_seconds,
@@ -160,8 +162,13 @@ class Agents:
         self.runners.append(runner)
         return runner
 
+    def _heard(self, fact: Fact) -> None:
+        if isinstance(fact, RolloutEnded):
+            self.serving.capacity.ended(fact)
+        self.record(fact)
+
     def evaluator(self, sessions: Sessions) -> Evaluator:
-        slots = asyncio.Semaphore(self.config.evaluation.max_in_flight)
+        slots = self.serving.capacity.evaluations
         rollouts = self.runner(sessions, Fates(), tracked=False)
         suites: list[Suite] = []
         for section in self.config.evaluation.suites:

@@ -44,7 +44,7 @@ def buffer_limits(rollout: RolloutSection) -> Limits:
         group_size=rollout.group_size,
         max_staleness=rollout.max_staleness,
         policy=rollout.stale_policy,
-        max_in_flight=derived.in_flight(rollout),
+        max_in_flight=derived.most_in_flight(rollout),
         buffer_groups=derived.buffer_groups(rollout),
         buffer_bytes=derived.buffer_bytes(rollout),
         min_group_size=derived.min_group_size(rollout),
@@ -111,11 +111,12 @@ class RolloutSystem:
         self._gateway.on_turn = self.record
         self._ages = GroupAges(serving.gateway)
         self.books = Books(buffer_limits(config.rollout), start_version=version)
-        self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group)
+        self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group, full=serving.capacity.full)
+        serving.capacity.on_changed = self.queue.wake
         serving.fleet.on_served = lambda version: self.record(facts.VersionServed(version))
         self._stream = TaskStream(sources, posted, seed=config.run.seed)
         fates = Fates()
-        recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record)
+        recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record, kept=serving.capacity.kept)
         if checkpoint is not None:
             self._restore(store, recorded, checkpoint=checkpoint)
         self._rollouts = self._rolling_out(agents, recorded, fates)
@@ -129,8 +130,7 @@ class RolloutSystem:
             handover=serving.handover,
             sessions=serving.gateway,
         )
-        self._last_step = asyncio.Event()  # the trainer has said `finish`
-        self._finished = asyncio.Event()
+        self._last_step, self._finished = asyncio.Event(), asyncio.Event()  # the trainer has said `finish`; it was answered
 
     def _rolling_out(self, agents: Agents, runner: Recorded, fates: Fates) -> RolloutStream:
         rollout = agents.config.rollout
