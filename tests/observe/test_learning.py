@@ -10,7 +10,7 @@ from tests.observe.facts import rollout
 from midflight.observe.learning import Learning, deviation
 from midflight.observe.status import LearningStatus
 from midflight.types import Group, GroupKey, Kind, Reason, RolloutKey, Trajectory
-from midflight.types.facts import GroupClosed, GroupFinished
+from midflight.types.facts import GroupClosed, GroupFinished, TaskDrawn
 
 
 def finished(*rewards: float) -> GroupFinished:
@@ -42,6 +42,17 @@ def test_groups_that_are_all_alike_are_counted_whether_they_are_dropped_or_not()
     status = learning.status()
     assert status.zero_spread_share == pytest.approx(2 / 3)
     assert status.reward_spread == pytest.approx(math.sqrt(0.5) / 3)
+
+
+def test_refills_are_counted_by_why_and_tasks_by_the_pool_that_they_came_from() -> None:
+    learning = Learning()
+    for alike in ("passed", "failed", "failed"):
+        learning.apply(GroupClosed(GroupKey(0, 1), Reason.ZERO_SPREAD, 7, alike=alike))
+    learning.apply(TaskDrawn(GroupKey(0, 2), "unseen", {"unseen": 9, "hard": 1}, None))
+    learning.apply(TaskDrawn(GroupKey(0, 3), "hard", {"unseen": 8, "hard": 2}, 0.25))
+    assert learning.status().curriculum == {
+        "drawn/hard": 1, "drawn/unseen": 1, "refilled/failed": 2, "refilled/passed": 1, "pool/unseen": 8, "pool/hard": 2, "pass_rate": 0.25
+    }  # fmt: skip
 
 
 def test_the_window_forgets() -> None:

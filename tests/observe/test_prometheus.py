@@ -7,8 +7,8 @@ from tests.observe.test_observers import tell_everything
 
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import LearningStatus
-from midflight.types import Accounts
-from midflight.types.facts import Resumed
+from midflight.types import Accounts, GroupKey, Reason
+from midflight.types.facts import GroupClosed, Resumed, TaskDrawn
 
 
 def test_every_fact_reaches_the_text() -> None:
@@ -50,6 +50,16 @@ def test_negative_rewards_count_in_the_sum_of_rewards() -> None:
     for reward in (1.0, -1.0, -1.0):
         rollout(metrics, reward)
     assert 'midflight_reward_sum{source="spell_backward"} -1.0' in metrics.text().decode()
+
+
+def test_pools_and_refills_are_told_once_there_are_some() -> None:
+    metrics = Metrics()
+    metrics.apply(TaskDrawn(GroupKey(0, 2), "hard", {"unseen": 9, "hard": 1}, None))
+    metrics.apply(GroupClosed(GroupKey(0, 1), Reason.ZERO_SPREAD, 7, alike="failed"))
+    text = metrics.text().decode()
+    for line in ('refilled_groups_total{alike="failed"} 1.0', 'drawn_tasks_total{pool="hard"} 1.0', 'pool_tasks{pool="unseen"} 9.0'):
+        assert f"midflight_{line}" in text
+    assert 'midflight_dropped_groups_total{reason="zero_spread"} 1.0' in text
 
 
 def test_two_gateways_in_one_process_count_apart() -> None:

@@ -328,7 +328,7 @@ def _places(config: Config) -> Iterator[str]:
     yield from agent_contradictions(config)
     warm = config.warm_start
     learns_to_accuracy = warm.target_accuracy is not None and warm.data is None
-    yield from source_contradictions(config.environment.sources, learns_to_accuracy=learns_to_accuracy)
+    yield from source_contradictions(config.environment.sources, config.curriculum, learns_to_accuracy=learns_to_accuracy)
     if config.gateway.port > 65535:
         yield f"gateway.port must be <= 65535, got {config.gateway.port}; 0 takes a free port"
 

@@ -11,7 +11,7 @@ from midflight.config.agents import McpSection, RewardSection, SandboxSection, U
 from midflight.config.cluster import ClusterSection
 from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
-from midflight.config.sources import SourceSection
+from midflight.config.sources import CurriculumSection, SourceSection
 from midflight.types import PauseMode, SamplingParams, StalePolicy
 
 
@@ -359,6 +359,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     gateway: GatewaySection = GatewaySection()
     environment: EnvironmentSection = EnvironmentSection()
+    curriculum: CurriculumSection = CurriculumSection()
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
     trainer: TrainerSection = TrainerSection()

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from midflight.config.section import Above0, Count, Positive, Section
+from midflight.config.section import Above0, Count, Fraction, Positive, Section
 from midflight.entries import ENTRY
 
 DATASET_SIZE, DATASET_HELDOUT = 2000, 256
@@ -77,6 +77,31 @@ class SourceSection(Section):
         return f"{self.origin}, {'all rows' if size is None else size} for training and {kept} held out"
 
 
+class CurriculumSection(Section):
+    """Which task of a source is tried next, by how often its rollouts passed lately. Each task is in a pool: not tried yet, hard, learnable or
+    easy. Neither `priority` nor `target`: tasks have their turns, whatever comes of them."""
+
+    priority: Literal["uniform", "learnability"] = "uniform"
+    """learnability: a task of pass rate p is drawn in proportion to p(1 - p), of which a group teaches most; uniform: all tasks of a pool alike."""
+    target: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the draws for tasks that are learnable or not tried yet; larger leaves less for hard and easy ones. None leaves it to the priority."""
+    floor: Annotated[float, Field(ge=0.001, le=1)] = 0.05
+    """Chance of a task that always passes, or never does, relative to one of pass rate 1/2; larger sees such tasks again sooner."""
+    passes: float = 1.0
+    """The reward from which a rollout has passed; larger asks more. Rewards need not lie between 0 and 1."""
+    hard_below: Fraction = 0.1
+    """Tasks of a lower pass rate are hard; larger calls more of them so."""
+    easy_above: Fraction = 0.9
+    """Tasks of a higher pass rate are easy; larger calls fewer of them so."""
+    window: Positive = 16
+    """Scored rollouts of a task that its pass rate looks back on, in whole groups, the newest first; larger is steadier and notices later."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tasks are drawn by their pass rates at all."""
+        return self.priority != "uniform" or self.target is not None
+
+
 def source_names(sources: Sequence[SourceSection]) -> tuple[str, ...]:
     """The name of each. A dataset that stands there again is `name-2`."""
     seen: Counter[str] = Counter()
@@ -96,8 +121,9 @@ def _own_name(source: SourceSection) -> str:
     return source.entry.rpartition(":")[2] if source.entry is not None else source.origin
 
 
-def source_contradictions(sources: Sequence[SourceSection], *, learns_to_accuracy: bool) -> Iterator[str]:
+def source_contradictions(sources: Sequence[SourceSection], curriculum: CurriculumSection, *, learns_to_accuracy: bool) -> Iterator[str]:
     """One sentence for each thing that is wrong with the sources as they are written. `learns_to_accuracy`: a warm start goes by the first one."""
+    yield from _of_curriculum(sources, curriculum)
     if learns_to_accuracy and not any(source.has_heldout for source in sources[:1]):
         yield (
             "warm_start.target_accuracy is measured on the held-out tasks of the first source, which has none; "
@@ -114,6 +140,21 @@ def source_contradictions(sources: Sequence[SourceSection], *, learns_to_accurac
             yield f"environment.sources {' and '.join(numbers)} are both called {name!r}, so nobody could tell their scores apart; give one another name"
     if sum(source.posted for source in sources) > 1:
         yield "environment.sources has more than one posted source; one takes all that is posted"
+
+
+def _of_curriculum(sources: Sequence[SourceSection], curriculum: CurriculumSection) -> Iterator[str]:
+    if curriculum.hard_below >= curriculum.easy_above:
+        yield f"curriculum.hard_below ({curriculum.hard_below:g}) must be less than curriculum.easy_above ({curriculum.easy_above:g})"
+    if not curriculum.chooses:
+        return
+    if sources and all(source.posted for source in sources):
+        yield (
+            "[curriculum] chooses among the tasks of a source, and what is posted is tried once each, in the order of posting; "
+            "remove [curriculum], or add a source with a dataset, a path or an entry"
+        )
+    for number, source in enumerate(sources):
+        if not source.shuffle and not source.posted:
+            yield f"environment.sources.{number}.shuffle = false keeps the order of the rows, and [curriculum] draws by pass rate; remove one of them"
 
 
 def _of_one(source: SourceSection) -> Iterator[str]:

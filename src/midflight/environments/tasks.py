@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
+from midflight.config.sources import DATASET_SIZE, CurriculumSection, SourceSection, source_names
+from midflight.environments.curriculum import Curriculum
 from midflight.environments.reasoning_gym import DrawnTasks, draw_tasks, rank_of
 from midflight.environments.row_tasks import Ranks, RowBroken, RowSource, TaskMaker
 from midflight.environments.rows import Columns
@@ -115,16 +116,21 @@ def _check_apart(dataset: str, draws: Sequence[DrawnTasks]) -> None:
         )
 
 
+NO_CURRICULUM = CurriculumSection()
+
+
 class SeededStream:
     """An endless stream of tasks from weighted sources. It never waits, and has no bubble between epochs.
 
     An epoch has as many positions as there are training tasks. Each source has the same number of them in every epoch, by its
     weight, at places shuffled anew. A source goes through its own tasks in seeded permutations, one after the other without a
     break and each to its end: with one source, or weights in proportion to the sizes, an epoch is one permutation of all tasks.
+    A curriculum chooses for itself which task of a source has the source's turn.
     """
 
-    def __init__(self, sources: Sequence[Source], *, seed: int) -> None:
+    def __init__(self, sources: Sequence[Source], *, seed: int, curriculum: CurriculumSection = NO_CURRICULUM) -> None:
         _check_sources(sources)
+        self.curriculum = Curriculum([len(source.training) for source in sources], curriculum, seed=seed, place_at=self.place_at)
         self._sources = tuple(sources)
         self._seed = seed
         self._counts = _positions([source.weight for source in sources], total=sum(len(source.training) for source in sources))
@@ -149,6 +155,7 @@ class SeededStream:
         if self._index == self.epoch_length:
             self.seek(self._epoch + 1, 0)
         key = GroupKey(self._epoch, self._index)
+        self.curriculum.choose(int(self._order(self._epoch)[0][self._index]), self._epoch, self._index)
         task = self._task(self._epoch, self._index)
         self._index += 1
         return key, task
@@ -170,9 +177,19 @@ class SeededStream:
         return self._task(epoch, index)
 
     def _task(self, epoch: int, index: int) -> Task:
+        number, place = self.place_at(epoch, index)
+        task = self._sources[number].training[place]
+        return replace(task, place=place) if (epoch, index) in self.curriculum.chosen else task
+
+    def place_at(self, epoch: int, index: int) -> tuple[int, int]:
+        """The number of the source that has its turn at a position, and the place of its task."""
         places, turns = self._order(epoch)
         number = int(places[index])
-        return self._draw(number, epoch * self._counts[number] + int(turns[index]))
+        if (chosen := self.curriculum.chosen.get((epoch, index))) is not None:
+            return number, chosen
+        draw = epoch * self._counts[number] + int(turns[index])  # of the source, since the stream began
+        permutation, place = divmod(draw, len(self._sources[number].training))
+        return number, self._permutation(number, permutation)[place]
 
     def _make_order(self, epoch: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
         """By index the source, and how often that source had its turn in the epoch before."""
@@ -184,12 +201,6 @@ class SeededStream:
         for number, count in enumerate(self._counts):
             turns[places == number] = np.arange(count, dtype=np.uint32)
         return places, turns
-
-    def _draw(self, number: int, draw: int) -> Task:
-        """The `draw`-th task of a source since the stream began."""
-        tasks = self._sources[number].training
-        permutation, place = divmod(draw, len(tasks))
-        return tasks[self._permutation(number, permutation)[place]]
 
     def _make_permutation(self, number: int, permutation: int) -> Sequence[int]:
         """Four bytes a task: about a second for a million of them."""
@@ -328,8 +339,11 @@ def posted_tasks(sections: Sequence[SourceSection], folder: Path, *, heldout: It
 class TaskStream:
     """New tasks of a run: what was posted before what the other sources have. It never waits; without a task to draw it says so."""
 
-    def __init__(self, sources: Sequence[Source], posted: PostedTasks | None, *, seed: int) -> None:
-        self._seeded = None if posted is not None and not sources else SeededStream(sources, seed=seed)
+    def __init__(
+        self, sources: Sequence[Source], posted: PostedTasks | None, *, seed: int, curriculum: CurriculumSection = NO_CURRICULUM
+    ) -> None:
+        self._seeded = None if posted is not None and not sources else SeededStream(sources, seed=seed, curriculum=curriculum)
+        self.curriculum = None if self._seeded is None else self._seeded.curriculum
         self._posted = posted
 
     def draw(self) -> GroupKey | None:

@@ -45,6 +45,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     turns_mean: float | None = None
     components: dict[str, float] | None = None
     metrics: dict[str, float] | None = None
+    curriculum: dict[str, float] | None = None
     failures: dict[str, int] | None = None
     staleness: dict[int, int] | None = None
     staleness_mean: float | None = None
@@ -314,6 +315,7 @@ class Journal:
             turns_mean=learning.turns_mean,
             components=learning.components or None,
             metrics=learning.metrics or None,
+            curriculum=learning.curriculum or None,
             failures=dict(self._failures.counts.most_common()) or None,
             staleness=ages,
             staleness_mean=_mean_age(ages) if ages else None,

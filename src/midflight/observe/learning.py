@@ -1,7 +1,7 @@
 """What there is to learn from: how long rollouts are and what of them is trained, how many were cut short, how far rewards of a group differ."""
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -34,7 +34,7 @@ def histogram(values: Sequence[float]) -> Histogram:
     return Histogram(tuple(low + (high - low) * i / bins for i in range(bins + 1)), tuple(counts))
 
 
-LEARNED_FROM = facts.RolloutEnded, facts.GroupFinished, facts.GroupClosed, facts.Leased
+LEARNED_FROM = facts.RolloutEnded, facts.GroupFinished, facts.GroupClosed, facts.Leased, facts.TaskDrawn
 """The facts that say something of this. An engine's steps, hundreds a second, do not."""
 
 
@@ -45,6 +45,8 @@ class Learning:
         self._rollouts: deque[facts.RolloutEnded] = deque(maxlen=window)
         self._trained: deque[int] = deque(maxlen=window)
         self._spreads: deque[float] = deque(maxlen=window)
+        self._refilled: deque[str] = deque(maxlen=window)
+        self._drawn: deque[facts.TaskDrawn] = deque(maxlen=window)
 
     def apply(self, fact: facts.Fact) -> None:
         match fact:
@@ -52,8 +54,11 @@ class Learning:
                 self._rollouts.append(fact)
             case facts.GroupFinished(group=group) if len(group.trajectories) > 1:
                 self._spreads.append(deviation([t.reward for t in group.trajectories if t.reward is not None]))
-            case facts.GroupClosed(reason=Reason.ZERO_SPREAD):  # it never waited for a step
+            case facts.GroupClosed(reason=Reason.ZERO_SPREAD, alike=alike):  # it never waited for a step
                 self._spreads.append(0.0)
+                self._refilled.extend([] if alike is None else [f"refilled/{alike}"])
+            case facts.TaskDrawn():
+                self._drawn.append(fact)
             case facts.Leased(batch=batch):
                 self._trained.extend(t.num_trainable for group in batch.groups for t in group.trajectories if t.rows)
             case _:
@@ -78,7 +83,16 @@ class Learning:
             turns_mean=_mean([rollout.num_turns for rollout in self._rollouts]),
             components=_means(rollout.components for rollout in self._rollouts),
             metrics=_means(rollout.metrics for rollout in self._rollouts),
+            curriculum=self._curriculum(),
         )
+
+    def _curriculum(self) -> dict[str, float]:
+        """`refilled/...`: groups whose rewards were all alike, and `drawn/...`: tasks begun, both counts; `pool/...` and `pass_rate` of the last."""
+        found = Counter([*self._refilled, *(f"drawn/{drawn.pool}" for drawn in self._drawn)])
+        last = self._drawn[-1] if self._drawn else None
+        sizes = {} if last is None else {f"pool/{pool}": float(size) for pool, size in last.sizes.items()}
+        rate = {} if last is None or last.pass_rate is None else {"pass_rate": last.pass_rate}
+        return {name: float(number) for name, number in sorted(found.items())} | sizes | rate
 
 
 def deviation(numbers: Sequence[float]) -> float:

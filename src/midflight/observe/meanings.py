@@ -75,6 +75,10 @@ MEANINGS = (
     Meaning("rollout/num_rollouts", "rollouts that ended since the step before, those without reward too", "count"),
     Meaning("rollout/num_failed", "tries that got no reward since the step before", "count", "near 0"),
     Meaning("rollout/num_groups_dropped", "groups dropped since the step before", "count", "0, but with rollout.drop_zero_spread"),
+    Meaning("curriculum/refilled/<which>", "groups since the step before whose rewards were all alike, and whose places others took: of rollouts that all passed or all failed", "count", "few; else another [curriculum]"),
+    Meaning("curriculum/drawn/<pool>", "tasks begun since the step before, from the pool that they were in: unseen, hard, learnable, easy", "count", "mostly unseen and learnable"),
+    Meaning("curriculum/pool/<pool>", "tasks in the pool", "count", "easy grows"),
+    Meaning("curriculum/pass_rate", "passes among the rollouts that pass rates look back on", _SHARE, "near 0.5 where tasks are drawn by learnability"),
     Meaning("rollout/length_mean", "mean output tokens of the rollouts with a reward", _TOKENS),
     Meaning("rollout/length_<which>", "min and max of them; terminated_mean, terminated_min and terminated_max of those not cut short", _TOKENS),
     Meaning("rollout/clipped_ratio", "rollouts of which some turn ended by its limit", _SHARE, "below 0.1; else raise environment.max_tokens"),
@@ -132,6 +136,10 @@ STEP_KEYS = (
     (
         "`components`, `metrics`",
         "Means of what rewards are made of, and of what environments measured ([Result](environments.md#what-an-environment-returns)), each over the rollouts that have it; numbers among `fields` are metrics `fields/NAME`.",
+    ),
+    (
+        "`curriculum`",
+        "With `[curriculum]`: `drawn/POOL`, tasks begun since the line before from each pool (`unseen`, `hard`, `learnable`, `easy`); `pool/POOL`, how many tasks it has; `pass_rate`, passes among the rollouts that pass rates look back on. With `rollout.drop_zero_spread`: `refilled/passed` and `refilled/failed`, groups that others replaced because all of their rollouts passed, or none.",
     ),
     ("`turns_mean`", "Mean answers of the model in the rollouts that got a reward since the line before."),
     (

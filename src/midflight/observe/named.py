@@ -50,6 +50,7 @@ def _rollout(line: StepLine) -> Pairs:
     yield "rollout/clipped_ratio", line.truncated_share
     yield "rollout/turns_mean", line.turns_mean
     yield "rollout/tokens_per_second", line.generation_rate
+    yield from ((f"curriculum/{name}", value) for name, value in (line.curriculum or {}).items())
     yield from ((f"rollout/reward/{name}", value) for name, value in (line.components or {}).items())
     yield from ((f"rollout/{name}", value) for name, value in (line.metrics or {}).items() if not name.startswith("tools/"))
 

@@ -71,6 +71,9 @@ class Metrics:
         r, self._failures = self.registry, Failures()
         self._failed_rollouts = Counter("midflight_failed_rollouts", "Rollouts without a reward, by class of error.", ["error"], registry=r)
         self._ignored = Counter("midflight_ignored_fields", "Requests with a field that has no effect.", ["path", "field"], registry=r)
+        self._refilled = Counter("midflight_refilled_groups", "Groups of rewards all alike that others replaced.", ["alike"], registry=r)
+        self._drawn = Counter("midflight_drawn_tasks", "Tasks that a curriculum chose, by pool.", ["pool"], registry=r)
+        self._pools = Gauge("midflight_pool_tasks", "Tasks in a pool of the curriculum.", ["pool"], registry=r)
         self._trained = Counter("midflight_trained_tokens", "Tokens the loss was taken over.", registry=r)
         self._age = Counter("midflight_trained_tokens_by_age", "The same by age in versions.", ["age"], registry=r)
         self._version = Gauge("midflight_version", "Newest version made by the trainer.", registry=r)
@@ -170,8 +173,8 @@ class Metrics:
                 self._rollout(fact)
             case facts.Alarmed(name=name):
                 self._alarms.labels(name).inc()
-            case facts.GroupClosed(reason=reason):
-                self._dropped.labels(reason.value).inc()
+            case facts.GroupClosed() | facts.TaskDrawn():
+                self._tasks(fact)
             case facts.Waited(who=who, for_whom=for_whom, seconds=seconds):
                 self._waited.labels(who, for_whom).inc(max(0.0, seconds))
             case facts.Resumed():
@@ -193,6 +196,17 @@ class Metrics:
                 self._unscored.labels(source).set(fact.num_failed)
             case _:
                 pass
+
+    def _tasks(self, fact: facts.GroupClosed | facts.TaskDrawn) -> None:
+        match fact:
+            case facts.GroupClosed(reason=reason, alike=alike):
+                self._dropped.labels(reason.value).inc()
+                if alike is not None:
+                    self._refilled.labels(alike).inc()
+            case facts.TaskDrawn(pool=pool, sizes=sizes):
+                self._drawn.labels(pool).inc()
+                for name, size in sizes.items():
+                    self._pools.labels(name).set(size)
 
     def _turn(self, turn: facts.TurnFinished) -> None:
         self._turns.inc()

@@ -115,6 +115,8 @@ class LearningStatus:
     """Means of what environments measured, over the rollouts that each was measured in."""
     lengths: dict[str, float] = field(default_factory=dict[str, float])
     """Smallest and largest output of a rollout that got a reward; and `terminated_...`, with the mean, of those that were not cut short."""
+    curriculum: dict[str, float] = field(default_factory=dict[str, float])
+    """`refilled/...` and `drawn/...`, counts of groups; `pool/...`, tasks; `pass_rate`. Empty without a curriculum and without refills."""
 
 
 @dataclass(frozen=True, slots=True)

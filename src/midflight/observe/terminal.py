@@ -125,7 +125,7 @@ def plain_line(status: Status) -> str:
 
 def learning(status: Status) -> list[tuple[str, str]]:
     """What the last steps had to learn from, and what the trainer says of them."""
-    said = (("groups", _groups(status)), ("lengths", _lengths(status)), ("trainer", _trainer(status)))
+    said = (("groups", _groups(status)), ("tasks", _tasks(status)), ("lengths", _lengths(status)), ("trainer", _trainer(status)))
     return [(label, text) for label, text in said if text]
 
 
@@ -200,6 +200,13 @@ def _groups(status: Status) -> str:
     if of.generated_length is None:
         return ""
     return f"spread {number(of.reward_spread)}, {percent(of.zero_spread_share)} of groups all alike"
+
+
+def _tasks(status: Status) -> str:
+    """`12 unseen, 3 hard, 40 learnable, 9 easy; pass rate 45%`."""
+    of = status.learning.curriculum
+    pools = ", ".join(f"{size:,.0f} {name.removeprefix('pool/')}" for name, size in of.items() if name.startswith("pool/"))
+    return f"{pools}; pass rate {percent(of.get('pass_rate'))}" if pools else ""
 
 
 def _lengths(status: Status) -> str:

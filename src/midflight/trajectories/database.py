@@ -73,6 +73,12 @@ BRIEF = (
 """All of a rollout but its tokens, for those who look at a run: without it they would read the tokens of the whole run past.
 A store of an older Midflight gets it when its run goes on, and is read without it."""
 
+SCORES = (
+    "SELECT epoch, position, attempt, task, state, COUNT(reward), COUNT(sample) - COUNT(reward), COUNT(CASE WHEN reward >= ? THEN 1 END), "
+    "TOTAL(reward) FROM groups LEFT JOIN rollouts USING (epoch, position, attempt) GROUP BY epoch, position, attempt"
+)
+"""Of every group, by the reward of a pass."""
+
 
 class State(StrEnum):
     """Of a group. `TRAINED` is final: a checkpoint contains it."""
@@ -261,10 +267,11 @@ class Scored(msgspec.Struct, array_like=True, frozen=True):
     roles: dict[str, RoleRecord] = {}
 
 
-class _StoredTask(msgspec.Struct, frozen=True):
+class _StoredTask(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     source: str
     data: dict[str, Any]
+    place: int | None = None
 
 
 _ROWS = msgspec.msgpack.Decoder(tuple[_StoredRow, ...])
@@ -300,12 +307,12 @@ def decode_turn(blob: bytes) -> Turn:
 
 
 def encode_task(task: Task) -> bytes:
-    return _encode(_StoredTask(task.id, task.source, dict(task.data)))
+    return _encode(_StoredTask(task.id, task.source, dict(task.data), task.place))
 
 
 def decode_task(blob: bytes) -> Task:
     task = _TASK.decode(blob)
-    return Task(task.id, task.source, cast(dict[str, Json], task.data))
+    return Task(task.id, task.source, cast(dict[str, Json], task.data), task.place)
 
 
 def _pack_row(row: Row) -> _StoredRow:

@@ -17,6 +17,7 @@ from midflight.errors import StoreCorrupt, UnknownLease
 from midflight.trajectories import database
 from midflight.trajectories.database import COPIED, Database, State, Value
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Task, Trajectory, Turn, Version, facts
+from midflight.types.rollouts import GroupScores
 
 T = TypeVar("T")
 
@@ -283,13 +284,11 @@ class Store:
         """In the order of their keys."""
         return tuple(self._unfinished(key) for key in sorted(self._keys("state IN (?, ?)", State.RUNNING, State.IN_LINE)))
 
-    def rollouts(self) -> Iterator[tuple[str, int, int, float]]:
-        """Of each group of which one has ended: its source; how many were scored, and how many not; the sum of their rewards."""
-        for task, scored, ended, rewards in self._db.execute(
-            "SELECT task, COUNT(reward), COUNT(*), TOTAL(reward) FROM rollouts JOIN groups USING (epoch, position, attempt) "
-            "GROUP BY epoch, position, attempt"
-        ):
-            yield self._decoded(database.decode_task, task).source, scored, ended - scored, rewards
+    def scores(self, *, passes: float) -> Iterator[GroupScores]:
+        """Of every group, in the order of their keys; a reward of `passes` or more is a pass."""
+        for *key, task, state, scored, failed, passed, rewards in self._db.execute(database.SCORES, passes):
+            made = self._decoded(database.decode_task, task)
+            yield GroupScores(GroupKey(*key), made, state not in (State.RUNNING, State.IN_LINE), scored, failed, passed, rewards)
 
     def next_position(self) -> tuple[int, int]:
         """(epoch, index) of the next task to draw. An index past the end of its epoch means the start of the next."""

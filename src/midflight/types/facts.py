@@ -101,6 +101,15 @@ class Admitted(msgspec.Struct, frozen=True):
     task: Task
 
 
+class TaskDrawn(msgspec.Struct, frozen=True):
+    """A curriculum's task was begun, from a pool of so many, all sources together. `pass_rate` is of the rollouts that pass rates look back on."""
+
+    key: GroupKey
+    pool: str
+    sizes: Mapping[str, int]
+    pass_rate: float | None
+
+
 class SlotFreed(msgspec.Struct, frozen=True):
     """A rollout of a running group makes no more tokens. Slots are the process's own and not stored."""
 
@@ -140,6 +149,8 @@ class GroupClosed(msgspec.Struct, frozen=True):
     reason: Reason
     num_tokens: int
     successor: GroupKey | None = None
+    alike: str | None = None
+    """Of a group without spread: whether all its rollouts `passed` or `failed`."""
 
 
 class Leased(msgspec.Struct, frozen=True):
@@ -365,6 +376,7 @@ Fact: TypeAlias = (
     | FieldsIgnored
     | RolloutEnded
     | Waited
+    | TaskDrawn
     | Resumed
     | WeightsCommitted
     | Quarantined

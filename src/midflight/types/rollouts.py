@@ -22,6 +22,8 @@ class Task:
     id: str
     source: str
     data: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    place: int | None = field(default=None, compare=False)
+    """Among the training tasks of its source, where `[curriculum]` chose it."""
 
     @property
     def prompt(self) -> str | list[dict[str, Json]]:
@@ -78,6 +80,22 @@ class GroupKey:
     index: int
     """Position in the epoch's order."""
     attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """A group of a run that goes on, and what became of those of its rollouts that have ended."""
+
+    key: GroupKey
+    task: Task
+    is_over: bool
+    """It neither runs nor stands in line."""
+    num_scored: int
+    num_failed: int
+    num_passed: int
+    """Those whose reward is one of a pass."""
+    rewards: float
+    """Their sum."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -28,7 +28,7 @@ from midflight.observe.alarms import USE_THE_CLIENT
 from midflight.observe.status import Phase
 from midflight.ports import SessionHandle, Sessions
 from midflight.types import Group, GroupKey, Reason, RolloutKey, Row, SamplingParams, SessionRecord, Task, Trajectory, Version
-from midflight.types.facts import GroupFinished, Record, SlotFreed, TrajectoryKept
+from midflight.types.facts import GroupClosed, GroupFinished, Record, SlotFreed, TrajectoryKept
 from midflight.weights.handover import Handover
 
 MAX_FAILED_GROUPS = 8
@@ -153,11 +153,12 @@ class RolloutStream:
         routable: Callable[[], bool],
         group_size: int,
         retries: int,
+        passes: float,
     ) -> None:
-        """`room` waits while the disk is far behind; `routable` says whether any engine takes requests."""
+        """`passes`: the reward of a rollout that has passed. `room` waits while the disk is far behind; `routable` says whether any engine takes requests."""
         self._queue, self._books, self._stream, self._runner = queue, books, stream, runner
         self._ages, self._fates, self._record, self._room, self._routable = ages, fates, record, room, routable
-        self._group_size, self._retries = group_size, retries
+        self._group_size, self._retries, self._passes = group_size, retries, passes
         self._failed_in_a_row = self._silent_in_a_row = 0
 
     async def run(self) -> None:
@@ -166,8 +167,14 @@ class RolloutStream:
             while True:
                 await self._room()
                 admitted = await self._queue.admit(self._draw, self._stream.task_of)
+                self._begun(admitted.key)
                 groups.create_task(self._group(admitted.key, admitted.task), name=f"group {admitted.key}")
                 await asyncio.sleep(0)  # the agents of a group start together: milliseconds in which nobody else is heard
+
+    def _begun(self, key: GroupKey) -> None:
+        curriculum = self._stream.curriculum
+        if curriculum is not None and (drawn := curriculum.begun(key)) is not None:
+            self._record(drawn)
 
     def _draw(self) -> GroupKey | Wait:
         return self._stream.draw() or Wait(FOR_TASKS, "no task that was posted is left")
@@ -180,9 +187,18 @@ class RolloutStream:
             self._record(self._fates.kept(lost))  # only now: it is not tried again
         group = Group.of(key, task, trajectories)
         reason = self._books.unfit(group)
-        self._record(GroupFinished(group, self._books.next_order) if reason is None else self._books.closing(key, reason))
+        self._record(GroupFinished(group, self._books.next_order) if reason is None else self._closed(group, reason))
+        if self._stream.curriculum is not None:
+            self._stream.curriculum.ended(key, [t.reward for t in trajectories if t.reward is not None])
         self._ages.forget(key)
         self._budget(trajectories)
+
+    def _closed(self, group: Group, reason: Reason) -> GroupClosed:
+        """One without spread is replaced by another task, because its own was too easy or too hard."""
+        closed, reward = self._books.closing(group.key, reason), group.trajectories[0].reward if group.trajectories else None
+        if reason is not Reason.ZERO_SPREAD or reward is None:
+            return closed
+        return GroupClosed(group.key, reason, closed.num_tokens, alike="passed" if reward >= self._passes else "failed")
 
     def _budget(self, trajectories: list[Trajectory]) -> None:
         """An environment that always fails, or never asks the model, must not look like a run that is merely slow.

@@ -32,6 +32,7 @@ from midflight.trajectories.pairs import copy_store, drafted
 from midflight.trajectories.store import Store, Unfinished
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import Accounts, Batch, PackedBatch, Task, Version, WeightManifest, facts
+from midflight.types.rollouts import GroupScores
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -74,13 +75,13 @@ def accounts(books: Books) -> Accounts:
     )
 
 
-def resumed(books: Books, store: Store, unfinished: Iterable[Unfinished]) -> facts.Resumed:
+def resumed(books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Unfinished]) -> facts.Resumed:
     """What is true of the run so far, for those who count."""
     scored, failed, rewards = Counter[str](), Counter[str](), defaultdict[str, float](float)
-    for source, num_scored, num_failed, total in store.rollouts():
-        scored[source] += num_scored
-        failed[source] += num_failed
-        rewards[source] += total
+    for group in (group for group in groups if group.num_scored + group.num_failed):
+        scored[group.task.source] += group.num_scored
+        failed[group.task.source] += group.num_failed
+        rewards[group.task.source] += group.rewards
     turns = (turn for group in unfinished for made in group.turns.values() for turn in made)
     return facts.Resumed(accounts(books), sum(len(turn.output_ids) for turn in turns), scored, failed, rewards)
 
@@ -114,11 +115,11 @@ class RolloutSystem:
         self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group, full=serving.capacity.full)
         serving.capacity.on_changed = self.queue.wake
         serving.fleet.on_served = lambda version: self.record(facts.VersionServed(version))
-        self._stream = TaskStream(sources, posted, seed=config.run.seed)
+        self._stream = TaskStream(sources, posted, seed=config.run.seed, curriculum=config.curriculum)
         fates = Fates()
         recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record, kept=serving.capacity.kept)
         if checkpoint is not None:
-            self._restore(store, recorded, checkpoint=checkpoint)
+            self._restore(store, recorded, checkpoint=checkpoint, passes=config.curriculum.passes)
         self._rollouts = self._rolling_out(agents, recorded, fates)
         self._evaluations = Evaluations(
             agents.evaluator,
@@ -146,17 +147,21 @@ class RolloutSystem:
             routable=agents.serving.routable,
             group_size=rollout.group_size,
             retries=rollout.retries,
+            passes=agents.config.curriculum.passes,
         )
 
-    def _restore(self, store: Store, recorded: Recorded, *, checkpoint: Version) -> None:
-        """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8)."""
+    def _restore(self, store: Store, recorded: Recorded, *, checkpoint: Version, passes: float) -> None:
+        """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8). `passes`: the
+        reward of a pass."""
         for fact in (facts.Interrupted(), facts.WentBack(checkpoint, self._version, store.groups_after(checkpoint))):
             store.apply(fact)
         for fact in store.facts():
             self.books.apply(fact)
+        if self._stream.curriculum is not None:
+            self._stream.curriculum.restore(store.scores(passes=passes))
         self._stream.seek(*store.next_position(), posted=store.next_posted())
         going_on = store.unfinished()
-        self._observe(resumed(self.books, store, going_on))
+        self._observe(resumed(self.books, store.scores(passes=passes), going_on))
         for unfinished in going_on:
             recorded.restore(unfinished.finished)
             self._ages.restore(unfinished.key, unfinished.versions())
