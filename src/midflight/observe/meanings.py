@@ -358,6 +358,11 @@ METRICS = (
         "Gauges, as `components` and `metrics` in the journal, of the same rollouts.",
     ),
     (
+        "`midflight_drawn_tasks`, `midflight_pool_tasks`, `midflight_refilled_groups`",
+        "`pool`; `pool`; `alike`",
+        "Tasks that a curriculum chose, by the pool that they were in; a gauge of how many tasks a pool has; groups whose rewards were all alike, because all their rollouts `passed` or `failed`, and which others replaced.",
+    ),
+    (
         "`midflight_dropped_groups`, `midflight_groups`, `midflight_tokens`",
         "`reason`; `state`; `fate`, `reason`",
         "Groups dropped. Gauges: where all groups of the run are (`waiting` is the queue), and what became of all tokens of rollouts that have ended, whatever was resumed.",
