@@ -98,7 +98,9 @@ def main() -> None:
     first: float | None = None
     print(f"rollouts until a mean reward of {options.reward:g} on the possible two thirds of {options.tasks} tasks, {options.seeds} seeds")
     for name, section in WAYS.items():
-        found = [rollouts_until(options.reward, section, tasks=options.tasks, seed=seed, most=options.most) for seed in range(options.seeds)]
+        found = [
+            rollouts_until(options.reward, section, tasks=options.tasks, seed=seed, most=options.most) for seed in range(options.seeds)
+        ]
         mean = statistics.mean(found)
         first = first or mean
         print(f"{name:26}{mean:10,.0f}  ({min(found):,} to {max(found):,})  {mean / first:.2f} of in turn")

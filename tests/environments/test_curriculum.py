@@ -66,7 +66,7 @@ def test_the_rate_looks_back_on_the_newest_groups_in_whatever_order_they_ended()
     ended = [(GroupKey(0, 1), 4, 4), (GroupKey(0, 2), 1, 4), (GroupKey(0, 3), 3, 4)]
     for order in permutations(ended):
         pools = SourcePools(1, CurriculumSection(priority="learnability", window=8))
-        for passes in order:
+        for _ in order:
             pools.begin(0)
         for passes in order:
             pools.end(0, passes)
