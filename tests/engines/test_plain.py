@@ -84,8 +84,11 @@ def test_weights_that_are_used_as_one_are_the_parameters_themselves(name: str) -
     assert_computes(engine, other)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_a_version_is_laid_out_when_it_is_staged_and_swapped_without_copying(name: str) -> None:
+@pytest.mark.parametrize(("name", "largest"), [("qwen2", 2**26), ("qwen2", 0), ("qwen3", 2**26)])
+def test_a_version_is_laid_out_when_it_is_staged_and_swapped_without_copying(
+    name: str, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "_TURNED_BYTES", largest)
     receiver = MemoryReceiver()
     engine = make_engine(tiny(name), receiver=receiver)
     engine._weights.stage(receiver.publish(1, tiny(name, seed=1)))
@@ -94,7 +97,9 @@ def test_a_version_is_laid_out_when_it_is_staged_and_swapped_without_copying(nam
     engine._commit(1)
     assert_computes(engine, tiny(name, seed=1))
     assert {key: tensor.data_ptr() for key, tensor in named_tensors(engine._model).items()} == before
-    assert runner_of(engine)._layers[0].qkv.data_ptr() == before["model.layers.0.self_attn.q_proj.weight"]
+    layer = runner_of(engine)._layers[0]
+    assert layer.qkv.data_ptr() == before["model.layers.0.self_attn.q_proj.weight"]
+    assert {part.is_contiguous() for part in (layer.qkv, layer.out, layer.gate_up, layer.down)} == {largest > 0}
 
 
 def test_weights_that_were_replaced_in_another_way_are_found_too() -> None:
@@ -127,3 +132,15 @@ def test_tensors_of_one_memory_are_side_by_side_and_others_are_put_together() ->
     assert side_by_side([b, a]) is None
     first, second = put_together([b, a])
     assert side_by_side([first, second]) is not None and first.tolist() == b.tolist()
+
+
+def test_turned_tensors_are_stretches_of_the_columns_of_one_matrix() -> None:
+    a, b = torch.arange(6.0).view(2, 3), torch.ones(1, 3)
+    assert side_by_side([a, b], turned=True) is None
+    first, second = put_together([a, b], turned=True)
+    whole = side_by_side([first, second], turned=True)
+    assert whole is not None and whole.t().is_contiguous() and whole.tolist() == [[0, 1, 2], [3, 4, 5], [1, 1, 1]]
+    second.fill_(7)
+    assert whole[2].tolist() == [7, 7, 7] and first.tolist() == a.tolist()
+    assert put_together([first, second], turned=True)[1] is second
+    assert side_by_side([second, first], turned=True) is None

@@ -89,23 +89,26 @@ def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memory
         yield TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, flat.numel()), flat.numpy().data
 
 
-def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors as one along their first dimension, without copying; `None` where they do not lie one after the other in one storage."""
-    first, end = tensors[0], tensors[0].data_ptr()
+def side_by_side(tensors: Sequence[Tensor], *, turned: bool = False) -> Tensor | None:
+    """The tensors as one along their first dimension, without copying; `None` where they do not lie so in one storage: one after the
+    other, or `turned`, when each is a stretch of the columns of one matrix in memory."""
+    first, end, num = tensors[0], tensors[0].data_ptr(), sum(map(len, tensors))
     for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+        lies_so = tensor.stride() == (1, num) if turned else tensor.is_contiguous()
+        if not lies_so or tensor.data_ptr() != end or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
             return None
         if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
-        end += tensor.nbytes
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+        end += len(tensor) * tensor.itemsize if turned else tensor.nbytes
+    return first.as_strided((num, *first.shape[1:]), first.stride())
 
 
-def put_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The same tensors one after the other in one storage, which is new unless they lie so."""
-    if side_by_side(tensors) is not None:
+def put_together(tensors: Sequence[Tensor], *, turned: bool = False) -> Sequence[Tensor]:
+    """The same tensors side by side in one storage, which is new unless they lie so. See `side_by_side`."""
+    if side_by_side(tensors, turned=turned) is not None:
         return tensors
-    return torch.cat(list(tensors)).split([len(tensor) for tensor in tensors])
+    whole = torch.cat([tensor.t() for tensor in tensors], 1).t() if turned else torch.cat(list(tensors))
+    return whole.split([len(tensor) for tensor in tensors])
 
 
 def _tensor(spec: TensorSpec, view: memoryview, memory: Tensor) -> Tensor:

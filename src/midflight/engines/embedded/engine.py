@@ -79,7 +79,7 @@ class EmbeddedEngine:
         routers = routers_of(model) if records_experts else None
         sizes = {"max_running": max_running, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
         runner, self._manner = served(model, **sizes)
-        self._weights = EngineWeights(model, receiver, version=version, together=runner.together)
+        self._weights = EngineWeights(model, receiver, version=version, lay_out=runner.laid_out)
         self._scheduler = Scheduler(runner, version=version, prefixes=prefixes, routers=routers, **sizes)
         self._thread = DecodeThread(self._scheduler)
         self._runs = False

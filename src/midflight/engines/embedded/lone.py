@@ -22,8 +22,6 @@ class LoneRunner:
 
     keeps_states = True
     """A sequence can only go on where its cache was taken."""
-    together = ()
-    """As `Runner.together`."""
 
     def __init__(self, model: PreTrainedModel, *, serial: bool) -> None:
         self.model = model.eval()
@@ -35,6 +33,10 @@ class LoneRunner:
             raise NotSupported(f"running the model: {type(model).__name__} keeps nothing of a sequence that it could be continued from")
         self._name = known[0]
         self._caches: dict[int, Any] = {}
+
+    def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Runner.laid_out`."""
+        return tensors
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:

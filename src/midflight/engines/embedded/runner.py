@@ -64,10 +64,9 @@ class Runner:
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=self.device)
 
-    @property
-    def together(self) -> Sequence[Sequence[str]]:
-        """Names of weights that are used as one, and should come one after the other in memory."""
-        return ()
+    def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights, by name, as steps use them best: the same values, and the same memory where it can be."""
+        return tensors
 
     @property
     def keeps_states(self) -> bool:
@@ -213,6 +212,9 @@ def reaches(config: PreTrainedConfig) -> dict[int, Reach]:
 
 FAMILIES = frozenset({"llama", "ministral", "mistral", "qwen2", "qwen3"})
 """Architectures whose code this is. Others have the same parts, and multiply something in between."""
+_TURNED_BYTES = 2**26
+"""Up to this size a model's weights lie [in, out] in memory on a CPU: products of few rows then take up to half the time (MKL, AVX2). Of a
+larger model they would have to be copied at each version, for less: its products wait for memory."""
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -231,19 +233,10 @@ def _is_plain_layer(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if _parts(layer) != _LAYER or _parts(attention) - {"q_norm", "k_norm"} != _ATTENTION or _parts(mlp) != _MLP:
         return False
-    products: list[Any] = [
-        attention.q_proj,
-        attention.k_proj,
-        attention.v_proj,
-        attention.o_proj,
-        mlp.gate_proj,
-        mlp.up_proj,
-        mlp.down_proj,
-    ]
-    if not all(type(product) is nn.Linear for product in products):
+    sides = _sides(layer)
+    if not all(type(product) is nn.Linear for side in sides for product in side):
         return False
-    with_bias = [product.bias is not None for product in products]
-    alike = len(set(with_bias[:3])) == len(set(with_bias[4:6])) == 1
+    alike = all(len({product.bias is None for product in side}) == 1 for side in sides)
     return alike and type(mlp.act_fn).__name__.startswith("SiLU")
 
 
@@ -252,18 +245,18 @@ def _parts(module: nn.Module) -> set[str]:
 
 
 class _Layer(NamedTuple):
-    """Weights as they are used. What is multiplied by `addmm` is transposed."""
+    """Weights as they are multiplied, x W."""
 
     first_norm: Tensor
     qkv: Tensor
-    """[(heads + 2 kv_heads) head_dim, hidden]"""
+    """[hidden, (heads + 2 kv_heads) head_dim]"""
     qkv_bias: Tensor | None
     out: Tensor
     """[heads head_dim, hidden]"""
     out_bias: Tensor | None
     second_norm: Tensor
     gate_up: Tensor
-    """[2 inner, hidden]"""
+    """[hidden, 2 inner]"""
     gate_up_bias: Tensor | None
     down: Tensor
     """[inner, hidden]"""
@@ -285,7 +278,11 @@ class PlainRunner(Runner):
         )
         attentions = [layer.self_attn for layer in self._decoder.layers]
         self._norms = [part.weight for each in attentions if "q_norm" in _parts(each) for part in (each.q_norm, each.k_norm)]
-        self._parameters = tuple(model.parameters())
+        self._parameters = dict(model.named_parameters())
+        named = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._groups = [[named[id(part)] for part in group] for layer in self._decoder.layers for group in _groups(layer)]
+        num_bytes = sum(parameter.nbytes for parameter in self._parameters.values())
+        self._turns_weights = self.device.type == "cpu" and model.dtype == torch.float32 and num_bytes <= _TURNED_BYTES
         first = attentions[0]
         self._size, self._scale = int(first.head_dim), float(first.scaling)
         self._heads, self._kv_heads = (len(product.weight) // self._size for product in (first.q_proj, first.k_proj))
@@ -295,15 +292,17 @@ class PlainRunner(Runner):
         self._turned(32)
         self._lay_out()
 
-    @property
-    def together(self) -> Sequence[Sequence[str]]:
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [[names[id(part)] for part in group] for layer in self._decoder.layers for group in _groups(layer)]
+    def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is used as one lies side by side, and what multiplies is turned where that is faster."""
+        for names in self._groups:
+            group = [tensors[name] for name in names]
+            tensors.update(zip(names, put_together(group, turned=self._turns_weights and group[0].ndim == 2), strict=True))
+        return tensors
 
     def _logits(self, tokens: Tensor, positions: Tensor, last: Ints) -> Tensor:
         step = STEP.get()
         assert step is not None
-        if self._pointers != [parameter.data_ptr() for parameter in self._parameters]:
+        if self._pointers != [parameter.data_ptr() for parameter in self._parameters.values()]:
             self._lay_out()
         cos, sin = self._turned(step.cache.context)
         cos, sin = cos[positions][:, None], sin[positions][:, None]
@@ -318,13 +317,13 @@ class PlainRunner(Runner):
     def _through(self, x: Tensor, number: int, layer: _Layer, *, cos: Tensor, sin: Tensor, norm: Tensor | None, step: StepPlaces) -> Tensor:
         """One layer: x [N, hidden] -> [N, hidden]. cos and sin [N, 1, head_dim], norm [heads + kv_heads, head_dim]."""
         num, turned, place = len(x), self._heads + self._kv_heads, (number, 0)
-        qkv = linear(self._normed(x, layer.first_norm), layer.qkv, layer.qkv_bias).view(num, turned + self._kv_heads, self._size)
+        qkv = _product(self._normed(x, layer.first_norm), layer.qkv, layer.qkv_bias).view(num, turned + self._kv_heads, self._size)
         qk = qkv[:, :turned] if norm is None else self._normed(qkv[:, :turned], norm)
         qk = torch.addcmul(qk * cos, qk.roll(self._size // 2, -1), sin)
         step.cache.write(place, qk[:, self._heads :], qkv[:, turned:], rows=step.token_rows(self._kv_heads))
         attended = attend(qk[:, : self._heads], place, step, scale=self._scale, weighing=None, reach=layer.reach)
         x = _added(x, attended.reshape(num, -1), layer.out, layer.out_bias)
-        gate, up = linear(self._normed(x, layer.second_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        gate, up = _product(self._normed(x, layer.second_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)
         return _added(x, silu(gate).mul_(up), layer.down, layer.down_bias)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -354,14 +353,17 @@ class PlainRunner(Runner):
         return self._turns
 
     def _lay_out(self) -> None:
-        """Finds the weights where they are now. What is used as one is put side by side unless it came so (`together`)."""
+        """Finds the weights where they are now, and lays them out unless they came so."""
         with torch.inference_mode(False), torch.no_grad():
-            for group in (group for layer in self._decoder.layers for group in _groups(layer)):
-                for parameter, piece in zip(group, put_together([parameter.data for parameter in group]), strict=True):
-                    parameter.data = piece
+            for name, tensor in self.laid_out({name: parameter.data for name, parameter in self._parameters.items()}).items():
+                self._parameters[name].data = tensor
         everywhere = Reach(getattr(self.model.config, "sliding_window", None) if self.model.config.model_type == "mistral" else None)
         self._layers = [_laid(layer, self._reaches.get(number, everywhere)) for number, layer in enumerate(self._decoder.layers)]
-        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
+        self._pointers = [parameter.data_ptr() for parameter in self._parameters.values()]
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
 def _added(x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -369,26 +371,28 @@ def _added(x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     return torch.addmm(x if bias is None else x + bias, inner, weight)
 
 
+def _sides(layer: Any) -> list[list[Any]]:
+    """The products of a layer, those of one input together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+
+
 def _groups(layer: Any) -> list[list[nn.Parameter]]:
-    """Parameters that are used as one: weights first, then biases, each of the attention's and the SwiGLU's input."""
-    sides = [[layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj], [layer.mlp.gate_proj, layer.mlp.up_proj]]
-    return [[product.weight for product in side] for side in sides] + [
-        [product.bias for product in side] for side in sides if side[0].bias is not None
-    ]
+    """Parameters that are used as one: weights first, then biases."""
+    sides = _sides(layer)
+    weights = [[product.weight for product in side] for side in sides]
+    return weights + [[product.bias for product in side] for side in sides if side[0].bias is not None]
 
 
 def _laid(layer: Any, reach: Reach) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
-    (out, out_bias), (down, down_bias) = _joined(attention.o_proj), _joined(mlp.down_proj)
-    norms = layer.input_layernorm.weight.data, layer.post_attention_layernorm.weight.data
-    return _Layer(norms[0], qkv, qkv_bias, out.t(), out_bias, norms[1], gate_up, gate_up_bias, down.t(), down_bias, reach)
+    qkv, out, gate_up, down = (_joined(side) for side in _sides(layer))
+    return _Layer(layer.input_layernorm.weight.data, *qkv, *out, layer.post_attention_layernorm.weight.data, *gate_up, *down, reach)
 
 
-def _joined(*products: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the product that is all of these."""
-    weight = side_by_side([product.weight.data for product in products])
+def _joined(products: list[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weight [in, out] and bias [out] of the product that is all of these."""
+    weights = [product.weight.data for product in products]
+    weight = side_by_side(weights, turned=not weights[0].is_contiguous())
     biases = [product.bias.data for product in products if product.bias is not None]
     assert weight is not None, "they were put together before"
-    return weight, side_by_side(biases) if biases else None
+    return weight.t(), side_by_side(biases) if biases else None

@@ -1,24 +1,26 @@
 """The second set of weights: brought in while decoding goes on, made live between two steps (I7)."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.errors import EngineError, WeightsCorrupt
-from midflight.models.names import as_bytes, as_tensors, assign, named_tensors, put_together
+from midflight.models.names import as_bytes, as_tensors, assign, named_tensors
 from midflight.models.sizes import fingerprint_views
 from midflight.ports import WeightReceiver
 from midflight.types import Attestation, Version, WeightManifest
+
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StagedTensors:
     version: Version
     fingerprint: str
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
 
 class EngineWeights:
@@ -28,10 +30,10 @@ class EngineWeights:
     """
 
     def __init__(
-        self, model: PreTrainedModel, receiver: WeightReceiver, *, version: Version, together: Sequence[Sequence[str]] = ()
+        self, model: PreTrainedModel, receiver: WeightReceiver, *, version: Version, lay_out: Callable[[Tensors], Tensors] = dict
     ) -> None:
-        """`together`: names of tensors that the runner uses as one, and wants one after the other in memory."""
-        self._model, self._receiver, self._together = model, receiver, together
+        """`lay_out` puts tensors by name into memory as the runner wants them."""
+        self._model, self._receiver, self._lay_out = model, receiver, lay_out
         self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
         self._shapes = {name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()}
         self._staged: _StagedTensors | None = None
@@ -87,10 +89,7 @@ class EngineWeights:
                 )
 
     def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: t.to(device=self._shapes[name][2], dtype=self._shapes[name][1]) for name, t in tensors.items()}
-        for names in self._together:
-            found.update(zip(names, put_together([found[name] for name in names]), strict=True))
-        return found
+        return self._lay_out({name: t.to(device=self._shapes[name][2], dtype=self._shapes[name][1]) for name, t in tensors.items()})
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
