@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-real test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-agents test-cluster test-engines test-models benchmarks-smoke nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-real test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -30,6 +30,10 @@ test-real: $(VENV)/.dev
 # Every benchmark in its smoke form, which says only that it runs.
 benchmarks-smoke: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers' $(PARALLEL:loadfile=worksteal) tests/benchmarks
+
+# What each station reaches, beside what was committed: about 20 minutes, on quiet cores.
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/bench.py
 
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
