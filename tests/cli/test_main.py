@@ -29,6 +29,8 @@ class Launch:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
         self.error: BaseException | None = None
+        self.begun: list[str] = []
+        """Names of runs whose beginning was said."""
 
     def _call(self, name: str, *args: object, **kwargs: object) -> int:
         self.calls.append((name, args, kwargs))
@@ -49,6 +51,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     module = ModuleType("midflight.run.launcher.launch")
     for name in ("train", "rollouts", "serve", "engine", "evaluate", "rollback", "new_model"):
         setattr(module, name, lambda *a, _name=name, **k: made._call(_name, *a, **k))
+    module.begin = lambda config: made.begun.append(config.run.name)  # pyright: ignore[reportAttributeAccessIssue]
     import midflight.run.launcher
 
     monkeypatch.setitem(sys.modules, "midflight.run.launcher.launch", module)
@@ -67,7 +70,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds finds nothing wrong."""
-    monkeypatch.setattr("midflight.cli.checked.preflight", lambda config: Findings())
+    monkeypatch.setattr("midflight.cli.checked.preflight", lambda config, **_: Findings())
 
 
 @pytest.fixture
@@ -224,7 +227,7 @@ def test_a_module_that_ends_the_process_or_hangs_is_named(
     Path("hanging.py").write_text("import time; time.sleep(60)")
     assert main(["train", DEMO, "--set", "environment.entry=hanging:solve"]) == 2
     assert "'hanging:solve'" in (said := capsys.readouterr().err) and "did not end within 3 s" in said
-    assert launch.calls == []
+    assert launch.calls == [] and launch.begun == ["demo", "demo"], "what the run would be is said while it is tried"
 
 
 def test_rollback_gets_the_configuration_that_is_kept_in_the_folder(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,7 +324,7 @@ def run_and_list_modules(*arguments: str) -> SimpleNamespace:
 
 def test_help_imports_neither_the_configuration_nor_torch() -> None:
     found = run_and_list_modules("--help").modules
-    assert not found & {"torch", "numpy", "pydantic", "transformers", "midflight.config"}
+    assert not found & {"torch", "numpy", "pydantic", "transformers", "asyncio", "msgspec", "midflight.config"}
 
 
 def test_a_dry_run_does_not_import_torch() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 from tests.archive.test_runs import made_run, score_line, step_line
 from tests.view.conftest import NARROW, PATIENCE, WIDE, viewing
 
@@ -53,6 +53,29 @@ def test_a_page_shows_the_runs_numbers_as_text_with_three_decimals(tmp_path: Pat
         assert value(page, "engine, trainer, both busy") == "38%, 100%, 38%"  # (1 - 0.25) of 2 seconds
         assert "generating 0.500 s (50%); waiting for a first token 0.250 s (25%); environment 0.250 s (25%)" in page.inner_text(".page")
         expect(page.locator('[data-test="chart Reward by source"] canvas')).to_be_visible()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_scores_and_links_are_there_before_a_program_of_the_page_runs(tmp_path: Path, chromium: Browser, dark: bool) -> None:
+    folder = made_run(tmp_path / "a", score_line(0, 0.25), failed_step(2, ZeroDivisionError=3), score_line(2, 0.75))
+    with viewing(folder) as address:
+        context = chromium.new_context(java_script_enabled=False, color_scheme="dark" if dark else "light")
+        page = context.new_page()
+        page.goto(address)
+        assert value(page, "held out sums") == "0.250 → 0.750"
+        assert page.locator("body > #app > div").first.evaluate("e => getComputedStyle(e).backgroundColor") == (
+            "rgb(18, 18, 18)" if dark else "rgba(0, 0, 0, 0)"
+        )
+        page.locator('table[data-test="failures"] a').first.click()
+        page.wait_for_url("**/groups?failure=ZeroDivisionError**")
+        context.close()
+
+
+def test_a_page_takes_the_place_of_what_was_shown_before_its_programs(tmp_path: Path, look: Look) -> None:
+    with viewing(made_run(tmp_path / "a", score_line(0, 0.25), step_line(1, 0.5))) as address:
+        page = look(address)
+        expect(page.locator('[data-test="chart Reward by source"] canvas')).to_be_visible()
+        assert page.locator(".page").count() == 1 and page.locator(".shown").count() == 0
 
 
 def test_a_page_follows_a_run_and_survives_its_restart(tmp_path: Path, look: Look) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -101,33 +101,30 @@ def check_new(folder: Path, *, making: str = "a model") -> None:
         raise ConfigError(f"making {making} in {str(folder)!r}: it exists and is not empty; choose another folder")
 
 
-def preflight(config: Config, *, objects: bytes = given.NOTHING) -> Findings:
+def preflight(config: Config, *, objects: bytes = given.NOTHING, meanwhile: Callable[[], None] = lambda: None) -> Findings:
     """What the machine and the user's code say to it; `ConfigError` with all that is wrong.
 
-    `objects`: what a Python program gives to its run, packed. They are asked in a process of their own, because this one does without torch and without the user's modules. Waits for that: some
-    seconds, at most `PREFLIGHT_SECONDS`.
+    `objects`: what a Python program gives to its run, packed. They are asked in a process of their own, because this one does without torch
+    and without the user's modules. Waits for that: some seconds, at most `PREFLIGHT_SECONDS`, in which `meanwhile` is done.
     """
     command = [sys.executable, "-m", "midflight.run.launcher.preflight"]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environ.pop(TOKEN_VARIABLE, None)
     trying = f"trying the configuration (the agent is {agent_of(config.environment)!r}, objective.kind is {config.objective.kind!r})"
-    try:
-        done = subprocess.run(
-            command,
-            input=objects + config.model_dump_json().encode(),
-            capture_output=True,
-            check=False,
-            env=environ,
-            timeout=PREFLIGHT_SECONDS,
-        )
-    except subprocess.TimeoutExpired as late:
-        said = (late.stderr or b"").decode(errors="replace")
-        raise ConfigError(
-            f"{trying} did not end within {PREFLIGHT_SECONDS:.0f} s; look at what these modules do when imported.{_end(said)}"
-        ) from late
-    if done.returncode != 0:
-        raise ConfigError(f"the process {trying} ended with status {done.returncode}.{_end(done.stderr.decode(errors='replace'))}")
-    found = msgspec.json.decode(done.stdout, type=Findings)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ) as trial:
+        try:
+            meanwhile()
+            out, errors = trial.communicate(objects + config.model_dump_json().encode(), timeout=PREFLIGHT_SECONDS)
+        except subprocess.TimeoutExpired as late:
+            said = (late.stderr or b"").decode(errors="replace")
+            raise ConfigError(
+                f"{trying} did not end within {PREFLIGHT_SECONDS:.0f} s; look at what these modules do when imported.{_end(said)}"
+            ) from late
+        finally:
+            trial.kill()  # what has ended by itself keeps its status
+    if trial.returncode != 0:
+        raise ConfigError(f"the process {trying} ended with status {trial.returncode}.{_end(errors.decode(errors='replace'))}")
+    found = msgspec.json.decode(out, type=Findings)
     if found.problems:
         raise ConfigError("\n".join(found.problems))
     return found

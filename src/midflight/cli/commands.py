@@ -8,15 +8,17 @@ import traceback
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.main import get_command
 
 from midflight.cli import archived, completion, doctor, joining, runs_there, shown, view
 from midflight.errors import Blame, ConfigError, MidflightError, disk_full
-from midflight.observe.logs import json_line
 from midflight.version import described
+
+if TYPE_CHECKING:
+    from midflight.config import Config
 
 FAILED, WRONG_CONFIG, INTERRUPTED = 1, 2, 130
 """Exit statuses beside 0. A wrong configuration and wrong usage are one."""
@@ -99,7 +101,7 @@ def train(
     checked.check_engine(checked_config)
     if not dry_run:
         checked.check_folder(checked_config, resume=resume, overwrite=overwrite)
-    findings = checked.preflight(checked_config)
+    findings = checked.preflight(checked_config) if dry_run else checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
     checked.check_places(checked_config)
     if dry_run:
         from midflight.cli.dry_run import print_report
@@ -107,6 +109,8 @@ def train(
         path = checked_config.model.path
         print_report(checked_config, findings, proofs=[] if path is None else checked.proofs(path, checked_config.model.max_context))
         return 0
+    from midflight.observe.logs import json_line
+
     for note in findings.notes:
         typer.echo(json_line("launcher", f"note: {note}") if checked_config.observe.log_format == "json" else f"note: {note}")
     from midflight.run.launcher import launch
@@ -130,7 +134,7 @@ def rollouts(
     checked_config = checked.config_of_run(config, [*(overrides or []), *_observed(log_format)], folder)
     checked.check_engine(checked_config)
     checked.check_folder(checked_config, overwrite=overwrite, resumable=False)
-    checked.preflight(checked_config)
+    checked.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
     checked.check_places(checked_config)
     from midflight.run.launcher import launch
 
@@ -192,6 +196,12 @@ def engine(
     from midflight.run.launcher import launch
 
     return launch.engine(config, host=host, port=port, token=control_token)
+
+
+def _begin(config: "Config") -> None:
+    from midflight.run.launcher import launch
+
+    launch.begin(config)
 
 
 def _observed(log_format: str | None, *, samples: bool = False) -> list[str]:

@@ -1,6 +1,5 @@
 """`midflight join`."""
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +31,8 @@ def join(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> int:
     """Adds an engine to a run that goes on anywhere: it gets the current weights, serves, and leaves in order when it is ended."""
+    import asyncio
+
     from midflight.cli import checked
     from midflight.run.launcher import joining
 

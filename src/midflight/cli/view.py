@@ -1,7 +1,6 @@
 """The command `view`: a viewer of runs in a browser, as a process of its own."""
 
 import os
-import secrets
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +19,8 @@ def view(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> int:
     """Shows runs in a browser: while they go on, afterwards, and several at once. Reads their folders only."""
+    import secrets
+
     from midflight.errors import ConfigError
     from midflight.wire.server import is_loopback, listen
 

@@ -235,9 +235,9 @@ class Trainer:
         checked.check_engine(self.config)
         with _in_words_of_python():
             checked.check_folder(self.config, resume=resume, overwrite=overwrite)
-        found = checked.preflight(self._asked.tried, objects=self._asked.objects)
-        checked.check_places(self.config)
         shown = console(shown=self._progress)
+        found = checked.preflight(self._asked.tried, objects=self._asked.objects, meanwhile=lambda: launch.begin(self.config, shown))
+        checked.check_places(self.config)
         for note in found.notes:
             shown.print(f"note: {note}", highlight=False, markup=False)
         rows = self._asked.rows

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import RedirectResponse, Response
 from nicegui import ui
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from midflight.view import looks
 from midflight.view.guard import OnlyWithToken
 from midflight.view.pages import conversation, groups, ledger, overview, run, time
 from midflight.view.visit import Shelf, Visit
-from midflight.wire.server import guarded
+from midflight.wire.server import guarded, is_loopback
 
 LOOKS = {"auto": None, "light": False, "dark": True}
 LOOKS_COOKIE = "midflight_looks"
@@ -78,7 +79,12 @@ def build(shelf: Shelf, *, host: str, names: Collection[str] = (), token: str | 
 
         await _told(draw, request)
 
-    ui.run_with(app, title="Midflight", show_welcome_message=False, reconnect_timeout=10.0, language="en-US")
+    # Compressing what a browser of this machine loads takes longer than loading it, and Tailwind's compiler of styles is not used.
+    compressing = None if is_loopback(host) else GZipMiddleware
+    ui.run_with(
+        app, title="Midflight", show_welcome_message=False, reconnect_timeout=10.0, language="en-US", tailwind=False,
+        gzip_middleware_factory=compressing,
+    )  # fmt: skip
     if token is not None:
         app.add_middleware(OnlyWithToken, token=token)
     app.add_middleware(_Hosts, host=host, names=names)
@@ -122,6 +128,11 @@ async def _told(draw: Callable[[], Awaitable[None]], request: Request) -> None:
         _problem(
             "This page failed", f"{type(error).__name__}: {error}. The viewer's log has its traceback; the run is not touched.", request
         )
+    ui.add_body_html(looks.at_first(ui.context.client.content, look=_look(request)))
+
+
+def _look(request: Request) -> str:
+    return look if (look := request.cookies.get(LOOKS_COOKIE, "auto")) in LOOKS else "auto"
 
 
 async def _page(page: Page, visit: Visit, request: Request) -> None:
@@ -141,9 +152,9 @@ def _problem(title: str, text: str, request: Request) -> None:
 
 def _frame(visit: Visit | None, runs: tuple[ArchivedRun, ...], title: str, request: Request) -> ui.element:
     """Head and menu; what is drawn inside the result is the page."""
-    look = request.cookies.get(LOOKS_COOKIE, "auto")
-    ui.dark_mode(LOOKS.get(look))
-    ui.add_css(looks.STYLE)
+    look = _look(request)
+    ui.dark_mode(LOOKS[look])
+    ui.add_head_html(f"<style>{looks.STYLE}</style>")
     ui.page_title(f"{title} · {visit.run.slug} · Midflight" if visit else f"{title} · Midflight")
     here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     with ui.element("nav").classes("bar").props('aria-label="Pages"'):

@@ -11,8 +11,19 @@ from nicegui import ui
 
 STYLE = """
 :root { --line: rgba(128,128,128,.3); --note: #616161; }
-.body--dark { --note: #b0b0b0; }
+.body--dark { --note: #b0b0b0; color-scheme: dark; }
 .nicegui-content { padding: 0; }
+body { font-family: system-ui, "Helvetica Neue", Helvetica, Arial, sans-serif; }
+.w-full { width: 100%; }
+.gap-1 { gap: 4px; }
+.shown { min-height: 100vh; }
+@media (prefers-color-scheme: dark) {
+  #app > .auto { background: var(--q-dark-page); color: #fff; --note: #b0b0b0; }
+  #app > .auto a { color: #7cc4f5; }
+}
+#app > .dark { background: var(--q-dark-page); color: #fff; --note: #b0b0b0; }
+#app > .dark a { color: #7cc4f5; }
+.unready { visibility: hidden; }
 .page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px 16px 48px; gap: 4px; }
 .page h1, .page h2, .page h3 { line-height: 1.3; letter-spacing: normal; }
 .page h1 { font-size: 1.35rem; font-weight: 600; margin: 4px 0; overflow-wrap: anywhere; }
@@ -86,3 +97,35 @@ def figure(
         drawn.props(f'role="img" aria-label="{title}" data-test="chart {title}"')
         said = ui.label(note).classes("note")
     return drawn, said
+
+
+# --- Before a page's programs are there -------------------------------------------------------------------------------
+
+PLAIN = frozenset({"div", "details", "h1", "h2", "h3", "li", "nav", "span", "summary", "ul"})
+
+
+def at_first(page: ui.element, *, look: str) -> str:
+    """What is on the page as HTML that needs no program. A browser has it to show while it still loads NiceGUI's and the charts': they mount
+    the page on the first element of this id, in place of what is in it. `look` is dark, light or auto."""
+    return f'<div id="app"><div class="nicegui-content shown {look}">{"".join(map(_still, page.default_slot.children))}</div></div>'
+
+
+def _still(element: ui.element) -> str:
+    """The element and what is in it. Of a chart there is its room; what can be typed into has its room until it answers."""
+    told = {name: value for name, value in element.props.items() if isinstance(value, str)}
+    told |= {"class": " ".join(element.classes), "style": "; ".join(f"{name}: {value}" for name, value in element.style.items())}
+    tag, inside = element.tag if element.tag in PLAIN else "div", ""
+    match element:
+        case ui.html():
+            told["class"] += " unready" if "<form" in element.content or "<textarea" in element.content else ""
+            inside = element.content
+        case ui.link():
+            tag, inside = "a", escape(element.text)
+        case ui.label():
+            inside = escape(element.text)
+        case _ if element.tag in PLAIN:
+            inside = "".join(map(_still, element.default_slot.children))
+        case _:
+            told = {"style": told["style"]}
+    said = "".join(f' {name}="{escape(value)}"' for name, value in told.items() if value)
+    return f"<{tag}{said}>{inside}</{tag}>"

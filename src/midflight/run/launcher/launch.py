@@ -214,6 +214,11 @@ def after(seconds: float) -> str:
     return f" in {seconds:.0f} s" if seconds else ""
 
 
+def begin(config: Config, console: Console | None = None) -> None:
+    """The first lines of `train` and `rollouts`, which they do not repeat: said while the configuration is tried, which takes seconds."""
+    Terminal(console, as_json=as_json(config)).say(opening.beginning(config))
+
+
 def train(
     config: Config, *, resume: bool = False, overwrite: bool = False, own_loss: str | None = None, program: Program | None = None
 ) -> int:

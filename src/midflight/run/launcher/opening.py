@@ -10,15 +10,20 @@ from midflight.config.checks import effective_loss, notes
 from midflight.config.sections import Config
 
 
+def beginning(config: Config) -> str:
+    """Of a run, before it is known whether machine and user's code can do it."""
+    return "\n".join(_beginning(config))
+
+
 def training(config: Config, *, own_loss: str | None = None) -> str:
-    """Of `midflight train`."""
-    return "\n".join([*_beginning(config), *_learning(config, own_loss), *_where(config), *(f"note: {note}" for note in remarks(config))])
+    """Of `midflight train`, once that is known."""
+    return "\n".join([*_learning(config, own_loss), *_where(config), *(f"note: {note}" for note in remarks(config))])
 
 
 def rolling_out(config: Config) -> str:
-    """Of `midflight rollouts`, where loss and weights are somebody else's."""
+    """Of `midflight rollouts`, where loss and weights are somebody else's, once that is known."""
     theirs = "trainer: yours, which draws batches and publishes weights at the address below"
-    return "\n".join([*_beginning(config), theirs, *_where(config), *(f"note: {note}" for note in remarks(config))])
+    return "\n".join([theirs, *_where(config), *(f"note: {note}" for note in remarks(config))])
 
 
 def serving(config: Config, *, logs: bool = True) -> str:

@@ -57,7 +57,7 @@ class Tint:
 
 async def draw(visit: Visit) -> None:
     key, tint = _asked(visit)
-    ui.add_css(STYLE)
+    ui.add_head_html(f"<style>{STYLE}</style>")
     waits = ui.label("reading the conversation").classes("note").props("aria-live=polite")
     place = ui.column().classes("w-full gap-1")
 

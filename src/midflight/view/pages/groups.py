@@ -62,7 +62,7 @@ async def draw(visit: Visit) -> None:
         return page, f"{_counted(page, first)}; looked through {indexed.done:,} of {indexed.total:,} rollouts so far", GROW_SECONDS
 
     page, counted, wait = await look()
-    ui.add_css(STYLE)
+    ui.add_head_html(f"<style>{STYLE}</style>")
     ui.html(_form(visit, page), sanitize=False).classes("w-full")
     note = ui.label(counted).classes("note").props("data-test=counted aria-live=polite")
     found = ui.html(_table(visit, page), sanitize=False).classes("w-full")
