@@ -62,8 +62,12 @@ def look(launcher: int, has_torch: dict[str, bool]) -> None:
             if launcher not in (int(process.name), parent):
                 continue
             words = (process / "cmdline").read_text().split("\0")
+            if "midflight" not in words[2]:
+                continue  # git, which is asked for the commit
             name = "launcher" if parent != launcher else words[-2] if "midflight.run.launcher.child" not in words[2] else words[3]
-            has_torch[name.rpartition(".")[2]] = has_torch.get(name.rpartition(".")[2], False) or "libtorch" in (process / "maps").read_text()
+            has_torch[name.rpartition(".")[2]] = (
+                has_torch.get(name.rpartition(".")[2], False) or "libtorch" in (process / "maps").read_text()
+            )
         except (OSError, IndexError, ValueError):
             continue  # it has ended, or has not begun
 

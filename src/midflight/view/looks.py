@@ -125,7 +125,9 @@ def _still(element: ui.element) -> str:
             inside = escape(element.text)
         case _ if element.tag in PLAIN:
             inside = "".join(map(_still, element.default_slot.children))
-        case _:
+        case _ if element.style:
             told = {"style": told["style"]}
+        case _:
+            return ""  # nothing to be seen, as of a timer
     said = "".join(f' {name}="{escape(value)}"' for name, value in told.items() if value)
     return f"<{tag}{said}>{inside}</{tag}>"
