@@ -135,6 +135,20 @@ def test_serve_takes_the_context_of_the_model_and_the_options_given(launch: Laun
     assert (c.engine.count, c.engine.max_running, c.gateway.port, c.gateway.host) == (2, 4, 9000, "127.0.0.1")
 
 
+def test_engines_that_serve_share_all_cores_unless_it_is_said_how_many(
+    launch: Launch, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    for words, threads in (
+        (["--engines", "2"], 3),
+        (["--engines", "8"], 1),
+        (["--set", "engine.threads=2"], 2),
+        (["--engine", "vllm", "--engine-url", "http://a:1"], 1),
+    ):
+        assert main(["serve", "--model", str(model), *words]) == 0
+        assert launch.config.engine.threads == threads
+
+
 def test_an_override_has_the_last_word_over_an_option(launch: Launch, model: Path) -> None:
     main(["serve", "--model", str(model), "--engines", "2", "--set", "engine.count=3"])
     assert launch.config.engine.count == 3

@@ -163,7 +163,8 @@ def serve(
 
     given = _given(max_running, max_context, device, name, engine, engine_urls or [])
     folder = f"runs/serve-{port or os.getpid()}"
-    given = {"run.folder": folder, "engine.count": engines, "gateway.port": port, "gateway.host": host, **given}
+    threads = max(1, (os.cpu_count() or 1) // engines) if engine in (None, "embedded") else None  # no trainer wants the others
+    given = {"run.folder": folder, "engine.count": engines, "engine.threads": threads, "gateway.port": port, "gateway.host": host, **given}
     config = checked.config_of_model(model, given, [*(overrides or []), *_observed(log_format)])
     checked.check_engine(config)
     checked.check_places(config)
