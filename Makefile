@@ -96,9 +96,14 @@ test-adapters: $(VENV)/.dev $(VENV)-verifiers/.done $(VENV)-openenv/.done
 	done
 
 # Agents in frameworks of other people, unmodified, each trained for three steps as its page says; and programs that know an address only.
-test-agents: $(VENV)/.dev $(VENV)-agents/.done
+# mini-swe-agent wants another openai SDK than the others, so it has a second environment.
+test-agents: $(VENV)/.dev $(VENV)-agents/.done $(VENV)-agents-openai2/.done
 	@command -v node > /dev/null || apt-get install -y -qq nodejs
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents/bin/python -m pytest -o addopts='-q --strict-markers --timeout=400' -p no:cacheprovider tests/agents
+	@command -v bwrap > /dev/null || apt-get install -y -qq bubblewrap
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents/bin/python $(AGENTS_TEST) -k 'not mini-swe-agent'
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents-openai2/bin/python $(AGENTS_TEST) -k mini-swe-agent
+
+AGENTS_TEST = -m pytest -o addopts='-q --strict-markers --timeout=400' -p no:cacheprovider tests/agents
 
 # Real vLLM and SGLang servers on this machine's CPU. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
 test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)
@@ -202,7 +207,8 @@ $(VENV)-trackers/.done $(VENV)-clients/.done:
 $(VENV)-verifiers/.done: tests/real_adapters/requirements-verifiers.txt constraints.txt
 $(VENV)-openenv/.done: tests/real_adapters/requirements-openenv.txt constraints.txt
 $(VENV)-agents/.done: tests/agents/requirements.txt constraints.txt
-$(VENV)-agents/.done $(VENV)-verifiers/.done $(VENV)-openenv/.done:
+$(VENV)-agents-openai2/.done: tests/agents/requirements-openai2.txt constraints.txt
+$(VENV)-agents/.done $(VENV)-agents-openai2/.done $(VENV)-verifiers/.done $(VENV)-openenv/.done:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_common.pth"
@@ -232,4 +238,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-agents $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-agents $(VENV)-agents-openai2 $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site

@@ -1,3 +1,3 @@
-"""Agents as they are, trained: the pages of `docs/adapters` that an environment of their own runs (`make test-agents`)."""
+"""Agents as they are, trained: the pages of `docs/adapters` that environments of their own run (`make test-agents`)."""
 
-AGENTS = ("any-program", "langgraph", "pydantic-ai", "smolagents")
+AGENTS = ("any-program", "langgraph", "mini-swe-agent", "openai-agents", "pydantic-ai", "smolagents")

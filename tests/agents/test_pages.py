@@ -1,6 +1,6 @@
 """Agents of other people's frameworks, unmodified: each page's run trains what it recorded (`make test-agents`).
 
-Their environment has the frameworks, and finds what Midflight needs in the one that it is developed in.
+Their environments have the frameworks, and find what Midflight needs in the one that it is developed in.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tests.pages import story as stories
 from tests.pages.blocks import ROOT, Block, blocks_of
+
+from midflight.archive.ledger import ledger_of
 
 from . import AGENTS
 
@@ -45,6 +47,8 @@ def trained(story: stories.Story, page: list[Block]) -> None:
     assert len(steps) == STEPS
     assert all(step["tokens"] > 0 for step in steps), steps
     assert any(step["reward_spread"] > 0 for step in steps), steps
+    ledger = ledger_of(folder)
+    assert ledger.balanced and ledger.accounts.trained_tokens == sum(step["tokens"] for step in steps), ledger.mistakes
 
 
 @pytest.mark.parametrize("name", AGENTS)
