@@ -171,6 +171,9 @@ def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
             found = _measured([*command, folder, folder / f"{name}.json", UNMEASURED + options.steps, *more], folder / f"{name}.json")
             runs[name].append(found)
     sides = {name: _side(found) for name, found in runs.items()}
+    if "midflight" in runs:
+        floor = statistics.median(statistics.median(run["floor"][UNMEASURED:]) for run in runs["midflight"])
+        print(f"{shape.name}: matrix products alone {floor:.2f} s of CPU, {floor / sides['midflight'].cpu:.0%} of our step", flush=True)
     found: dict[str, Any] = {"shape": shape.name, **{name: vars(side) | {"rate": side.rate} for name, side in sides.items()}}
     if len(sides) == 2:
         found["gradients_differ"] = _difference(*(folder / f"{name}.npz" for name in commands))

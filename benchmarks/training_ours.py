@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_both import Meter, peak_mib, reset_peak, resident_mib
 
 from midflight.config import load_config
@@ -19,10 +20,35 @@ from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch
 
 
+class Products(TorchDispatchMode):
+    """The matrix products of what runs meanwhile, to do them again alone: the floor of its time."""
+
+    KINDS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[tuple[Any, list[tuple[torch.Size, tuple[int, ...]]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.KINDS:
+            self._seen.append((func, [(tensor.shape, tensor.stride()) for tensor in args if isinstance(tensor, torch.Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def again(self) -> None:
+        """The same products in the same order, of tensors that lie as those did."""
+        made: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
+        for func, tensors in self._seen:
+            for at, (size, stride) in enumerate(tensors):
+                if (at, size, stride) not in made:
+                    made[at, size, stride] = torch.empty_strided(size, stride).normal_()
+            func(*(made[at, size, stride] for at, (size, stride) in enumerate(tensors)))
+
+
 def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     torch.set_num_threads(1)
     shape = json.loads((folder / "shape.json").read_text())
-    trainer, batch, meter = _trainer(folder, options, longest=shape["longest"]), _batch(folder, shape), Meter()
+    trainer, batch, meter, floor = _trainer(folder, options, longest=shape["longest"]), _batch(folder, shape), Meter(), Meter()
     before = resident_mib()
     reset_peak()
 
@@ -39,7 +65,14 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
         meter.end()
         saving.remove()
         tokens = report.num_tokens
-    meter.write(out, peak_mib=peak_mib(), loaded_mib=before, tokens=tokens)
+    peak = peak_mib()
+    with Products() as products:
+        trainer.step(replace(batch, train_version=trainer.version, versions=np.full_like(batch.versions, trainer.version)))
+    for _ in range(steps):
+        floor.begin()
+        products.again()
+        floor.end()
+    meter.write(out, peak_mib=peak, loaded_mib=before, tokens=tokens, floor=floor.cpu)
 
 
 def _trainer(folder: Path, options: list[str], *, longest: int) -> PolicyTrainer:
