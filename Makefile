@@ -55,9 +55,9 @@ test-clients-all: test-clients $(VENV)-clients-frameworks/.done $(VENV)-clients-
 	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients/test_frameworks.py || exit 1; \
 	done
 
-# Claude Code and Codex do whole tasks against a scripted model. They come from npm, into a folder of their own: about 700 MB.
-test-coding-agents: $(VENV)/.dev $(VENV)-coding-agents/.done
-	MIDFLIGHT_CODING_AGENTS=$(CURDIR)/$(VENV)-coding-agents/node_modules \
+# Coding agents do whole tasks against a scripted model. They come from npm and PyPI, into folders of their own: about 1.8 GB.
+test-coding-agents: $(VENV)/.dev $(VENV)-coding-agents/.done $(VENV)-aider/.done
+	MIDFLIGHT_CODING_AGENTS=$(CURDIR)/$(VENV)-coding-agents/node_modules MIDFLIGHT_AIDER=$(CURDIR)/$(VENV)-aider/bin/aider \
 	    $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/coding_agents
 
 # Every page that has something to run, done from its first block to its last. `python -m tests.pages` says what is not run, and why.
@@ -173,10 +173,11 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
 	touch $@
 
-# What builds the site reads our sources and imports none of them.
+# What builds the site reads our sources and imports none of them; aider is a program.
 $(VENV)-docs/.done: tools/requirements-site.txt
 $(VENV)-ops/.done: ops/requirements.txt
-$(VENV)-docs/.done $(VENV)-ops/.done:
+$(VENV)-aider/.done: tests/coding_agents/requirements.txt
+$(VENV)-docs/.done $(VENV)-ops/.done $(VENV)-aider/.done:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
@@ -238,4 +239,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-agents $(VENV)-agents-openai2 $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-aider $(VENV)-agents $(VENV)-agents-openai2 $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site

@@ -26,6 +26,8 @@ While `midflight serve` runs ([a program](../README.md#agents-you-already-have))
 |---|---|
 | Claude Code | `ANTHROPIC_BASE_URL=http://127.0.0.1:8000`, `ANTHROPIC_API_KEY` of any value, `ANTHROPIC_MODEL=policy` |
 | Codex | a provider with `base_url = "http://127.0.0.1:8000/v1"` and `wire_api = "responses"`, `model = "policy"` |
+| Qwen Code; aider | `OPENAI_BASE_URL` (aider: `OPENAI_API_BASE`) and any `OPENAI_API_KEY`; `OPENAI_MODEL=policy` (aider: `--model openai/policy`) |
+| opencode | a provider with `npm = "@ai-sdk/openai-compatible"` and that address as its `baseURL` |
 | `openai`: chats, completions, responses | `base_url="http://127.0.0.1:8000/v1"` |
 | `anthropic` | `base_url="http://127.0.0.1:8000"`: its SDK adds the `/v1` |
 | the AI SDK | `createOpenAI({ baseURL: "http://127.0.0.1:8000/v1" })` |
@@ -55,6 +57,7 @@ Unmodified clients, run by `make test-clients-all` and `make test-coding-agents`
 NAMES = {
     "claude-cli": "Claude Code",
     "codex_exec": "Codex",
+    "QwenCode": "Qwen Code",
     "ai-sdk": "AI SDK",
     "OpenAI-JS": "openai (npm)",
     "Anthropic-JS": "anthropic (npm)",

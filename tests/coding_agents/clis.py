@@ -1,4 +1,4 @@
-"""The command lines of Claude Code and Codex, as they come from npm, in a scratch folder with a home of their own.
+"""The command lines of coding agents, as they come from npm and PyPI, in a scratch folder with a home of their own.
 
 The variables that keep them from calling home are those that their makers document. Whatever else they find of the machine's
 environment is left out.
@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 MODULES = Path(os.environ.get("MIDFLIGHT_CODING_AGENTS", Path(__file__).parents[2] / ".venv-coding-agents" / "node_modules"))
+AIDER = Path(os.environ.get("MIDFLIGHT_AIDER", MODULES.parents[1] / ".venv-aider" / "bin" / "aider"))
+AIDER_VERSION = "0.86.2"
 SECONDS = 150.0
 """For a whole task: it takes some seconds on a machine that does nothing else."""
 
@@ -114,3 +116,37 @@ async def codex(task: str, *, folder: Path, home: Path, url: str, key: str = "an
         task,
     ]
     return await run(command, folder=folder, environ=surroundings(home, CODEX_HOME=str(home / ".codex"), MIDFLIGHT_KEY=key))
+
+
+async def qwen_code(task: str, *, folder: Path, home: Path, url: str, key: str = "any") -> Ended:
+    """`url` with its `/v1`. It would ask the model what to remember of a task when that is done: that is switched off."""
+    (home / ".qwen").mkdir(exist_ok=True)
+    (home / ".qwen" / "settings.json").write_text('{"memory": {"enableManagedAutoMemory": false}}')
+    command: list[str | Path] = ["node", MODULES / "@qwen-code" / "qwen-code" / "cli.js", "-p", task, "--yolo"]
+    reach = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": "policy"}
+    return await run(command, folder=folder, environ=surroundings(home, QWEN_CODE_SUPPRESS_YOLO_WARNING="1", **reach))
+
+
+async def opencode(task: str, *, folder: Path, home: Path, url: str, key: str = "any") -> Ended:
+    """`url` with its `/v1`."""
+    model = {"name": "policy", "limit": {"context": 200_000, "output": 4096}}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": url, "apiKey": key}, "models": {"policy": model}}
+    names = {"model": "midflight/policy", "small_model": "midflight/policy"}
+    config = json.dumps({"provider": {"midflight": provider}, **names, "autoupdate": False, "share": "disabled"})
+    silent = dict.fromkeys(("OPENCODE_DISABLE_AUTOUPDATE", "OPENCODE_DISABLE_MODELS_FETCH", "OPENCODE_DISABLE_LSP_DOWNLOAD"), "1")
+    command: list[str | Path] = [binary("opencode-linux-*/bin/opencode"), "run", task]
+    return await run(command, folder=folder, environ=surroundings(home, OPENCODE_CONFIG_CONTENT=config, **silent))
+
+
+async def aider(task: str, *, folder: Path, home: Path, url: str, test: str) -> Ended:
+    """`url` with its `/v1`. What `test` says after an edit goes back to the model. Its key says its name, which its SDK's requests do not.
+    It asks at temperature 0, of which no token is trained, unless its settings of the model say otherwise."""
+    (home / ".aider.model.settings.yml").write_text("- name: openai/policy\n  use_temperature: false\n")
+    if (kept := os.environ.get("MIDFLIGHT_RECORD")) is not None:
+        (Path(kept) / "versions-aider.json").write_text(json.dumps({"aider": AIDER_VERSION}))
+    quiet = [
+        f"--{word}" for word in ("no-git", "no-check-update", "no-show-model-warnings", "analytics-disable", "no-pretty", "yes-always")
+    ]
+    words = ["--model", "openai/policy", "--edit-format", "diff", "--map-tokens", "0", "--auto-test", "--test-cmd", test, "--message", task]
+    reach = {"OPENAI_API_BASE": url, "OPENAI_API_KEY": "sk-client-aider", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return await run([AIDER, *quiet, *words, "a.txt"], folder=folder, environ=surroundings(home, **reach))

@@ -1,4 +1,4 @@
-"""What the scripted model says to Claude Code and to Codex: whole tasks in their tools, chosen by what the conversation holds so far."""
+"""What the scripted model says to coding agents: whole tasks in the tools of each, chosen by what the conversation holds so far."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 _MESSAGE = re.compile(r"<\|(user|assistant|tool|system)\|>(.*?)(?:<\|end\|>|$)", re.DOTALL)
+_PLACE = re.compile(r"do it in ([^\s\"<]+)")
 LONG = "\n".join(f"line {number} of a long file, with some words in it" for number in range(600)) + "\n"
 
 
@@ -19,20 +20,24 @@ def thinking(thought: str, said: str) -> str:
 
 
 def reply(prompt: str) -> str:
-    """The answer to a rendered conversation. The task is the user's message that begins with its name."""
+    """The answer to a rendered conversation. The task is the user's message that has its name; what an agent shows before that is no turn."""
     messages = [(role, text) for role, text in _MESSAGE.findall(prompt)]
     if messages and messages[-1] == ("assistant", ""):
         messages.pop()
     users = [text for role, text in messages if role == "user"]
     said = "\n".join(users)
-    num_turns = sum(role == "assistant" for role, _ in messages)
+    asked = next((place for place, (role, text) in enumerate(messages) if role == "user" and "TASK-" in text), 0)
+    num_turns = sum(role == "assistant" for role, _ in messages[asked:])
     if "SUMMARY-OF-ALL" in said:
         return thinking("I know enough.", "Finished after a summary.")
+    if "Generate a title" in said:
+        return "A task"
     if _wants_summary(users):
         return "<analysis>all of it</analysis>\n<summary>SUMMARY-OF-ALL: the long files were read.</summary>"
     for name, steps in TASKS.items():
         if name in said:
-            return steps[min(num_turns, len(steps) - 1)].replace("AGENT-ID", _agent_id(prompt))
+            step = steps[min(num_turns, len(steps) - 1)].replace("AGENT-ID", _agent_id(prompt))
+            return step.replace("FOLDER", next(iter(_PLACE.findall(said)), "."))
     return "ok"
 
 
@@ -95,7 +100,30 @@ CODEX_LONG = (
     call("exec_command", cmd="ls"),
     "Finished without a summary.",
 )
+QWEN = (
+    thinking(
+        "I look at both.",
+        "I read both.\n" + call("read_file", file_path="FOLDER/a.txt") + "\n" + call("read_file", file_path="FOLDER/b.txt"),
+    ),
+    call("edit", file_path="FOLDER/a.txt", old_string="two", new_string="TWO"),
+    thinking("Now I look.", call("run_shell_command", command="cat a.txt", is_background=False)),
+    thinking("All is done.", "Finished: a.txt says TWO."),
+)
+OPENCODE = (
+    thinking("I look at both.", "I read both.\n" + call("read", filePath="FOLDER/a.txt") + "\n" + call("read", filePath="FOLDER/b.txt")),
+    call("edit", filePath="FOLDER/a.txt", oldString="two", newString="TWO"),
+    thinking("Now I look.", call("bash", command="cat a.txt")),
+    thinking("All is done.", "Finished: a.txt says TWO."),
+)
+# aider has no tools: edits are texts, and what its test says comes back.
+AIDER = tuple(
+    f"I edit.\n\na.txt\n```\n<<<<<<< SEARCH\none {old} three\n=======\none {new} three\n>>>>>>> REPLACE\n```\n"
+    for old, new in (("two", "2"), ("2", "TWO"))
+)
 TASKS = {
+    "TASK-QWEN": QWEN,
+    "TASK-OPENCODE": OPENCODE,
+    "TASK-AIDER": AIDER,
     "TASK-SUB": CLAUDE_SUB,
     "TASK-CODEX-SUB": CODEX_SUB,
     "TASK-CLAUDE-LONG": CLAUDE_LONG,

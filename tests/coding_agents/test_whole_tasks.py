@@ -1,4 +1,4 @@
-"""Claude Code and Codex do whole tasks unmodified: they read, edit, run a command, ask agents of theirs, forget and finish."""
+"""Coding agents do whole tasks unmodified: they read, edit, run a command, ask agents of theirs, forget and finish."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.coding_agents.clis import Ended, claude_code, codex
+from tests.coding_agents.clis import Ended, aider, claude_code, codex, opencode, qwen_code
 from tests.coding_agents.desk import (
     Desk,
     check_answers_are_those_of_a_calm_run,
@@ -72,6 +72,43 @@ def test_codex_does_a_task_with_thinking_and_parallel_calls(tmp_path: Path, dist
             check_every_token_is_trained_once(record, it.turns)
             assert len(record.rows) == 1, told(record)
             check_answers_are_those_of_a_calm_run(it.engines, it.turns)
+
+    asyncio.run(main())
+
+
+OTHERS = {"TASK-QWEN": (qwen_code, 1), "TASK-OPENCODE": (opencode, 2)}
+"""Each with its rows: opencode has the model give the task a name, in a conversation of its own."""
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["calm", "disturbed"])
+@pytest.mark.parametrize("task", OTHERS)
+def test_qwen_code_and_opencode_do_a_task_with_thinking_and_parallel_calls(tmp_path: Path, task: str, disturbed: bool) -> None:
+    agent, num_rows = OTHERS[task]
+
+    async def main() -> None:
+        work, home = scratch(tmp_path)
+        async with desk(step_seconds=0.001 if disturbed else 0.0) as it:
+            running = agent(f"{task}: do it in {work}", folder=work, home=home, url=it.open().base_url)
+            ended = await _disturbed(it, running, disturbed)
+            assert ended.status == 0 and "Finished: a.txt says TWO." in ended.output, ended.errors + ended.output[-2000:]
+            assert (work / "a.txt").read_text() == "one TWO three\n"
+            record = it.close()
+            assert (record.num_turns, len(record.rows)) == (3 + num_rows, num_rows), told(record)
+            check_every_token_is_trained_once(record, it.turns)
+            check_answers_are_those_of_a_calm_run(it.engines, it.turns)
+
+    asyncio.run(main())
+
+
+def test_aider_edits_until_its_test_is_content(tmp_path: Path) -> None:
+    async def main() -> None:
+        work, home = scratch(tmp_path)
+        async with desk() as it:
+            ended = await aider("TASK-AIDER: do it", folder=work, home=home, url=it.open().base_url, test="grep TWO a.txt")
+            assert ended.status == 0 and (work / "a.txt").read_text() == "one TWO three\n", ended.errors + ended.output[-2000:]
+            record = it.close()
+            assert record.num_turns == len(it.turns) == 2, told(record)
+            check_every_token_is_trained_once(record, it.turns)
 
     asyncio.run(main())
 
