@@ -93,4 +93,5 @@ def make_engine(
 def ask(text: str = "hello", *, request_id: str = "r", **sampling: object) -> GenerateRequest:
     """A request for the text's bytes; it ends by budget only, unless `ignore_eos=False` is given."""
     ids = tuple(text.encode())
-    return GenerateRequest(request_id, ids, len(ids), SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling}))  # type: ignore[arg-type]
+    params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return GenerateRequest(request_id, ids, len(ids), params, seeded="seed" in sampling)

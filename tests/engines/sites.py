@@ -46,7 +46,7 @@ class Site(Protocol):
         """Of the output under these weights, of the kind that the engine gives."""
         ...
 
-    def seeded(self, request: GenerateRequest) -> tuple[int, ...]:
+    async def seeded(self, request: GenerateRequest) -> tuple[int, ...]:
         """The output of version 0, uninterrupted. For engines that honour seeds."""
         ...
 
@@ -81,7 +81,7 @@ class ModelSite:
         shaped = _shaped(logits, request.sampling, self.engine.capabilities.logprob_kind)
         return shaped.log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
 
-    def seeded(self, request: GenerateRequest) -> tuple[int, ...]:
+    async def seeded(self, request: GenerateRequest) -> tuple[int, ...]:
         return make_engine(self.models(0)).generate_all([request])[0].token_ids
 
 
@@ -133,5 +133,5 @@ class ScriptedSite:
             state = self.engine.script.extend(state, token)
         return choices
 
-    def seeded(self, request: GenerateRequest) -> tuple[int, ...]:
+    async def seeded(self, request: GenerateRequest) -> tuple[int, ...]:
         return self.engine.answer(request)

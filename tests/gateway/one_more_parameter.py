@@ -34,9 +34,10 @@ class _Finder(MetaPathFinder):
 
 sys.meta_path.insert(0, _Finder())
 
+from midflight.engines.servers.server import ServerRequest  # noqa: E402
 from midflight.engines.servers.sglang import SglangServer  # noqa: E402
 from midflight.engines.servers.vllm import VllmServer  # noqa: E402
-from midflight.engines.streams import check_features, check_sampling  # noqa: E402
+from midflight.engines.streams import ChunkStream, check_features, check_sampling  # noqa: E402
 from midflight.engines.wire import Submit, client_frame, decode_client_frames, encode  # noqa: E402
 from midflight.errors import RequestRejected  # noqa: E402
 from midflight.gateway.answers import plan  # noqa: E402
@@ -97,9 +98,9 @@ except RequestRejected as error:
 
 # sent to each server under its name
 request = GenerateRequest("a", (1, 2), 2, replace(DEFAULTS, typical_p=0.5))
-asked: Any = {"request_id": "a", "ends": (), "salt": ""}
-vllm: Any = VllmServer(vocab_size=99, max_running=4).body(request, **asked)[1]
-sglang: Any = SglangServer(vocab_size=99, max_running=4, max_context=256).body(request, **asked)[1]
+asked = ServerRequest(request, ChunkStream(eager=True))
+vllm: Any = VllmServer(vocab_size=99, max_running=4).body(asked, salt="")[1]
+sglang: Any = SglangServer(vocab_size=99, max_running=4, max_context=256).body(asked, salt="")[1]
 assert vllm["sampling_params"]["typical_p"] == sglang["sampling_params"]["typical"] == 0.5
 
 # and to our own engines, which check it

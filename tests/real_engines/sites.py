@@ -6,11 +6,13 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from tests.engines.models import TOKENIZER, MemoryReceiver
+from tests.engines.reading import collect, ids
 from tests.engines.sites import ModelSite
 from tests.real_engines.process import MAX_CONTEXT, MAX_RUNNING, Kind, ServerProcess
 from transformers import PreTrainedModel
@@ -21,7 +23,7 @@ from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.vllm import VllmServer
 from midflight.models.load import make_model, save_model
 from midflight.text.byte_tokenizer import write_byte_tokenizer
-from midflight.types import Version
+from midflight.types import GenerateRequest, Version
 
 STAGING = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
@@ -58,6 +60,12 @@ def _model(version: Version, *, is_tied: bool) -> PreTrainedModel:
     return model
 
 
+class ServerSite(ModelSite):
+    async def seeded(self, request: GenerateRequest) -> tuple[int, ...]:
+        """As the server itself says it, asked alone: its noise is another than ours."""
+        return ids(await collect(self.engine, replace(request, request_id=f"{request.request_id}-alone")))
+
+
 def save(model: PreTrainedModel, folder: Path) -> Path:
     save_model(model, folder)
     write_byte_tokenizer(folder)
@@ -88,6 +96,6 @@ async def attached(server: ServerProcess, models: Callable[[Version], PreTrained
             task = tasks.create_task(engine.run())
             try:
                 await engine.attached()
-                yield ModelSite(engine, receiver, models)
+                yield ServerSite(engine, receiver, models)
             finally:
                 task.cancel()

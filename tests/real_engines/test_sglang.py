@@ -9,10 +9,11 @@ import pytest
 from tests.engines.contract import EngineContract
 from tests.engines.sites import Site
 from tests.real_engines.process import ServerProcess
+from tests.real_engines.shaped import ShapedContract
 from tests.real_engines.sites import attached
 
 
-class TestSglang(EngineContract):
+class TestSglang(EngineContract, ShapedContract):
     @pytest.fixture(autouse=True)
     def _server(self, sglang: ServerProcess) -> None:
         self.server = sglang

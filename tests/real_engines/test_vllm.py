@@ -9,10 +9,11 @@ import pytest
 from tests.engines.contract import EngineContract
 from tests.engines.sites import Site
 from tests.real_engines.process import ServerProcess
+from tests.real_engines.shaped import ShapedContract
 from tests.real_engines.sites import attached
 
 
-class TestVllm(EngineContract):
+class TestVllm(EngineContract, ShapedContract):
     @pytest.fixture(autouse=True)
     def _server(self, vllm: ServerProcess) -> None:
         self.server = vllm

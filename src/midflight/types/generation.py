@@ -234,6 +234,8 @@ class GenerateRequest:
     """Whether each token is wanted as it comes; otherwise they may come several at a time, which costs less."""
     wants_kept: bool = False
     """Whether each token is wanted with what truncation kept of the vocabulary."""
+    seeded: bool = False
+    """Whether the client asked for its seed: to servers seeds are an effort, made only then."""
 
     @property
     def num_output_tokens(self) -> int:

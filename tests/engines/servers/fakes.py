@@ -51,6 +51,7 @@ class Fake:
         """What it says of itself beyond what it must: for SGLang names and values, for vLLM routes and their answers."""
         self.num_failing_loads = 0
         self.ignores_pause = False
+        self.has_plugin = False
         self.overlaps = False
         self.breaks_off_after: int | None = None
         self.says_instead: bytes | None = None
@@ -150,6 +151,8 @@ class FakeSglang(Fake):
                 "max_running_requests": 8,
                 "disable_overlap_schedule": not self.overlaps,
                 "enable_deterministic_inference": self.is_deterministic,
+                "grammar_backend": "midflight" if self.has_plugin else "xgrammar",
+                "device": "cpu",
                 **self.tells,
             },
             "/model_info": {"weight_version": self.label, "model_path": self.model},
@@ -182,6 +185,7 @@ class FakeVllm(Fake):
             "/v1/models": {"data": [{"max_model_len": 64, "root": self.model}]},
             "/is_paused": {"is_paused": not self._going.is_set()},
             "/weight_info": {"weight_version": self.label},
+            "/collective_rpc": {"results": [str(self.has_plugin)]},
             "/inference/v1/generate": self.event(1, last=True),
             **self.tells,
         }.get(path, {})

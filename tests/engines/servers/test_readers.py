@@ -7,9 +7,10 @@ import json
 import pytest
 from tests.engines.models import ask
 
-from midflight.engines.servers.server import EventReader, EventTokens, cut
+from midflight.engines.servers.server import EventReader, EventTokens, ServerRequest, cut
 from midflight.engines.servers.sglang import SglangReader, SglangServer, numbers
 from midflight.engines.servers.vllm import VllmReader
+from midflight.engines.streams import ChunkStream
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.types import Finish, FinishReason
 
@@ -164,7 +165,8 @@ def test_a_version_is_compared_by_its_numbers(text: str, expected: tuple[int, ..
 def test_sglang_is_sent_the_seed_of_each_request_where_it_is_deterministic_and_none_elsewhere(seed: int, sent: int) -> None:
     def sampling(*, deterministic: bool) -> dict[str, object]:
         server = SglangServer(vocab_size=262, max_running=8, max_context=64, deterministic=deterministic)
-        return server.body(ask(seed=seed), request_id="a", ends=(), salt="")[1]["sampling_params"]  # type: ignore[return-value]
+        asked = ServerRequest(ask(seed=seed), ChunkStream(eager=True))
+        return server.body(asked, salt="")[1]["sampling_params"]  # type: ignore[return-value]
 
     assert sampling(deterministic=True)["sampling_seed"] == sent
     assert "sampling_seed" not in sampling(deterministic=False)

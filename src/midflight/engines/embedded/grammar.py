@@ -76,6 +76,12 @@ class Grammars:
         constraint.advance(output_ids)
         return constraint
 
+    def for_server(self, grammar: Grammar, output_ids: Sequence[int], *, barred: Sequence[int], least: int) -> str:
+        """What a server's plugin is told of an answer; see `inside/midflight_shape.py`. Blocking. `RequestRejected` as `constraint`."""
+        self.constraint(grammar, output_ids)
+        said = {"grammar": _source(grammar), "after": output_ids, "ends": sorted(self._ends), "barred": barred, "least": least}
+        return msgspec.json.encode(said).decode()
+
     def _matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """The grammar at its beginning; the least recently used are forgotten."""
         if grammar not in self._compiled:

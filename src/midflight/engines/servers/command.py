@@ -69,6 +69,7 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
         *("--max-logprobs", str(MAX_TOP_LOGPROBS + 1)),  # the sampled token counts
         *("--logprobs-mode", "processed_logprobs"),  # of the distribution sampled from, not of temperature 1
         *("--worker-extension-cls", "midflight_vllm.Loader"),
+        *("--structured-outputs-config", '{"backend": "guidance"}'),  # whose masks our plugin fills
         "--disable-uvicorn-access-log",
     ]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the first opens the control routes
@@ -98,6 +99,7 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
         *("--sampling-defaults", "openai"),  # else they come from the model folder
         *("--weight-version", str(model.version)),
         "--incremental-streaming-output",  # else each event repeats all tokens before it
+        *("--grammar-backend", "midflight"),  # our plugin's, which takes an answer's grammar from any token on
         "--skip-server-warmup",  # it asks through a proxy, if the environment names one
         *("--log-level-http", "warning"),
     ]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from midflight import types
+from midflight.engines.embedded.grammar import Grammars
 from midflight.engines.servers.server import Attempt, Found, Server, ServerClient, ServerRequest, check_same_model, mode_at_server
 from midflight.engines.servers.staged import StagedFolder, StagingArea
 from midflight.engines.streams import ChunkStream, check_features, check_request
@@ -72,6 +73,8 @@ class ServerEngine:
         """Whether the server has said that it is paused, in that mode."""
         self._whole = True
         self._num_tokens = 0
+        self._grammars: Grammars | None = None
+        """From the first request with one."""
 
     @property
     def name(self) -> str:
@@ -117,7 +120,7 @@ class ServerEngine:
         check_features(request.sampling, self.capabilities.features, engine=self._name)
         if self._tasks is None:
             raise self._client.unavailable("is not attached")
-        eos = () if request.sampling.ignore_eos else sorted(self.tokenizer.eos_token_ids)
+        eos = () if request.sampling.ignore_eos and request.sampling.grammar is None else sorted(self.tokenizer.eos_token_ids)
         running = ServerRequest(request, ChunkStream(eager=request.eager), ends=(*eos, *request.sampling.stop_token_ids))
         if request.remaining <= 0 or len(request.input_ids) == self.capabilities.max_context:
             yield types.Chunk((), (), self._live.version, self._live.version, types.Finish(types.FinishReason.LENGTH))
@@ -134,12 +137,14 @@ class ServerEngine:
                 self._tell_abort(running)
 
     async def _read(self, running: ServerRequest) -> None:
-        """Waits for the gate, then for events up to the last. Its errors go to the request's stream, and end nothing else."""
+        """Waits for its grammar and the gate, then for events up to the last. Its errors go to the request's stream, and end nothing else."""
         try:
+            if running.request.sampling.grammar is not None:
+                running.shape = await asyncio.to_thread(self._shape, running)
             await self._gate.wait()
             self._idle.clear()
             running.attempt = Attempt(self._live.version)
-            path, body = self._server.body(running.request, request_id=running.id, ends=running.ends, salt=f"v{self._live.version}")
+            path, body = self._server.body(running, salt=f"v{self._live.version}")
             reader = self._server.reader(running.request)
             async for event in self._client.events(path, body):
                 tokens = reader.read(event)
@@ -156,6 +161,15 @@ class ServerEngine:
             if not running.ended:
                 running.stream.fail(error)
                 self._leave(running)
+
+    def _shape(self, running: ServerRequest) -> str:
+        """Blocking. Also a server that compiles grammars itself would refuse this one: here it is refused as by every engine."""
+        request, sampling = running.request, running.request.sampling
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, vocab_size=self.capabilities.vocab_size)
+        assert sampling.grammar is not None
+        output_ids = request.input_ids[request.num_prompt_tokens :]
+        return self._grammars.for_server(sampling.grammar, output_ids, barred=running.ends, least=sampling.min_tokens)
 
     def _leave(self, running: ServerRequest) -> None:
         """Forgets a request that has ended, and stops reading its answer."""

@@ -35,8 +35,7 @@ _QUESTION_SECONDS = 10.0
 _COLD_SECONDS = 120.0
 """The same for a server that has just come up: the first answers of each kind take longer than all later ones."""
 _DEED_SECONDS = 600.0
-"""For the longest work of a server: loading the largest model. Callers have shorter deadlines, but those do not reach over the wire,
-and a call that never ended would keep all others waiting."""
+"""For loading the largest model. Callers have shorter deadlines, but a call that never ended would keep all others waiting."""
 _OF_THE_REQUEST = (400, 413, 422)
 """Statuses that judge what was asked. Any other may be of whatever stands before the server, or took its port: elsewhere it may succeed."""
 
@@ -91,8 +90,7 @@ class ServerClient:
         return answer.content
 
     async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """Data of each server-sent event but the closing `[DONE]`, for as long as they come. `RequestRejected` where the server refuses
-        the request."""
+        """Data of each server-sent event but the closing `[DONE]`. `RequestRejected` where the server refuses the request."""
         async with self._http.open("POST", path, _encoded(body), headers=_JSON) as answer:
             if answer.status != 200:
                 raise self._refusal(answer, path, await answer.read())
@@ -229,8 +227,8 @@ class Server(Protocol):
 
     async def relabel(self, client: ServerClient, version: Version) -> None: ...
 
-    def body(self, request: GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
-        """Path and JSON body of a streamed generation; `ends` are the token ids that end it, `salt` parts prefix caches by version."""
+    def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
+        """Path and JSON body of a streamed generation; `salt` parts prefix caches by version."""
         ...
 
     def reader(self, request: GenerateRequest) -> EventReader: ...
@@ -365,10 +363,12 @@ class ServerRequest:
 
     request: GenerateRequest
     stream: ChunkStream
-    ends: tuple[int, ...]
+    ends: tuple[int, ...] = ()
     """The token ids that end its answer."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """At the server: of fixed length, because some match ids by their beginning, and never used twice."""
+    shape: str = ""
+    """Its grammar and where it stands, for our plugin in the server."""
     attempt: Attempt | None = None
     """From when the server was asked."""
     reading: asyncio.Task[None] | None = None

@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from midflight.engines.servers.server import EventTokens, Found, ServerClient, number, part, recorded_experts
+from midflight.engines.servers.server import EventTokens, Found, ServerClient, ServerRequest, number, part, recorded_experts
 from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types import Capabilities, Feature, Finish, FinishReason, GenerateRequest, LogprobKind, PauseMode, UInt8, Version
 from midflight.types.generation import Api, copied
@@ -21,6 +21,8 @@ _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _FEATURES = frozenset({Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
 """And penalties without the overlap scheduler, which weighs each token a step late, and one of the prompt for it."""
+GRAMMAR_BACKEND = "midflight"
+"""Of our plugin: a server that was started with it goes on in the middle of a grammar."""
 _REFUSED = 400
 _INEXACT = (
     "engine.deterministic is set, and SGLang was started without --enable-deterministic-inference; start it with that, or remove "
@@ -159,10 +161,12 @@ class SglangServer:
         """`theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token."""
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
         self._theirs, self._deterministic = theirs, deterministic
-        """Its noise is then a function of seed and position, as ours is, so that it survives a resume."""
         self._num_experts, self._num_choices, self._records = num_experts if num_choices else 0, num_choices, False
         self._room = max_context
+        """Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one."""
         self._overlaps = True
+        self._seeds = deterministic
+        """Whether noise is a function of seed and position, as ours is, so that it survives a resume."""
 
     @property
     def late_labels(self) -> int:
@@ -188,13 +192,14 @@ class SglangServer:
         running = self._max_running if _part(info, "max_running_requests") is None else _number_of(info, "max_running_requests")
         self._records = bool(self._num_experts) and cast(dict[str, object], info).get("enable_return_routed_experts") is True
         self._overlaps = _part(info, "disable_overlap_schedule") is not True
-        # Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one.
+        has_plugin = cast(dict[str, object], info).get("grammar_backend") == GRAMMAR_BACKEND
+        self._seeds = self._deterministic or (has_plugin and cast(dict[str, object], info).get("device") == "cpu")
         self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
         return Found(
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
                 logprob_kind=LogprobKind.TEMPERATURE,
-                honours_seed=self._deterministic,
+                honours_seed=self._seeds,
                 versions_per_token=True,
                 stops_on_strings=True,
                 aborts_single_requests=True,
@@ -203,7 +208,7 @@ class SglangServer:
                 vocab_size=self._vocab_size,
                 max_running=running if self._theirs else min(running, self._max_running),
                 max_keys=_keys(info),
-                features=_FEATURES if self._overlaps else _FEATURES | {Feature.PENALTIES},
+                features=_features(overlaps=self._overlaps, grammars=has_plugin),
                 commit_mode=PauseMode.RECOMPUTE,
             ),
             label=str(_part(model, "weight_version")),
@@ -216,16 +221,20 @@ class SglangServer:
     async def relabel(self, client: ServerClient, version: Version) -> None:
         await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    def body(self, request: GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
-        """With the seed only where the server is started for it: elsewhere it has no effect. Without one all requests would have the same."""
+    def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
+        """With the seed where the server goes by it and the client asked for it. A deterministic one gives all requests without one the same."""
+        request, seeded = asked.request, self._deterministic or (self._seeds and asked.request.seeded)
+        sampling = _sampling(request, asked.ends, room=self._room - len(request.input_ids), seeded=seeded)
+        if asked.shape:
+            sampling |= {"ebnf": asked.shape, "min_new_tokens": 0}  # our plugin sees to these
         return "/generate", {
-            "rid": request_id,
+            "rid": asked.id,
             "input_ids": request.input_ids,
             "stream": True,
             "return_logprob": True,
             "top_logprobs_num": request.sampling.top_logprobs,
             "extra_key": salt,
-            "sampling_params": _sampling(request, ends, room=self._room - len(request.input_ids), seeded=self._deterministic),
+            "sampling_params": sampling,
             **({"return_routed_experts": True} if self._records else {}),
         }
 
@@ -255,6 +264,10 @@ def _keys(info: object) -> int | None:
     """Tokens that its cache holds; none where it does not say."""
     told = cast(dict[str, object], info).get("max_total_num_tokens")
     return told if isinstance(told, int) and told > 0 else None
+
+
+def _features(*, overlaps: bool, grammars: bool) -> frozenset[Feature]:
+    return _FEATURES.union(() if overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if grammars else ())
 
 
 def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int, seeded: bool) -> dict[str, object]:

@@ -8,12 +8,13 @@ import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from midflight import types
 from midflight.engines.servers.command import INSIDE
-from midflight.engines.servers.server import EventTokens, Found, ServerClient, number, part, recorded_experts
+from midflight.engines.servers.server import EventTokens, Found, ServerClient, ServerRequest, number, part, recorded_experts
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.types.generation import Api, copied
 
@@ -135,6 +136,8 @@ class VllmServer:
         """`theirs`: others started it, so it is asked how many requests it runs, and has `max_running` only where it does not say.
         `num_experts`: of a mixture's layer, where it is to say which ones it chose."""
         self._vocab_size, self._max_running, self._theirs, self._num_experts = vocab_size, max_running, theirs, num_experts
+        self._seeds = False
+        """Whether noise is a function of seed and position, so that it survives a resume."""
 
     async def attach(self, client: ServerClient) -> Found:
         paths = await client.paths()
@@ -148,11 +151,12 @@ class VllmServer:
         if _part(await client.get("/is_paused"), "is_paused") is True:
             await self.resume(client)
         await _check_loader(client)
+        self._seeds = await _says_yes(client, "midflight_seeds")
         return Found(
             capabilities=types.Capabilities(
                 pause_modes=frozenset(types.PauseMode),
                 logprob_kind=await _logprob_kind(client),
-                honours_seed=False,
+                honours_seed=self._seeds,
                 versions_per_token=True,
                 stops_on_strings=True,
                 aborts_single_requests=True,
@@ -161,7 +165,7 @@ class VllmServer:
                 vocab_size=self._vocab_size,
                 max_running=await self._running(client, paths),
                 max_keys=await _keys(client),
-                features=_FEATURES,
+                features=_FEATURES | {types.Feature.GRAMMARS} if await _says_yes(client, "midflight_grammars") else _FEATURES,
             ),
             label=await self.label(client),
             model=str(_part(model, "root")),
@@ -181,14 +185,20 @@ class VllmServer:
     async def relabel(self, client: ServerClient, version: types.Version) -> None:
         await client.post("/update_weight_version", {"new_version": str(version)})
 
-    def body(self, request: types.GenerateRequest, *, request_id: str, ends: tuple[int, ...], salt: str) -> tuple[str, dict[str, object]]:
-        """Never with a seed: on a CPU it kills vLLM at a chunked prefill, and nowhere would it survive a resume."""
+    def body(self, asked: ServerRequest, *, salt: str) -> tuple[str, dict[str, object]]:
+        """With a seed only where our loader sees to it: on a CPU it kills vLLM at a prompt in pieces, and it would begin anew at a resume."""
+        request = asked.request
+        sampling = _sampling(request, asked.ends)
+        if request.seeded and self._seeds:
+            sampling["seed"] = request.sampling.seed % 2**63  # it takes 64 bits with a sign
+        if asked.shape:
+            sampling |= _shaped(asked.shape)
         return _GENERATE, {
-            "request_id": request_id,
+            "request_id": asked.id,
             "token_ids": request.input_ids,
             "stream": True,
             "cache_salt": salt,
-            "sampling_params": _sampling(request, ends),
+            "sampling_params": sampling,
         }
 
     def reader(self, request: types.GenerateRequest) -> VllmReader:
@@ -242,6 +252,23 @@ async def _check_loader(client: ServerClient) -> None:
             f"attaching to {client.url}: vLLM has not loaded what makes new weights live; start it with "
             f"--worker-extension-cls midflight_vllm.Loader and PYTHONPATH={INSIDE}. {error}"
         ) from error
+
+
+async def _says_yes(client: ServerClient, method: str) -> bool:
+    """Whether our loader says so in every worker. vLLM sends what is no list or object as text."""
+    try:
+        answer = await client.post("/collective_rpc", {"method": method})
+    except EngineUnavailable:
+        raise
+    except EngineError:
+        return False
+    results = cast(dict[str, object], answer).get("results") if isinstance(answer, dict) else None
+    return isinstance(results, list) and set(map(str, cast(list[object], results))) == {"True"}
+
+
+def _shaped(shape: str) -> dict[str, object]:
+    """Any text, to vLLM itself: that takes the request into its machinery of grammars, where our plugin puts the real one."""
+    return {"structured_outputs": {"regex": "(?s:.*)"}, "extra_args": {"midflight": shape}, "min_tokens": 0}
 
 
 def _sampling(request: types.GenerateRequest, ends: tuple[int, ...]) -> dict[str, object]:

@@ -138,7 +138,7 @@ class Answer:
         self.num_attempts += 1
         asked = self.request
         ids = (*asked.input_ids, *self.output_ids) if self.output_ids else asked.input_ids
-        return GenerateRequest(request_id, ids, asked.num_prompt_tokens, asked.sampling, eager=asked.eager, wants_kept=asked.wants_kept)
+        return GenerateRequest(request_id, ids, asked.num_prompt_tokens, asked.sampling, asked.eager, asked.wants_kept, asked.seeded)
 
     def accept(self, chunk: Chunk, *, vocab_size: int) -> None:
         """Adds what of an engine's chunk belongs to the answer. An abort ends the attempt and not the answer.

@@ -246,7 +246,8 @@ class Planner:
 
     def _answer(self, session: Session, call: CompletionCall, index: int, prompt: Prompt, sampling: SamplingParams, number: int) -> Answer:
         self._serial += 1
-        seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=call.asked.number("seed"), choice=index % call.n)
+        own_seed = call.asked.number("seed")
+        seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=own_seed, choice=index % call.n)
         single = len(call.sources) * call.n == 1
         own = call.request_id if call.request_id is None or single else f"{call.request_id}-{index}"
         policy_sampled = samples_the_policy(sampling, session.sampling, limits=self._limits)
@@ -261,6 +262,7 @@ class Planner:
             sampling=sampling.changed(seed=seed),
             eager=call.stream or (chat is not None and chat.one_call),
             wants_kept=wants_kept,
+            seeded=own_seed is not None,
         )
         return Answer(
             request,

@@ -4,11 +4,14 @@ vLLM's interpreter has no Midflight: this file imports only what is there. It is
 `POST /collective_rpc`.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
+from midflight_seed import mixed
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -20,6 +23,26 @@ class Loader:
 
     def midflight_ready(self) -> bool:
         """Asked when the server is attached: one that was started without us cannot answer."""
+        return True
+
+    def midflight_grammars(self) -> bool:
+        """Whether answers can go on in the middle of a grammar: the plugin beside this file is there, and vLLM's masks are llguidance's."""
+        return "midflight_in_vllm" in sys.modules and self.vllm_config.structured_outputs_config.backend == "guidance"
+
+    def midflight_seeds(self) -> bool:
+        """Makes the noise of requests with a seed a function of seed and position, so that it is the same after a resume; says whether it is.
+
+        vLLM's newer runner does so itself. The older one draws from a generator for each request, which would begin anew with each
+        attempt, and which on a CPU it cannot wind back: it dies when it takes a seeded prompt in pieces.
+        """
+        runner = self.model_runner
+        if type(runner).__module__ in ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.cpu.model_runner"):
+            return True
+        if not all(hasattr(runner, name) for name in ("_sample", "input_batch", "requests", "discard_request_mask")):
+            return False
+        if not hasattr(runner, "midflight_sample"):
+            runner.midflight_sample = runner._sample
+            runner._sample = partial(_sample_seeded, runner, {})
         return True
 
     def midflight_load(self, folder: str) -> int:
@@ -39,6 +62,25 @@ class Loader:
             finalize_layerwise_reload(model, self.model_runner.model_config)
         _repack_heads(model)
         return len(names)
+
+
+def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):
+    """Takes the place of the runner's `_sample`. `left_out`: generators of requests whose prompts are not read to their end, by id. Their
+    samples are discarded, and the generator would be wound back."""
+    batch = runner.input_batch
+    for request_id in list(left_out):
+        generator, row = left_out.pop(request_id), batch.req_id_to_index.get(request_id)
+        if row is not None:
+            batch.generators[row] = generator
+        elif request_id in runner.requests:
+            left_out[request_id] = generator
+    for row, generator in list(batch.generators.items()):
+        request_id = batch.req_ids[row]
+        if runner.discard_request_mask.np[row]:
+            left_out[request_id] = batch.generators.pop(row)
+        else:
+            generator.manual_seed(mixed(runner.requests[request_id].sampling_params.seed, int(batch.num_tokens_no_spec[row])))
+    return runner.midflight_sample(*args)
 
 
 def _tensors(folder: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:

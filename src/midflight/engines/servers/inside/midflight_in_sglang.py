@@ -1,0 +1,118 @@
+"""Runs inside SGLang, in each of its processes: a plugin with a backend of grammars, `--grammar-backend midflight`.
+
+SGLang finds it by the entry point beside it. The backend takes an answer's grammar from any token of the answer on.
+
+On a CPU requests may also have seeds, which SGLang of itself heeds only with kernels for GPUs.
+"""
+
+import torch
+from llguidance.torch import fill_next_token_bitmask
+from midflight_seed import mixed
+from midflight_shape import Shapes
+from sglang.srt.arg_groups.choices import add_grammar_backend_choices
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, register_grammar_backend
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend, GuidanceGrammar
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+class SglangShape(BaseGrammarObject):
+    """A `Shape` in SGLang's words."""
+
+    move_vocab_mask = staticmethod(GuidanceGrammar.move_vocab_mask)
+    apply_vocab_mask = staticmethod(GuidanceGrammar.apply_vocab_mask)
+    reset_vocab_mask = staticmethod(GuidanceGrammar.reset_vocab_mask)
+
+    def __init__(self, shape, tokenizer):
+        super().__init__()
+        self._shape, self.llguidance_tokenizer = shape, tokenizer
+
+    allocate_vocab_mask = GuidanceGrammar.allocate_vocab_mask
+
+    def accept_token(self, token):
+        if not self._shape.accept([token]):
+            raise ValueError(f"the grammar forbids token {token}")
+
+    def rollback(self, k):
+        self._shape.back(k)
+
+    def is_terminated(self):
+        return self._shape.ended
+
+    def fill_vocab_mask(self, vocab_mask, idx):
+        self._shape.fill(vocab_mask[idx], lambda matcher: fill_next_token_bitmask(matcher, vocab_mask, idx))
+
+    def try_jump_forward(self, tokenizer):
+        return None
+
+
+class ShapeBackend(GuidanceBackend):
+    """Takes `ebnf` that is what `Shapes` reads. No two requests share one, so what SGLang would keep of each is not kept."""
+
+    def __init__(self, server_args, tokenizer, vocab_size, eos_token_ids):
+        super().__init__(tokenizer, n_vocab=vocab_size, eos_token_ids=eos_token_ids)
+        self._shapes = Shapes(tokenizer, self.llguidance_tokenizer.vocab_size)
+
+    def dispatch_ebnf(self, key_string):
+        return SglangShape(self._shapes.shape(key_string), self.llguidance_tokenizer)
+
+    def set_cache(self, key, value):
+        pass
+
+
+_NO_SEED = -1
+_generator = torch.Generator()
+
+
+def _with_seeds(info, cls, batch, vocab_size):
+    """A batch that has just been made gets a place for the seeds of its requests, also where none has one: batches are merged row by row."""
+    if torch.device(batch.device).type == "cpu" and info.sampling_seed is None:
+        asked = [r.sampling_params.sampling_seed for r in batch.reqs]
+        info.sampling_seed = torch.tensor([_NO_SEED if seed is None else seed for seed in asked], dtype=torch.int64)
+    return info
+
+
+def _given(seeds):
+    """`None` where no request has a seed, so that SGLang samples as it always does."""
+    return None if seeds is None or (seeds.device.type == "cpu" and (seeds < 0).all()) else seeds
+
+
+def _sample(sample, probs, sampling_seed=None, positions=None):
+    return sample(probs, _given(sampling_seed), positions)
+
+
+def _sample_truncated(sample, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **rest):
+    """SGLang dies where seeds and min-p meet in a batch. And its noise would here be that of ranks, not of ids: a request without
+    truncation would say something else when one with it is beside it."""
+    seeds = _given(sampling_seed)
+    if seeds is None or seeds.device.type != "cpu":
+        return sample(probs, top_ks, top_ps, min_ps, need_min_p_sampling, seeds, positions, **rest)
+    ordered, ids = probs.sort(dim=-1, descending=True)
+    out = (torch.arange(probs.shape[-1]) >= top_ks[:, None]) | (ordered.cumsum(-1) - ordered > top_ps[:, None])
+    out |= ordered < ordered[:, :1] * min_ps[:, None]
+    kept = torch.zeros_like(probs).scatter_(-1, ids, ordered.masked_fill(out, 0.0))
+    return _draw(None, kept.log(), seeds, positions).view(-1).to(torch.int32)
+
+
+def _draw(draw, logprobs, seed, positions):
+    """Ids [R, 1], by Gumbel-max. SGLang's own noise wants a GPU."""
+    if logprobs.device.type != "cpu":
+        return draw(logprobs, seed, positions)
+    noise = torch.empty_like(logprobs, dtype=torch.float32).exponential_()
+    for row, asked, position in zip(noise, seed.tolist(), positions.tolist(), strict=True):
+        if asked != _NO_SEED:
+            row.exponential_(generator=_generator.manual_seed(mixed(asked, position)))
+    return (logprobs - noise.clamp_min_(torch.finfo(torch.float32).tiny).log_()).argmax(-1, keepdim=True)
+
+
+def register():
+    """Called by SGLang at the start of each process."""
+    add_grammar_backend_choices(["midflight"])
+    register_grammar_backend("midflight", ShapeBackend)
+    made = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+    HookRegistry.register(made, _with_seeds, HookType.AFTER)
+    for name, hook in {
+        "sampling_from_probs_torch": _sample,
+        "top_k_top_p_min_p_sampling_from_probs_torch": _sample_truncated,
+        "multinomial_with_seed": _draw,
+    }.items():
+        HookRegistry.register(f"sglang.srt.layers.sampler.{name}", hook, HookType.AROUND)

@@ -1,0 +1,54 @@
+"""Runs inside vLLM, in each of its processes: a plugin that lets an answer go on in the middle of a grammar.
+
+vLLM finds it by the entry point beside it. Of vLLM's machinery of structured outputs only the making of a request's grammar is replaced,
+and only for requests that say `midflight`: when masks are made, moved and applied stays vLLM's matter.
+"""
+
+from functools import wraps
+
+from llguidance.torch import fill_next_token_bitmask
+from midflight_shape import Shapes
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+
+class VllmShape(StructuredOutputGrammar):
+    """A `Shape` in vLLM's words."""
+
+    def __init__(self, shape):
+        self._shape = shape
+
+    def accept_tokens(self, request_id, tokens):
+        return self._shape.accept(tokens)
+
+    def validate_tokens(self, tokens):
+        return tokens[: self._shape.num_allowed(tokens)]
+
+    def rollback(self, num_tokens):
+        self._shape.back(num_tokens)
+
+    def fill_bitmask(self, bitmask, batch_index):
+        self._shape.fill(bitmask[batch_index], lambda matcher: fill_next_token_bitmask(matcher, bitmask, batch_index))
+
+    def is_terminated(self):
+        return self._shape.ended
+
+    def reset(self):
+        self._shape.back(self._shape.num_tokens)
+
+
+def register():
+    """Called by vLLM at the start of each process."""
+    made_before = StructuredOutputManager._create_grammar
+
+    @wraps(made_before)
+    def made(self, request):
+        said = (request.sampling_params.extra_args or {}).get("midflight")
+        if said is None:
+            return made_before(self, request)
+        if not hasattr(self, "midflight_shapes"):
+            size = max(self.vllm_config.model_config.get_vocab_size(), len(self.tokenizer))  # as its own backend reckons its rows
+            self.midflight_shapes = Shapes(self.tokenizer, size)
+        return VllmShape(self.midflight_shapes.shape(said))
+
+    StructuredOutputManager._create_grammar = made
