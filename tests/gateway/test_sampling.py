@@ -128,8 +128,9 @@ def test_what_was_kept_is_asked_for_only_where_it_is_trained(kind: Kind, wanted:
             session = it.gateway.open(replace(KEY, kind=kind), sampling=replace(DEFAULTS, top_p=0.9), tracked=True)
             sdk = it.sdk(base_url=f"http://memory/s/{session.api_key}/v1", api_key=session.api_key)
             await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
-            await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}], top_p=1.0)
+            await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}], top_p=1.0, seed=4)
             assert [request.wants_kept for request in generator.requests] == [wanted, False]
+            assert [request.seeded for request in generator.requests] == [False, True]
             # The scripted answers have no records, so that the first is context in any case.
             record = it.gateway.close(session.session_id)
             assert (len(record.rows), set(record.masked)) == (1, {Reason.NOT_POLICY_SAMPLED})
@@ -138,7 +139,7 @@ def test_what_was_kept_is_asked_for_only_where_it_is_trained(kind: Kind, wanted:
 
 
 def answer_of(params: SamplingParams) -> Answer:
-    request = GenerateRequest("r", (65, 66), 2, params, wants_kept=True)
+    request = GenerateRequest("r", (65, 66), 2, params, wants_kept=True, seeded=True)
     return Answer(request, Prompt((65, 66), None), scripted_tokenizer())
 
 
@@ -146,7 +147,7 @@ def test_i6_records_stay_with_their_tokens_over_attempts_and_past_a_stop_string(
     answer = answer_of(SamplingParams(max_tokens=9, top_p=0.9, stop=("END",)))
     answer.next_request("first")
     answer.accept(Chunk(tuple(b"ab"), (-1.0, -1.0), 0, 0, Finish(FinishReason.ABORT), kept=(b"1", b"2")), vocab_size=262)
-    assert answer.next_request("second").wants_kept
+    assert answer.next_request("second").wants_kept and answer.next_request("second").seeded
     answer.accept(Chunk(tuple(b"cENDx"), (-1.0,) * 5, 1, 1, kept=(b"3", b"4", b"5", b"6", b"7")), vocab_size=262)
     turn = answer.close()
     assert (bytes(turn.output_ids), turn.kept, turn.num_overshoot) == (b"abcEND", (b"1", b"2", b"3", b"4", b"5", b"6"), 1)
