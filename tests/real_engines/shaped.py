@@ -22,7 +22,8 @@ from midflight.text.byte_tokenizer import END
 from midflight.text.formats import MessageFormat, Tool
 from midflight.types import Chunk, FinishReason, GenerateRequest, Grammar, GrammarKind, PauseMode
 
-WEATHER = Tool("weather", parameters={"type": "object", "properties": {"city": {"enum": ["Oslo", "Reykjavik"]}}, "required": ["city"]})
+_CITY = {"properties": {"city": {"enum": ["Oslo", "Reykjavik"]}}, "required": ["city"], "additionalProperties": False}
+WEATHER = Tool("weather", parameters={"type": "object", **_CITY})
 FORMAT = MessageFormat(TOKENIZER, tools="hermes")
 PATTERN = "(ab|cd){20,40}"
 LEAST = 30

@@ -112,7 +112,7 @@ class Troubled(Fake):
         self._going.set()
 
     def answer(self, path: str, body: dict[str, object]) -> object:
-        if path == self.load and body.get("method") != "midflight_ready":
+        if path == self.load and body.get("method", "midflight_load") == "midflight_load":
             folder = body.get("model_path") or body["args"][0]  # type: ignore[index]
             self.truth = self.versions[probe(Path(str(folder)))]
         return super().answer(path, body)
