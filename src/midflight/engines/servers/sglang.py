@@ -4,6 +4,7 @@ Tried with 0.5.23; spans of versions, which we need, came with 0.5.20. See docs/
 """
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -190,10 +191,7 @@ class SglangServer:
         await self.resume(client)
         model = await client.get("/model_info")
         running = self._max_running if _part(info, "max_running_requests") is None else _number_of(info, "max_running_requests")
-        self._records = bool(self._num_experts) and cast(dict[str, object], info).get("enable_return_routed_experts") is True
-        self._overlaps = _part(info, "disable_overlap_schedule") is not True
-        has_plugin = cast(dict[str, object], info).get("grammar_backend") == GRAMMAR_BACKEND
-        self._seeds = self._deterministic or (has_plugin and cast(dict[str, object], info).get("device") == "cpu")
+        features = self._features(cast(dict[str, object], info))
         self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
         return Found(
             capabilities=Capabilities(
@@ -208,12 +206,20 @@ class SglangServer:
                 vocab_size=self._vocab_size,
                 max_running=running if self._theirs else min(running, self._max_running),
                 max_keys=_keys(info),
-                features=_features(overlaps=self._overlaps, grammars=has_plugin),
+                features=features,
                 commit_mode=PauseMode.RECOMPUTE,
             ),
             label=str(_part(model, "weight_version")),
             model=str(_part(model, "model_path")),
         )
+
+    def _features(self, info: Mapping[str, object]) -> frozenset[Feature]:
+        """What it was started with: keeps what it records and how it samples, and says what else it can do."""
+        self._records = bool(self._num_experts) and info.get("enable_return_routed_experts") is True
+        self._overlaps = info.get("disable_overlap_schedule") is not True
+        has_plugin = info.get("grammar_backend") == GRAMMAR_BACKEND
+        self._seeds = self._deterministic or (has_plugin and info.get("device") == "cpu")
+        return _FEATURES.union(() if self._overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if has_plugin else ())
 
     async def label(self, client: ServerClient) -> str:
         return str(_part(await client.get("/model_info"), "weight_version"))
@@ -264,10 +270,6 @@ def _keys(info: object) -> int | None:
     """Tokens that its cache holds; none where it does not say."""
     told = cast(dict[str, object], info).get("max_total_num_tokens")
     return told if isinstance(told, int) and told > 0 else None
-
-
-def _features(*, overlaps: bool, grammars: bool) -> frozenset[Feature]:
-    return _FEATURES.union(() if overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if grammars else ())
 
 
 def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int, seeded: bool) -> dict[str, object]:
