@@ -28,6 +28,7 @@ from midflight.types import GroupKey, RolloutKey, Task, Trajectory
 from midflight.types.facts import Admitted, GroupFinished
 
 from .site import TOKENIZER, Site, config
+from .test_going_back import Foreign
 
 
 def engines() -> list[ScriptedEngine]:
@@ -98,6 +99,32 @@ def test_engines_apart_keep_their_version_and_answer_nothing_else(tmp_path: Path
     policy, apart = site.ring.serving.states()
     assert (policy.name, apart.name, apart.version) == ("e0", "e1", 0) and policy.version >= 3
     assert site.ring.serving.fleet.served_version() == policy.version, "what stays behind holds no admission up"
+
+
+def test_an_engine_apart_that_is_started_again_after_the_trainer_went_back_answers_again_as_it_did(tmp_path: Path) -> None:
+    async def main() -> None:
+        site = Site(with_engines(config(), 1), tmp_path, engines=engines(), agents=judged)
+        async with site.opened() as ring:
+            foreign = Foreign(site, ring.system)
+
+            async def train() -> None:
+                for version in range(2):
+                    await foreign.step(await foreign.take(version))
+                    if version == 0:
+                        await foreign.save()
+                await foreign.go_back(1)
+                site.engines[1].die()
+                await asyncio.sleep(3)
+                assert [state.error is None for state in ring.serving.states()] == [True, False]
+                site.engines[1].revive()
+                for _ in range(2):
+                    await foreign.step(await foreign.take(foreign.version))
+                policy, apart = ring.serving.states()
+                assert (apart.name, apart.version, apart.error) == ("e1", 0, None) and policy.version == foreign.version > 2
+
+            await ring.serve(train())
+
+    run_virtual(main, max_seconds=3600)
 
 
 def test_without_engines_apart_what_is_not_trained_is_refused_with_the_remedy(tmp_path: Path) -> None:
