@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo calculator test test-real test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean
+.PHONY: demo calculator test test-real test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -38,7 +38,7 @@ bench: $(VENV)/.dev
 # What takes too long for every change: new examples for the property tests, other people's clients and servers, and all benchmarks.
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
-	$(MAKE) docs test-docs test-package test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-agents test-cluster test-engines test-models benchmarks-smoke
+	$(MAKE) docs test-docs test-package test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 CLIENTS ?= tests/clients
@@ -94,6 +94,11 @@ test-adapters: $(VENV)/.dev $(VENV)-verifiers/.done $(VENV)-openenv/.done
 	    PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-$$adapter/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . --confcutdir tests/real_adapters \
 	        tests/real_adapters/test_$$adapter.py tests/pages/run -k "$$adapter" || exit 1; \
 	done
+
+# Boxes of docker, E2B, Daytona and Modal, by their own clients, against stand-ins of their APIs: nothing of theirs is reached.
+test-sandboxes: $(VENV)/.dev $(VENV)-sandboxes/.done
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-sandboxes/bin/python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . --confcutdir tests/real_sandboxes \
+	    tests/real_sandboxes
 
 # Agents in frameworks of other people, unmodified, each trained for three steps as its page says; and programs that know an address only.
 # mini-swe-agent wants another openai SDK than the others, so it has a second environment.
@@ -207,9 +212,10 @@ $(VENV)-trackers/.done $(VENV)-clients/.done:
 
 $(VENV)-verifiers/.done: tests/real_adapters/requirements-verifiers.txt constraints.txt
 $(VENV)-openenv/.done: tests/real_adapters/requirements-openenv.txt constraints.txt
+$(VENV)-sandboxes/.done: tests/real_sandboxes/requirements.txt constraints.txt
 $(VENV)-agents/.done: tests/agents/requirements.txt constraints.txt
 $(VENV)-agents-openai2/.done: tests/agents/requirements-openai2.txt constraints.txt
-$(VENV)-agents/.done $(VENV)-agents-openai2/.done $(VENV)-verifiers/.done $(VENV)-openenv/.done:
+$(VENV)-agents/.done $(VENV)-agents-openai2/.done $(VENV)-sandboxes/.done $(VENV)-verifiers/.done $(VENV)-openenv/.done:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_common.pth"
@@ -239,4 +245,4 @@ $(VENV)-sglang/.done: engines/sglang-cpu.txt $(wildcard engines/sglang-shims/* e
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-aider $(VENV)-agents $(VENV)-agents-openai2 $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-ops $(VENV)-clients $(VENV)-clients-* $(VENV)-javascript $(VENV)-coding-agents $(VENV)-aider $(VENV)-agents $(VENV)-agents-openai2 $(VENV)-sandboxes $(VENV)-verifiers $(VENV)-openenv $(VENV)-vllm $(VENV)-sglang runs build dist site

@@ -1,11 +1,11 @@
-"""Finding what a configuration names as `module:name`: a user's environment, a user's loss."""
+"""Finding what a configuration names as `module:name`: a user's environment, a user's loss; and packages that are extras."""
 
 import importlib
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 from midflight.errors import ConfigError, nearest
 
@@ -40,3 +40,13 @@ def _import(module_name: str, said: str) -> ModuleType:
         else:
             remedy = f"importing {module_name} failed with {type(error).__name__}: {error}; mend that module first"
         raise ConfigError(f"{said}: {remedy}.") from error
+
+
+def package(name: str, *, extra: str) -> Any:
+    """The package of that name. `ConfigError` names the extra that brings it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if error.name and not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"importing {name} failed: {error}; install what it needs with: pip install 'midflight[{extra}]'.") from error
+        raise ConfigError(f"this environment needs the package {name}; install it with: pip install 'midflight[{extra}]'.") from error

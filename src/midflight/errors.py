@@ -243,6 +243,12 @@ class AgentFailed(EnvironmentFailed):
         self.trace = trace
 
 
+class SandboxLost(EnvironmentFailed):
+    """There is no sandbox, or none any more, through no fault of the program that was to run in it."""
+
+    blame = Blame.INFRASTRUCTURE
+
+
 class AgentLost(EnvironmentFailed):
     """The process of an agent ended through no fault of the agent's, which begins again elsewhere."""
 
@@ -273,7 +279,7 @@ class ConfigError(MidflightError):
 
 
 class SandboxUnavailable(ConfigError):
-    """Nothing here can isolate a program, or what could is down."""
+    """Nothing here can isolate a program, or what could is down, before a run begins."""
 
 
 class ModelNotFound(ConfigError):

@@ -1,12 +1,11 @@
 """Games as conversations: what a game shows is the user's message, what the model answers is its move."""
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from midflight.environments.conversation import with_observation
-from midflight.errors import ConfigError, EnvironmentFailed
+from midflight.errors import EnvironmentFailed
 from midflight.types import Json, Result, Task
 
 
@@ -53,7 +52,7 @@ async def played(task: Task, client: Any, game: Game, *, bound: GameBound) -> Re
     messages: list[dict[str, Json]] = with_observation(task.messages, f"\n\n{shown}" if task.prompt else shown)
     earned, metrics, num_invalid = list[float](), dict[str, float](), 0
     for _ in range(bound.max_turns):
-        if (answer := await _answer(client, messages)) is None:
+        if (answer := await answered(client, messages)) is None:
             break
         move = await game.move(str(answer.get("content") or ""))
         messages.append(answer)
@@ -85,7 +84,7 @@ def _result(
     return Result(total, components={"game": total}, metrics={**metrics, **counted}, turns=earned, fields=fields)
 
 
-async def _answer(client: Any, messages: list[dict[str, Json]]) -> dict[str, Json] | None:
+async def answered(client: Any, messages: list[dict[str, Json]]) -> dict[str, Json] | None:
     """The model's message; None where the conversation has filled its context."""
     try:
         said = await client.chat.completions.create(model="policy", messages=messages)
@@ -95,16 +94,6 @@ async def _answer(client: Any, messages: list[dict[str, Json]]) -> dict[str, Jso
         raise
     kept = {name: value for name, value in said.choices[0].message.model_dump().items() if value not in (None, [])}
     return {**kept, "content": kept.get("content", "")}
-
-
-def package(name: str, *, extra: str) -> Any:
-    """The package of that name. `ConfigError` names the extra that brings it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        if error.name and not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"importing {name} failed: {error}; install what it needs with: pip install 'midflight[{extra}]'.") from error
-        raise ConfigError(f"this environment needs the package {name}; install it with: pip install 'midflight[{extra}]'.") from error
 
 
 def settings(task: Task, name: str) -> Mapping[str, Any]:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from midflight.adapters.games import GameBound, Move, package, played, settings
-from midflight.entries import load_entry
+from midflight.adapters.games import GameBound, Move, played, settings
+from midflight.entries import load_entry, package
 from midflight.environments.agents import in_thread
 from midflight.errors import ConfigError
 from midflight.types import Json, Result, Task

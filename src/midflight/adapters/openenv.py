@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 from urllib.request import ProxyHandler, build_opener
 
-from midflight.adapters.games import GameBound, Move, package, played, settings
+from midflight.adapters.games import GameBound, Move, played, settings
 from midflight.adapters.gymnasium import named_function
+from midflight.entries import package
 from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from midflight.adapters.games import GameBound, Move, package, played, settings
-from midflight.entries import load_entry
+from midflight.adapters.games import GameBound, Move, played, settings
+from midflight.entries import load_entry, package
 from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task
 

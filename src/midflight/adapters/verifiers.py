@@ -16,7 +16,8 @@ from typing import Any, cast
 
 from aiohttp import ClientSession, ClientTimeout
 
-from midflight.adapters.games import package, settings
+from midflight.adapters.games import settings
+from midflight.entries import package
 from midflight.environments.agents import in_thread
 from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task

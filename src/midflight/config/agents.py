@@ -50,7 +50,9 @@ class SandboxSection(Section):
     """Where code that a model wrote runs: `sandbox` of a reward function, and `midflight.sandbox`."""
 
     kind: str = "bubblewrap"
-    """bubblewrap: namespaces of this machine, without network and without our files; refused where the machine has none. trusted: as this user, with limits and without isolation, for code that is trusted. Or `module:Class` of one's own, called with this section, which may run it elsewhere."""
+    """bubblewrap: namespaces of this machine, without network and without our files; refused where the machine has none. trusted: as this user, with limits and without isolation, for code that is trusted. docker, e2b, daytona, modal: in a container or machine that its maker's client starts and ends (`pip install 'midflight[docker]'`, or the other's name). Or `module:Class` of one's own, called with this section, which may run it elsewhere."""
+    image: str = ""
+    """What a box elsewhere is made of: an image of docker, daytona or modal, by default `python:3.12-slim`; a template of e2b, by default its own."""
     seconds: Seconds = 10.0
     """After which a program is ended; larger waits longer for one that hangs."""
     memory_mb: Positive = 512
@@ -62,7 +64,7 @@ class SandboxSection(Section):
     output_bytes: Positive = 1_000_000
     """Of its output and of its errors, past which it is ended; larger keeps more."""
     network: bool = False
-    """Whether it reaches the network that this machine reaches."""
+    """Whether it reaches the network that the machine reaches on which it runs."""
 
 
 class UntrackedSection(Section):

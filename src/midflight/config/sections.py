@@ -4,6 +4,7 @@ Nothing here imports torch. Code receives the numbers it needs, not these object
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue
 
@@ -98,7 +99,7 @@ class GatewaySection(Section):
     hosts: tuple[str, ...] = ()
     """Names by which clients may ask an endpoint on loopback, beside loopback's own, such as that of a proxy; `*` is any. By another name a web page could have its visitors' browsers ask (DNS rebinding)."""
     public_url: str = ""
-    """Begins the addresses of sessions given over HTTP, such as `https://proxy.example`; empty: the address of the connection that asked."""
+    """Begins the addresses of sessions given over HTTP, and `client.public_url`, for agents on other machines, such as `https://proxy.example`; empty: the address of the connection that asked. The endpoint answers to its name too."""
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
     strict: bool = False
@@ -119,6 +120,12 @@ class GatewaySection(Section):
     """Between which markers the model thinks before it answers; `auto` finds them as above, `none` leaves thinking in the content."""
     session_seconds: Seconds = 3600.0
     """A session opened over HTTP ends after this long without a request, and its record is kept as long for its owner; larger waits longer for late rewards."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """To which the endpoint answers, beside those of loopback: `hosts`, and that of `public_url`."""
+        public = urlsplit(self.public_url).hostname
+        return (*self.hosts, *([public] if public else []))
 
 
 class EnvironmentSection(Section):

@@ -150,12 +150,14 @@ class SharedClients:
     gateway may keep them waiting; the rollout has one. There may be as many connections as rollouts, which are bounded.
     """
 
-    def __init__(self, *, transport: Transport | None = None, untracked: UntrackedSection = UntrackedSection()) -> None:
+    def __init__(
+        self, *, transport: Transport | None = None, untracked: UntrackedSection = UntrackedSection(), public_url: str = ""
+    ) -> None:
         """`transport` takes the place of the network, for agents on the event loop of the gateway's own process. `untracked`: where what is
-        not trained is answered; what is outside the run is reached over the network, and by proxies."""
+        not trained is answered; what is outside the run is reached over the network, and by proxies. `public_url`: `gateway.public_url`."""
         hide_secrets()
         self._sdk = _Sdk()
-        self._transport, self._untracked = transport, untracked
+        self._transport, self._untracked, self._public_url = transport, untracked, public_url.rstrip("/")
         self._client = self._sdk.client(transport)
         self._plain: PlainClient | None = None
         self._outside: dict[bool, Any] = {}
@@ -164,7 +166,7 @@ class SharedClients:
         if self._client.is_closed():
             self._client = self._sdk.client(self._transport)
         client = self._client.with_options(base_url=session.base_url, api_key=session.api_key)
-        client.beside = self._sdk.clients.Beside(self._untracked, lambda: self._beyond(is_async=True))
+        client.beside = self._sdk.clients.Beside(self._untracked, lambda: self._beyond(is_async=True), public_url=self._public_url)
         return client
 
     def plain_client_for(self, session: SessionHandle) -> PlainClient:
@@ -172,7 +174,7 @@ class SharedClients:
         if self._plain is None or self._plain.is_closed():
             self._plain = self._sdk.plain_client()
         client = self._plain.with_options(base_url=session.base_url, api_key=session.api_key)
-        client.beside = self._sdk.clients.Beside(self._untracked, lambda: self._beyond(is_async=False))
+        client.beside = self._sdk.clients.Beside(self._untracked, lambda: self._beyond(is_async=False), public_url=self._public_url)
         return client
 
     def _beyond(self, *, is_async: bool) -> Any:

@@ -35,6 +35,8 @@ class Beside:
     section: UntrackedSection
     pool: Callable[[], Any]
     """Connections to what is outside the run."""
+    public_url: str = ""
+    """With which the gateway's address begins on other machines; empty: as here."""
     trouble: str = ""
     """What the last request to something untracked ended with; empty after an answer."""
 
@@ -65,6 +67,14 @@ class PartsOfRollout:
             )
         made.is_untracked = True
         return made
+
+    @property
+    def public_url(self) -> str:
+        """The address of the same session for an agent on another machine, such as a program in a box elsewhere: it begins with
+        `gateway.public_url`, where that is set. Whoever has it can ask the model in this session, and nothing else."""
+        _, named, rest = self._address.partition(f"/s/{self.api_key}")
+        begin = self.beside.public_url if self.beside is not None and named else ""
+        return f"{begin}{named}{rest}" if begin else self._address
 
     def role(self, name: str) -> Self:
         """A client of another role in the same rollout, such as a critic, or the other side of a game: it has a session of its own, is trained

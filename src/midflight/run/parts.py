@@ -101,6 +101,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, tag="worker"):
     token: str
     environment: str
     """The section of the configuration, as JSON."""
+    public_url: str = ""
+    """`gateway.public_url`."""
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):

@@ -5,7 +5,9 @@ from typing import Any, cast
 from midflight.config.agents import SandboxSection
 from midflight.entries import load_entry
 from midflight.environments.sandboxes.bubblewrap import Bubblewrap
+from midflight.environments.sandboxes.makers import MAKERS
 from midflight.environments.sandboxes.port import Sandbox
+from midflight.environments.sandboxes.remote import Remote
 from midflight.environments.sandboxes.trusted import Trusted
 from midflight.errors import ConfigError
 
@@ -16,11 +18,13 @@ def sandbox(**limits: Any) -> Sandbox:
 
 
 def sandbox_of(section: SandboxSection) -> Sandbox:
-    """`SandboxUnavailable` where this machine cannot isolate as it is told to; `ConfigError` for a class that cannot be had."""
+    """`SandboxUnavailable` where nothing isolates as it is told to; `ConfigError` for a class that cannot be had."""
     if section.kind == "bubblewrap":
         found: Sandbox = Bubblewrap(section)
     elif section.kind == "trusted":
         found = Trusted(section)
+    elif section.kind in MAKERS:
+        found = Remote(section)
     else:
         made = load_entry(section.kind, option="environment.sandbox.kind", such_as="my_sandbox:Remote")
         if not callable(made):

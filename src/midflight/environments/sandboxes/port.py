@@ -1,10 +1,13 @@
 """The port: what a sandbox is given, and what it says; and the limits that any process is held to."""
 
 import asyncio
+import io
 import sys
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
 from midflight.config.agents import SandboxSection
@@ -42,13 +45,60 @@ class Sandbox(Protocol):
         """Waits for the program's end; ended by it, by a limit, or by cancellation, after which nothing of it runs any more.
 
         `files` lie in its working folder, by path relative to that. What it leaves behind is gone with it.
-        `SandboxUnavailable` if there is no sandbox to run it in: that says nothing about the program, so nothing must be scored by it.
+        `SandboxLost` if there is no sandbox to run it in: that says nothing about the program, so nothing must be scored by it.
         """
         ...
 
     async def python(self, code: str, *, files: Mapping[str, str | bytes] = ..., stdin: str = "") -> Ran:
         """The same of a Python program, with this interpreter's packages where the sandbox has them."""
         ...
+
+
+class Box(Protocol):
+    """A sandbox for several programs, one after another: what one leaves in its folders the next one finds."""
+
+    async def run(
+        self, command: Sequence[str], *, files: Mapping[str, str | bytes] = ..., stdin: str = "", seconds: float | None = None
+    ) -> Ran:
+        """As that of a sandbox. `files` are put there before, by absolute path; `seconds` takes the place of the section's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Furnished:
+    """What a box begins with."""
+
+    folders: Sequence[str] = ()
+    """That its programs write to, by absolute path."""
+    start: str = "."
+    """Where they start; by default where its image says."""
+    image: str = ""
+    """In place of the section's, of a box elsewhere."""
+    build: Path | None = None
+    """A folder with a Dockerfile, which is built for it."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
+    seconds: float = 3600.0
+    """Of its whole life, where it is elsewhere: after that its maker ends it, whatever became of us."""
+
+
+class LastingSandbox(Sandbox, Protocol):
+    """One that has boxes too."""
+
+    def opened(self, furnished: Furnished) -> AbstractAsyncContextManager[Box]:
+        """Within it the box is there. `SandboxLost` if none can be had."""
+        ...
+
+
+def packed(files: Mapping[str, str | bytes]) -> bytes:
+    """A tar archive of files by absolute path; all of them may be executed."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, text in files.items():
+            data = text.encode() if isinstance(text, str) else text
+            entry = tarfile.TarInfo(name.lstrip("/"))
+            entry.size, entry.mode = len(data), 0o755
+            tar.addfile(entry, io.BytesIO(data))
+    return archive.getvalue()
 
 
 def checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:

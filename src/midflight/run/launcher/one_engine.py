@@ -96,7 +96,7 @@ class OneEngineSite:
             metrics=metrics.registry,
             extra_routes=[*routes.wire(), *routes.operator(), DiskWeights(self._model, serving.fleet, serving.handover).route(None)],
         )
-        app = guarded(app, host=self._listener.getsockname()[0], names=self._config.gateway.hosts)
+        app = guarded(app, host=self._listener.getsockname()[0], names=self._config.gateway.names)
         await serve_while(
             serve_app(
                 app if self._token is None else RequireToken(app, self._token),

@@ -243,7 +243,11 @@ class Ring:
         while failed_starts < MAX_FAILED_STARTS:
             worker = await self._start(ProcessKind.WORKER, name, self._gateway, arguments=entries_of(self._config.environment))
             try:
-                await worker.tell(WorkerSpec(name, self.url, self._worker_token, self._config.environment.model_dump_json()))
+                await worker.tell(
+                    WorkerSpec(
+                        name, self.url, self._worker_token, self._config.environment.model_dump_json(), self._config.gateway.public_url
+                    )
+                )
                 await self._follow(worker)
                 error = f"{name} ended, though nobody asked it to"
             except (PartFailed, PartLost) as failure:

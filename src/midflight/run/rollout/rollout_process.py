@@ -254,7 +254,8 @@ class RolloutProcess:
         program = AgentProgram(section)
         board = program.environment.board if isinstance(program.environment, Claimed) else None
         async with asyncio.TaskGroup() as requests:
-            clients = partial(SharedClients, transport=MemoryTransport(app, requests), untracked=section.untracked)
+            url = self._config.gateway.public_url
+            clients = partial(SharedClients, transport=MemoryTransport(app, requests), untracked=section.untracked, public_url=url)
             async with program.host(partial(ask, app), clients) as host:
                 yield Hosting(host, board=board)
 
@@ -277,7 +278,7 @@ class RolloutProcess:
         address = None if self._spec.purpose is Purpose.EVALUATE else serving.gateway.address
         await serve_while(
             serve_app(
-                guarded(app, host=self._listener.getsockname()[0], names=gateway.hosts),
+                guarded(app, host=self._listener.getsockname()[0], names=gateway.names),
                 self._listener,
                 ready=lambda: self._launcher.tell(Ready(address)),
                 stopping=serving.gateway.stop,

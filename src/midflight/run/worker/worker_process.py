@@ -74,7 +74,8 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
     http_client = HttpClient(spec.url, lost=lambda deed: PartLost(f"the rollout process {deed}"), token=spec.token)
     section = EnvironmentSection.model_validate_json(spec.environment)
     program = AgentProgram(section)
-    async with http_client, program.host(partial(http_client.call, "POST"), partial(SharedClients, untracked=section.untracked)) as host:
+    clients = partial(SharedClients, untracked=section.untracked, public_url=spec.public_url)
+    async with http_client, program.host(partial(http_client.call, "POST"), clients) as host:
         worker = Worker(spec.name, host, http_client, LoopWatch(spec, loop), cancels=program.cancels)
         # An agent may block its loop for as long: the rollout process ends the worker after that, and knows why.
         launcher.heart.ask = partial(worker.situation, limit=section.rollout_seconds + END_SECONDS)

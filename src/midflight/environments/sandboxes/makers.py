@@ -1,0 +1,153 @@
+"""Who makes boxes on other machines: each by its maker's own client, which is all of it that is known here.
+
+A box is asked for a script of `sh`, and for its end. Its maker ends it too, after its life, so none is left behind by a process that died.
+"""
+
+import math
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+from midflight.config.agents import SandboxSection
+from midflight.entries import package
+from midflight.environments.agents import in_thread
+from midflight.environments.sandboxes.port import Furnished
+from midflight.errors import SandboxUnavailable
+
+IMAGE = "python:3.12-slim"
+NOBODY = "65534:65534"
+
+Shell: TypeAlias = Callable[[str, float], Awaitable[tuple[int, str]]]
+"""Runs a script within so many seconds: its exit status and its output. Waits for its end; raises what the maker's client raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """One of them."""
+
+    package: str
+    keys: tuple[str, ...]
+    """Variables of the environment that its client needs."""
+    box: Callable[[SandboxSection, Furnished], AbstractAsyncContextManager[Shell]]
+    remedy: str
+
+    def client(self, extra: str) -> Any:
+        """Its package. `ConfigError` names the extra that brings it; `SandboxUnavailable` a key that is not there."""
+        found = package(self.package, extra=extra)
+        if missing := [key for key in self.keys if not os.environ.get(key)]:
+            raise SandboxUnavailable(f"environment.sandbox.kind = {extra!r} needs the variable {missing[0]}, which is not set; set it.")
+        return found
+
+
+@asynccontextmanager
+async def docker_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
+    """A container: of its image's user where it is furnished, else of nobody, who writes to its `/tmp` alone."""
+    docker, name = package("docker", extra="docker"), f"midflight-{uuid4().hex}"
+    client: Any = await in_thread(lambda: docker.from_env(timeout=math.ceil(furnished.seconds)))
+    closed = {} if furnished.folders or furnished.build else {"user": NOBODY, "read_only": True, "cap_drop": ["ALL"]}
+
+    def made() -> Any:
+        image = furnished.image or section.image or IMAGE
+        if furnished.build is not None:
+            image = client.images.build(path=str(furnished.build), rm=True)[0].id
+        return client.containers.run(
+            image, ["sleep", str(math.ceil(furnished.seconds))], entrypoint=[], name=name, detach=True, auto_remove=True, init=True,
+            mem_limit=f"{section.memory_mb}m", memswap_limit=f"{section.memory_mb}m", nano_cpus=10**9, pids_limit=section.processes + 8,
+            security_opt=["no-new-privileges"], tmpfs={"/tmp": f"size={section.disk_mb}m,mode=1777,exec"},
+            **({} if section.network else {"network_mode": "none"}), **closed,
+        )  # fmt: skip
+
+    def removed() -> None:
+        with suppress(docker.errors.APIError):  # it was never made, or its life is over
+            client.api.remove_container(name, force=True)
+        client.close()
+
+    try:
+        container: Any = await in_thread(made)
+
+        async def shell(script: str, seconds: float) -> tuple[int, str]:
+            del seconds
+            ran: Any = await in_thread(lambda: container.exec_run(["sh", "-c", script], stderr=False))
+            return ran.exit_code, (ran.output or b"").decode(errors="replace")
+
+        yield shell
+    finally:
+        await in_thread(removed)
+
+
+@asynccontextmanager
+async def e2b_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
+    """A machine of its own. Its processors and its memory are those of the template."""
+    e2b = package("e2b", extra="e2b")
+    template, seconds = furnished.image or section.image or None, math.ceil(furnished.seconds)
+    box = await e2b.AsyncSandbox.create(template, timeout=seconds, allow_internet_access=section.network)
+
+    async def shell(script: str, seconds: float) -> tuple[int, str]:
+        try:
+            ran = await box.commands.run(script, timeout=seconds, user="root")
+        except e2b.CommandExitException as ended:
+            return ended.exit_code, ended.stdout
+        return ran.exit_code, ran.stdout
+
+    try:
+        yield shell
+    finally:
+        await box.kill()
+
+
+@asynccontextmanager
+async def daytona_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
+    """A container of an image, with whole GiB of memory and disk. What is stopped is deleted."""
+    daytona = package("daytona", extra="daytona")
+    asked = daytona.CreateSandboxFromImageParams(
+        image=furnished.image or section.image or IMAGE,
+        resources=daytona.Resources(cpu=1, memory=math.ceil(section.memory_mb / 1024), disk=max(1, math.ceil(section.disk_mb / 1024))),
+        network_block_all=not section.network, auto_stop_interval=math.ceil(furnished.seconds / 60), auto_delete_interval=0,
+    )  # fmt: skip
+    async with daytona.AsyncDaytona() as client:
+        box = await client.create(asked, timeout=furnished.seconds)
+
+        async def shell(script: str, seconds: float) -> tuple[int, str]:
+            ran = await box.process.exec(script, timeout=math.ceil(seconds))
+            return ran.exit_code, ran.result
+
+        try:
+            yield shell
+        finally:
+            await client.delete(box)
+
+
+@asynccontextmanager
+async def modal_box(section: SandboxSection, furnished: Furnished) -> AsyncGenerator[Shell]:
+    """A container of an image, in the app `midflight`."""
+    modal = package("modal", extra="modal")
+    app = await modal.App.lookup.aio("midflight", create_if_missing=True)
+    image = modal.Image.from_registry(furnished.image or section.image or IMAGE)
+    memory = (section.memory_mb, section.memory_mb)
+    seconds = math.ceil(furnished.seconds)
+    box = await modal.Sandbox.create.aio(
+        app=app, image=image, timeout=seconds, cpu=(1.0, 1.0), memory=memory, block_network=not section.network
+    )
+
+    async def shell(script: str, seconds: float) -> tuple[int, str]:
+        process = await box.exec.aio("sh", "-c", script, timeout=math.ceil(seconds))
+        said = await process.stdout.read.aio()
+        return await process.wait.aio(), said
+
+    try:
+        yield shell
+    finally:
+        await box.terminate.aio()
+
+
+MAKERS = {
+    "docker": Maker("docker", (), docker_box, "start Docker, or say in DOCKER_HOST where it is"),
+    "e2b": Maker("e2b", ("E2B_API_KEY",), e2b_box, "see the key in E2B_API_KEY, the template, and E2B's status page"),
+    "daytona": Maker("daytona", ("DAYTONA_API_KEY",), daytona_box, "see the key in DAYTONA_API_KEY, the image, and Daytona's status page"),
+    "modal": Maker(
+        "modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), modal_box, "see the token in MODAL_TOKEN_ID, the image, and Modal's status page"
+    ),
+}
