@@ -31,3 +31,20 @@ def test_each_client_is_bound_to_its_session_and_all_share_the_pool(monkeypatch:
         assert first.is_closed()
 
     asyncio.run(main())
+
+
+def test_an_agent_elsewhere_is_given_an_address_that_begins_as_the_gateways_does_there():
+    async def main():
+        there = session(1)
+        address = "https://proxy.example/s/key-1/v1/"
+        elsewhere = SharedClients(public_url="https://proxy.example/")
+        client = elsewhere.client_for(
+            FakeSession(there.session_id, there.key, True, base_url="http://127.0.0.1:9/s/key-1/v1", api_key="key-1")
+        )
+        assert client.public_url == address and str(client.base_url) == "http://127.0.0.1:9/s/key-1/v1/"
+        role = client.role("critic")
+        assert role.public_url == f"https://proxy.example/s/{role.api_key}/v1/"
+        await elsewhere.close()
+        assert SharedClients().client_for(there).public_url == "http://127.0.0.1:9/s/1/v1/"
+
+    asyncio.run(main())

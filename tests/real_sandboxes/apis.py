@@ -92,7 +92,7 @@ class E2bApi(Api):
 
     env: ClassVar = {"E2B_EVENTS_ADDRESS": "http://192.0.2.1"}
     routes = (
-        ("POST", "/sandboxes", "create"),
+        ("POST", "/v2/sandboxes", "create"),
         ("DELETE", r"/sandboxes/(\w+)", "remove"),
         ("GET", "/health", "health"),
         ("POST", "/process.Process/Start", "execute"),
@@ -140,7 +140,7 @@ class DaytonaApi(Api):
 
     def _shown(self, name: str, state: str = "started") -> dict[str, Any]:
         told = {"id": name, "name": name, "organizationId": "o", "user": "root", "env": {}, "labels": {"code-toolbox-language": "python"}}
-        sizes = {"cpu": 1, "gpu": 0, "memory": 1, "disk": 1, "public": False, "networkBlockAll": True, "target": "us"}
+        sizes = {"cpu": 1, "gpu": 0, "memory": 1, "disk": 1, "public": False, "networkBlockAll": True, "kvm": False, "target": "us"}
         return {**told, **sizes, "state": state, "desiredState": state, "toolboxProxyUrl": f"http://{self.address}/toolbox"}
 
     def shown(self, asked: Asked, name: str) -> None:

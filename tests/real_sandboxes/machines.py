@@ -117,9 +117,9 @@ class Asked(BaseHTTPRequestHandler):
             self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.partition("?")[0]
         if self.api.is_down:
-            self.answer(503, {"message": "no capacity"})
+            self.answer(503, {"code": 503, "statusCode": 503, "message": "no capacity"})
         elif (found := self.api.found(self.command, path)) is None:
-            self.answer(404, {"message": f"nobody answers {self.command} {path}"})
+            self.answer(404, {"code": 404, "statusCode": 404, "message": f"nobody answers {self.command} {path}"})
         else:
             found[0](self, *found[1])
 

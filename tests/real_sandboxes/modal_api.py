@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import grpc
 from modal_proto import api_pb2 as api
@@ -12,6 +13,9 @@ from modal_proto.api_pb2_grpc import ModalClientServicer, add_ModalClientService
 from modal_proto.task_command_router_pb2_grpc import TaskCommandRouterServicer, add_TaskCommandRouterServicer_to_server
 
 from .machines import Makers
+
+JWT = "a.eyJleHAiOjk5OTk5OTk5OTl9.b"
+"""It expires in the year 2286."""
 
 
 class ModalApi(Makers, ModalClientServicer, TaskCommandRouterServicer):
@@ -38,16 +42,16 @@ class ModalApi(Makers, ModalClientServicer, TaskCommandRouterServicer):
     # --- The control plane --------------------------------------------------------------------------------------------
 
     def ClientHello(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return api.ClientHelloResponse()
+
+    def AppGetOrCreate(self, request: Any, context: grpc.ServicerContext) -> Any:
         told = dict(context.invocation_metadata())
         if (told.get("x-modal-token-id"), told.get("x-modal-token-secret")) != ("right", "right"):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "Token ID is malformed")
-        return api.ClientHelloResponse()
+        return api.AppGetOrCreateResponse(app_id="ap-1")
 
     def AuthTokenGet(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return api.AuthTokenGetResponse(token="a.eyJleHAiOjk5OTk5OTk5OTl9.b")
-
-    def AppGetOrCreate(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return api.AppGetOrCreateResponse(app_id="ap-1")
+        return api.AuthTokenGetResponse(token=JWT)
 
     def EnvironmentGetOrCreate(self, request: Any, context: grpc.ServicerContext) -> Any:
         settings = api.EnvironmentSettings(image_builder_version="2025.06")
@@ -57,34 +61,28 @@ class ModalApi(Makers, ModalClientServicer, TaskCommandRouterServicer):
         succeeded = api.GenericResult(status=api.GenericResult.GENERIC_STATUS_SUCCESS)
         return api.ImageGetOrCreateResponse(image_id="im-1", result=succeeded)
 
-    def SandboxCreate(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def SandboxCreateV2(self, request: Any, context: grpc.ServicerContext) -> Any:
         if self.is_down:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no capacity")
-        return api.SandboxCreateResponse(sandbox_id=self.make(request.definition, f"sb-{len(self.made)}"))
+        name = self.make(request.definition, f"sb-{uuid4().hex}")
+        access = api.CommandRouterAccess(url=f"http://{self.address}", jwt=JWT)
+        return api.SandboxCreateV2Response(sandbox_id=name, task_id=f"ta-{name}-V", command_router_access=access)
 
-    def SandboxGetTaskId(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return api.SandboxGetTaskIdResponse(task_id=f"ta-{request.sandbox_id}")
-
-    def TaskGetCommandRouterAccess(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return api.TaskGetCommandRouterAccessResponse(url=f"http://{self.address}", jwt="a.eyJleHAiOjk5OTk5OTk5OTl9.b")
-
-    def SandboxTerminate(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def SandboxTerminateV2(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.end(request.sandbox_id)
         return api.SandboxTerminateResponse()
-
-    def SandboxWait(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return api.SandboxWaitResponse()
 
     # --- The worker ---------------------------------------------------------------------------------------------------
 
     def TaskExecStart(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self.ran[request.exec_id] = self.boxes[request.task_id.removeprefix("ta-")].run(list(request.command_args), dict(request.env))
+        self.ran[request.exec_id] = self.boxes[request.task_id[3:-2]].run(list(request.command_args))
         return router.TaskExecStartResponse()
 
     def TaskExecStdioRead(self, request: Any, context: grpc.ServicerContext) -> Any:
         ran = self.ran[request.exec_id]
         is_error = request.file_descriptor == router.TASK_EXEC_STDIO_FILE_DESCRIPTOR_STDERR
-        yield router.TaskExecStdioReadResponse(data=(ran.stderr if is_error else ran.stdout)[request.offset :])
+        if data := (ran.stderr if is_error else ran.stdout)[request.offset :]:
+            yield router.TaskExecStdioReadResponse(data=data)
 
     def TaskExecWait(self, request: Any, context: grpc.ServicerContext) -> Any:
         return router.TaskExecWaitResponse(code=self.ran[request.exec_id].returncode)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import modal.client
 import pytest
 
 from midflight.adapters import harbor
@@ -47,6 +48,7 @@ def pointed(monkeypatch: pytest.MonkeyPatch, kind: str, address: str, key: str =
     }
     for name, value in of_kind[kind].items():
         monkeypatch.setenv(name, value)
+    modal.client._Client._set_env_client(None)  # that of a process is kept, whatever becomes of the variables
 
 
 @pytest.fixture(params=list(KINDS))

@@ -64,13 +64,16 @@ class Remote:
     @asynccontextmanager
     async def _opened(self, furnished: Furnished) -> AsyncGenerator["RemoteBox"]:
         stack = AsyncExitStack()
+        making = asyncio.create_task(stack.enter_async_context(self._maker.box(self._limits, furnished)))
         try:
             async with _blamed(f"making a box of {self._limits.kind}", MAKE_SECONDS):
-                shell = await stack.enter_async_context(self._maker.box(self._limits, furnished))
+                shell = await asyncio.shield(making)
             yield RemoteBox(shell, self._limits, start=furnished.start)
         finally:
-            with suppress(Exception):  # its maker ends it
-                await asyncio.shield(stack.aclose())
+            ending = asyncio.create_task(_ended(making, stack))
+            _endings.add(ending)
+            ending.add_done_callback(_endings.discard)
+            await asyncio.shield(ending)
 
 
 class RemoteBox:
@@ -146,6 +149,20 @@ class RemoteBox:
         """Whether the kernel has ended something of the box for its memory; where it does not say, nothing was."""
         _, said = await self._shell("sed -n 's/^oom_kill //p' /sys/fs/cgroup/memory.events 2>/dev/null || true", ANSWER_SECONDS)
         return said.strip() not in ("", "0")
+
+
+_endings = set[asyncio.Task[None]]()
+"""Kept here, because a loop does not keep its tasks."""
+
+
+async def _ended(making: asyncio.Task[Shell], stack: AsyncExitStack) -> None:
+    """Waits for a box that is being made, whoever has gone meanwhile, because nobody else knows its name; then for its end."""
+    with suppress(Exception):  # its maker ends it
+        async with asyncio.timeout(MAKE_SECONDS):
+            await making
+    with suppress(Exception):
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await stack.aclose()
 
 
 def _signed(status: int) -> int:
