@@ -81,12 +81,10 @@ def tasks(
         raise ConfigError(f"no folder in {path!r} has a task.toml, so none is a task of Harbor; correct path.")
     told: dict[str, Json] = {"agent": agent, "turns": turns, "seconds": seconds, "sandbox": sandbox or {}}
     kind = str((sandbox or {}).get("kind", "bubblewrap"))
-    rows: list[dict[str, Json]] = []
-    for folder in found:
-        read = HarborTask.of(folder, kind)
-        asked = read.instruction if agent else ASKED + read.instruction
-        rows.append({"question": asked, "key": str(folder), NAME: {**told, "folder": str(folder)}})
-    return rows
+    begin = "" if agent else ASKED
+    return [
+        {"question": begin + HarborTask.of(each, kind).instruction, "key": str(each), NAME: {**told, "folder": str(each)}} for each in found
+    ]
 
 
 async def play(task: Task, client: Any) -> Result:
@@ -108,7 +106,8 @@ async def chat(task: Task, client: Any, box: Box) -> None:
             return
         ran = await box.run(["bash", "-c", script[1]], seconds=float(told["seconds"]))
         ended = f"ended by its limit of {ran.ended_by}" if ran.ended_by else f"exit status {ran.status}"
-        messages += [said, {"role": "user", "content": f"{ran.stdout[-4000:]}{ran.stderr[-4000:]}\n({ended})"}]
+        messages.append(said)
+        messages.append({"role": "user", "content": f"{ran.stdout[-4000:]}{ran.stderr[-4000:]}\n({ended})"})
 
 
 async def _scored(said: str, found: HarborTask, box: Box) -> Result:
