@@ -74,14 +74,15 @@ def test_the_parts_of_a_reward_are_its_components(tmp_path: Path, written: str, 
 
 
 def test_an_agent_of_ones_own_gets_the_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_agent.py").write_text("async def work(task, client, box):\n    await box.run(['tee', 'answer.txt'], stdin='42')\n")
+    (tmp_path / "harbor_agent.py").write_text("async def work(task, client, box):\n    await box.run(['tee', 'answer.txt'], stdin='42')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert played(folder(tmp_path / "tasks"), agent="my_agent:work").reward == 1.0
+    assert played(folder(tmp_path / "tasks"), agent="harbor_agent:work").reward == 1.0
 
 
 def test_variables_of_the_tests_are_theirs_and_their_seconds_too(tmp_path: Path) -> None:
-    options = '[verifier]\ntimeout_sec = 1.0\nenv = { WORTH = "0.5" }\n'
+    options = '[verifier]\nenv = { WORTH = "0.5" }\n'
     assert played(folder(tmp_path / "a", "echo $WORTH > /logs/verifier/reward.txt", options=options), "").reward == 0.5
+    options = "verifier.timeout_sec = 0.5\n"
     with pytest.raises(EnvironmentFailed, match=r"task 0 of harbor \(answer\): its tests were ended by their limit of time"):
         played(folder(tmp_path / "b", "sleep 77.5", options=options), "")
 
