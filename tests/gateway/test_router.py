@@ -5,48 +5,101 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midflight.gateway.fleet.routing import Candidate, Pins, choose
+from midflight.gateway.fleet.routing import Loads, Pins
+
+Engines = dict[str, tuple[int, int]]
+"""By name the version and the tokens in flight."""
 
 
-def engine(name: str, tokens: int = 0, *, version: int = 0, routable: bool = True) -> Candidate:
-    return Candidate(name, version, tokens, routable)
+def chosen(engines: Engines, *, pinned: str | None = None, tokens: int = 0) -> str | None:
+    loads = Loads()
+    for order, (name, (version, load)) in enumerate(engines.items()):
+        loads.put(name, version=version, load=load, order=order)
+    return loads.choose(pinned=pinned, tokens=tokens)
 
 
-def test_the_pinned_engine_is_taken_unless_it_is_not_routable() -> None:
-    assert choose([engine("a", 110), engine("b", 100)], pinned="a") == "a"
-    assert choose([engine("a", 110, routable=False), engine("b", 100)], pinned="a") == "b"
+def by_hand(engines: Engines, *, pinned: str | None, tokens: int) -> str | None:
+    """As it is said: the pinned engine unless it has more than 1.25 times the mean load, and more than the lightest has with the request;
+    else of those with at most 1.25 times the lightest load the newest version, the lightest, the first."""
+    if not engines:
+        return None
+    loads = {name: load for name, (_, load) in engines.items()}
+    if pinned in loads and loads[pinned] <= max(min(loads.values()) + tokens, 1.25 * sum(loads.values()) / len(loads)):
+        return pinned
+    near = [name for name, load in loads.items() if load <= 1.25 * min(loads.values())]
+    return min(near, key=lambda name: (-engines[name][0], loads[name]))
+
+
+def test_a_pinned_engine_that_is_not_in_is_not_taken() -> None:
+    assert chosen({"a": (0, 110), "b": (0, 100)}, pinned="a") == "a"
+    assert chosen({"b": (0, 100)}, pinned="a") == "b"
 
 
 def test_a_crowded_engine_loses_its_sessions_when_that_is_worth_a_prefill() -> None:
     """The mean load is 100: above 125 the engine is crowded. Moving 80 tokens pays where the lightest is lighter by more."""
-    assert choose([engine("a", 125), engine("b", 75)], pinned="a") == "a"
-    assert choose([engine("a", 150), engine("b", 50)], pinned="a", tokens=80) == "b"
-    assert choose([engine("a", 150), engine("b", 50)], pinned="a", tokens=100) == "a"
-    assert choose([engine("b")], pinned="gone") == "b"
+    assert chosen({"a": (0, 125), "b": (0, 75)}, pinned="a") == "a"
+    assert chosen({"a": (0, 150), "b": (0, 50)}, pinned="a", tokens=80) == "b"
+    assert chosen({"a": (0, 150), "b": (0, 50)}, pinned="a", tokens=100) == "a"
 
 
-def test_without_a_pin_the_fewest_tokens_in_flight_decide() -> None:
-    assert choose([engine("a", 300), engine("b", 200), engine("c", 250)], pinned=None) == "b"
+def test_without_a_pin_the_fewest_tokens_in_flight_decide_and_then_the_order() -> None:
+    assert chosen({"a": (0, 300), "b": (0, 200), "c": (0, 250)}) == "b"
+    assert chosen({"b": (0, 0), "a": (0, 0)}) == "b"
 
 
 def test_the_newest_version_is_preferred_among_engines_about_equally_loaded() -> None:
-    assert choose([engine("old", 100), engine("new", 125, version=1)], pinned=None) == "new"
-    assert choose([engine("old", 100), engine("new", 126, version=1)], pinned=None) == "old"
+    assert chosen({"old": (0, 100), "new": (1, 125)}) == "new"
+    assert chosen({"old": (0, 100), "new": (1, 126)}) == "old"
 
 
-def test_no_routable_engine_is_no_choice() -> None:
-    assert choose([], pinned="a") is None
-    assert choose([engine("a", routable=False)], pinned="a") is None
+def test_no_engine_is_no_choice() -> None:
+    assert chosen({}, pinned="a") is None
+
+
+NAMES = st.sampled_from("abcdef")
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("put"), NAMES, st.integers(0, 2), st.integers(0, 60)),
+            st.tuples(st.just("add"), NAMES, st.just(0), st.integers(-20, 60)),
+            st.tuples(st.just("drop"), NAMES, st.just(0), st.just(0)),
+        ),
+        max_size=40,
+    ),
+    NAMES,
+    st.integers(0, 40),
+)
+def test_after_any_changes_the_choice_is_that_of_a_look_at_all(changes: list[tuple[str, str, int, int]], pinned: str, tokens: int) -> None:
+    loads, engines = Loads(), Engines()
+    for kind, name, version, load in changes:
+        if kind == "put":
+            loads.put(name, version=version, load=load, order=ord(name))
+            engines[name] = version, load
+        elif kind == "drop":
+            loads.drop(name)
+            engines.pop(name, None)
+        elif name in engines:
+            more = max(load, -engines[name][1])
+            loads.add(name, more)
+            engines[name] = engines[name][0], engines[name][1] + more
+        engines = dict(sorted(engines.items()))
+        assert len(loads) == len(engines)
+        assert loads.choose(pinned=pinned, tokens=tokens) == by_hand(engines, pinned=pinned, tokens=tokens)
 
 
 @given(st.lists(st.integers(20, 60), min_size=60, max_size=200), st.integers(2, 4))
 def test_load_stays_within_1_3_of_even(sizes: list[int], num_engines: int) -> None:
-    loads = dict.fromkeys("abcd"[:num_engines], 0)
+    loads, spread = Loads(), dict.fromkeys("abcd"[:num_engines], 0)
+    for order, name in enumerate(spread):
+        loads.put(name, version=0, load=0, order=order)
     for size in sizes:
-        name = choose([engine(n, load) for n, load in loads.items()], pinned=None)
+        name = loads.choose(pinned=None)
         assert name is not None
-        loads[name] += size
-    assert max(loads.values()) <= 1.3 * sum(loads.values()) / num_engines
+        loads.add(name, size)
+        spread[name] += size
+    assert max(spread.values()) <= 1.3 * sum(sizes) / num_engines
 
 
 def test_pins_are_bounded_and_forgotten_with_session_or_engine() -> None:

@@ -4,63 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from midflight.allowance import Allowance
 from midflight.errors import ConfigError, EngineUnavailable
-from midflight.gateway.fleet.routing import Candidate, Holds, OwnedEngine, Pins, Reservation, SharedPause, WaitingLine, choose
+from midflight.gateway.fleet.pauses import OwnedEngine
+from midflight.gateway.fleet.routing import Holds, Lease, Loads, Member, Pins, Reservation, WaitingLine
 from midflight.ports import Engine
 from midflight.types import Capabilities, Version
 from midflight.types.facts import Quarantined, Record, Rejoined, unheard
-
-
-class Lease:
-    """A request's place on an engine, until `Fleet.leave`. When the engine is lost its wait is cut and `lost` says why."""
-
-    def __init__(self, member: _FleetEngine, *, tokens: int, allowance: Allowance, evaluates: bool) -> None:
-        self.engine = member.shared.engine
-        self.evaluates = evaluates
-        """Whether it is of a session that the engine is reserved for."""
-        self.version = member.version
-        """What the engine had attested when the request was placed: none of its tokens can be older."""
-        self.tokens = tokens
-        self.allowance = allowance
-        self.lost: BaseException | None = None
-        self._member = member
-        member.leases[self] = None
-        member.tokens_in_flight += tokens
-
-    def lose(self, error: BaseException) -> None:
-        """Idempotent: a second cut would end a wait that is none of this lease's."""
-        if self.lost is None:
-            self.lost = error
-            self.allowance.cut()
-
-    def end(self) -> None:
-        """Idempotent."""
-        member = self._member
-        if self in member.leases:
-            del member.leases[self]
-            member.tokens_in_flight -= self.tokens
-            if member.emptied is not None and not member.leases:
-                member.emptied.set()
-
-
-class _FleetEngine:
-    """An attached engine. Its version is the last it attested."""
-
-    def __init__(self, engine: Engine, version: Version, error: BaseException | None) -> None:
-        self.shared = SharedPause(engine)
-        self.version = version
-        self.error = error
-        self.is_new = error is not None
-        """It has attested nothing yet."""
-        self.on_probation = False
-        self.leases: dict[Lease, None] = {}
-        self.tokens_in_flight = 0
-        self.emptied: asyncio.Event | None = None
-        """Set with the end of its last request, where somebody waits for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +48,20 @@ class Fleet:
         """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by the part whose admission depends on it."""
         self.on_changed: Callable[[], None] | None = None
         """Told after every change that may be one of who takes requests."""
-        self._members: dict[str, _FleetEngine] = {}
+        self._members: dict[str, Member] = {}
+        self._loads = Loads()
+        """Of the engines that take requests of training: out of quarantine, not reserved, not held by name."""
+        self._serving = Counter[Version]()
+        """How many engines out of quarantine and not reserved serve each version."""
+        self._stands = dict.fromkeys((False, True), False)
+        """Whether the allowances of each line stand."""
         self._holds = Holds()
         self._lines: dict[bool, WaitingLine[Lease]] = {evaluates: WaitingLine() for evaluates in (False, True)}
         """One for requests of evaluations, whose engine is another: neither kind waits behind the other."""
         self._reserved: Reservation | None = None
         self._pins = Pins()
         self._record = record
-        self._tickets = itertools.count()
+        self._tickets, self._orders = itertools.count(), itertools.count()
         self._last_served: Version = 0
 
     # --- Members -----------------------------------------------------------------------------------------------------
@@ -111,8 +71,8 @@ class Fleet:
         its first moment: nothing but `served` makes it routable (I2, I7)."""
         if engine.name in self._members:
             raise ConfigError(f"attaching engine {engine.name!r}: the name is taken. Give every engine a name of its own.")
-        self._members[engine.name] = _FleetEngine(engine, version, error)
-        self._changed()
+        self._members[engine.name] = Member(engine, version, error, loads=self._loads, order=next(self._orders))
+        self._changed(engine.name)
 
     def detach(self, engine: str) -> int:
         """Forgets an engine; its requests, whose number is returned, are resumed elsewhere, or wait. What a handover still does to it
@@ -121,6 +81,8 @@ class Fleet:
         if member is None:
             return 0
         lost = len(member.leases)
+        self._count(member, None)
+        member.stand(takes=False)
         self._holds.forget(engine)
         member.shared.detach()
         self._lose(member, EngineUnavailable(f"engine {engine} was detached"))
@@ -173,20 +135,20 @@ class Fleet:
         """An engine that was detached meanwhile is not an error, here and below: the caller may be late."""
         if engine in self._members:
             self._holds.hold(owner, engine)
-            self._changed()
+            self._changed(engine)
 
     def release(self, engine: str, owner: str) -> None:
         self._holds.release(owner, engine)
-        self._changed()
+        self._changed(engine)
 
     def hold_all(self, owner: str) -> None:
         """Holds every engine, those attached later too."""
         self._holds.hold(owner)
-        self._changed()
+        self._changed(*self._members)
 
     def release_all(self, owner: str) -> None:
         self._holds.release(owner)
-        self._changed()
+        self._changed(*self._members)
 
     # --- An engine reserved for an evaluation ------------------------------------------------------------------------
 
@@ -214,7 +176,7 @@ class Fleet:
             return
         rejoined = member.error is not None
         member.version, member.error, member.on_probation, member.is_new = version, None, False, False
-        self._changed()
+        self._changed(engine)
         if rejoined:
             self._record(Rejoined(engine, version))
 
@@ -241,30 +203,33 @@ class Fleet:
         member.shared.abandon()
         if newly:
             self._lose(member, error)
-            self._changed()
+            self._changed(engine)
             self._record(Quarantined(engine, f"{type(error).__name__}: {error}"))
 
     def served_version(self) -> Version:
         """Held engines count (they come back), a reserved one does not. While no engine counts: the last one known."""
-        versions = [m.version for name, m in self._members.items() if m.error is None and not self._keeps(name)]
-        self._last_served = min(versions, default=self._last_served)
+        self._last_served = min(self._serving, default=self._last_served)
         return self._last_served
 
     def current_version(self) -> Version:
         """The newest version that an engine out of quarantine and not reserved serves, else that any engine served."""
-        serving = (m.version for name, m in self._members.items() if m.error is None and not self._keeps(name))
-        return max(serving, default=max((m.version for m in self._members.values()), default=self._last_served))
+        if self._serving:
+            return max(self._serving)
+        return max((m.version for m in self._members.values()), default=self._last_served)
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
     def takers(self, *, evaluates: bool) -> list[Capabilities]:
         """Of the engines that requests of training, or of an evaluation, may go to; where none is reserved for evaluations, of all."""
-        kind = evaluates and self._reserved is not None
-        return [self._members[name].shared.engine.capabilities for name in self._takers(kind)]
+        if (evaluates and self._reserved is not None) or not self._serving:
+            takers = [self._kept_takes(evaluates=evaluates and self._reserved is not None)]
+        else:
+            takers = [member for member in self._members.values() if member.serves is not None]
+        return [member.shared.engine.capabilities for member in takers if member is not None]
 
     def shares_evaluations(self) -> bool:
         """Whether some engine takes requests of both kinds."""
-        return self._reserved is not None and self._reserved.engine in self._takers(False)
+        return not self._serving and self._kept_takes(evaluates=False) is not None
 
     def ticket(self) -> int:
         """A place in the order of arrival; older tickets are dispatched first."""
@@ -304,36 +269,32 @@ class Fleet:
         """Whether it keeps its version for an evaluation, or has yet to catch up."""
         return self._reserved is not None and self._reserved.engine == engine
 
-    def _takers(self, evaluates: bool) -> list[str]:
-        """Engines out of quarantine that such requests may go to. A reserved one alone is shared: but never while it is behind
+    def _kept_takes(self, *, evaluates: bool) -> Member | None:
+        """The reserved engine, where requests of an evaluation may go to it, or others. It alone is shared: but never while it is behind
         `served_version`, because tokens older than that would break admission's count (I2)."""
-        healthy = [name for name, m in self._members.items() if m.error is None]
-        if evaluates:
-            return [name for name in healthy if self._keeps(name)]
-        others = [name for name in healthy if not self._keeps(name)]
-        return others or [name for name in healthy if self._members[name].version >= self._last_served]
-
-    def _is_routable(self, engine: str) -> bool:
-        return self._members[engine].error is None and not self._holds.held(engine)
-
-    def _candidates(self, takers: Collection[str]) -> list[Candidate]:
-        return [
-            Candidate(name, m.version, m.tokens_in_flight, routable=name in takers and self._is_routable(name))
-            for name, m in self._members.items()
-        ]
+        kept = None if self._reserved is None or self._reserved.engine is None else self._members.get(self._reserved.engine)
+        if kept is None or kept.error is not None:
+            return None
+        return kept if evaluates or (not self._serving and kept.version >= self._last_served) else None
 
     def _lease(self, *, tokens: int, affinity: str, allowance: Allowance, evaluates: bool) -> Lease | None:
         """A place on the chosen engine, where the session stays. One whose engine is only held goes elsewhere once and keeps its pin."""
+        if self._holds.shut:
+            return None
         pinned = self._pins.get(affinity)
-        name = choose(self._candidates(self._takers(evaluates)), pinned=pinned, tokens=tokens)
+        name = self._loads.choose(pinned=pinned, tokens=tokens) if self._serving and not evaluates else self._place_kept(evaluates)
         if name is None:
             return None
-        if pinned is None or self._is_routable(pinned):
+        if pinned is None or (self._members[pinned].error is None and not self._holds.held_alone(pinned)):
             self._pins.pin(affinity, name)
         allowance.start()
         return Lease(self._members[name], tokens=tokens, allowance=allowance, evaluates=evaluates)
 
-    def _lose(self, member: _FleetEngine, error: BaseException) -> None:
+    def _place_kept(self, evaluates: bool) -> str | None:
+        kept = self._kept_takes(evaluates=evaluates)
+        return None if kept is None or self._holds.held_alone(kept.name) else kept.name
+
+    def _lose(self, member: Member, error: BaseException) -> None:
         self._pins.forget_engine(member.shared.engine.name)
         for lease in member.leases:
             lease.lose(error)
@@ -342,11 +303,15 @@ class Fleet:
         """Whether such a request waits for a hold to end: time that no deadline counts."""
         if self._holds.none or self._holds.shut:
             return self._holds.shut
-        takers = self._takers(evaluates)
-        return bool(takers) and all(self._holds.held(name) for name in takers)
+        if self._serving and not evaluates:
+            return not self._loads
+        return self._kept_takes(evaluates=evaluates) is not None and self._place_kept(evaluates) is None
 
-    def _changed(self) -> None:
-        """Serves the lines, lets every allowance run or stand as the holds now say, and tells a new `served_version`."""
+    def _changed(self, *engines: str) -> None:
+        """Something is different about these engines. Serves the lines, lets every allowance run or stand as the holds now say, and tells a
+        new `served_version`, and who takes requests."""
+        had_reservation = self._reserved is not None
+        others = [self._enter(name) for name in engines]
         self._settle_reservation()
         before = self._last_served
         if self.served_version() != before and self.on_served is not None:
@@ -354,32 +319,57 @@ class Fleet:
         self._leave_behind()
         for evaluates, line in self._lines.items():
             line.serve()
-            held = self._only_held(evaluates)
-            for allowance in line.allowances():
-                _run_or_stand(allowance, stands=held)
-        for name, member in self._members.items():
+            if (held := self._only_held(evaluates)) != self._stands[evaluates]:
+                self._stands[evaluates] = held
+                for allowance in line.allowances():
+                    _run_or_stand(allowance, stands=held)
+        for member in (self._members[name] for name in engines if name in self._members):
             for lease in member.leases:
-                _run_or_stand(lease.allowance, stands=self._holds.held(name))
-        if self.on_changed is not None:
+                _run_or_stand(lease.allowance, stands=self._holds.held(member.name))
+        if self.on_changed is not None and (had_reservation or self._reserved is not None or any(others) or not engines):
             self.on_changed()
 
+    def _enter(self, name: str) -> bool:
+        """Counts an engine as what it is now. Says whether it takes requests of training and did not, or the other way round."""
+        member = self._members.get(name)
+        if member is None:
+            return False
+        did, serves = member.serves is not None, member.error is None and not self._keeps(name)
+        self._count(member, member.version if serves else None)
+        member.stand(takes=serves and not self._holds.held_alone(name))
+        return did != serves
+
+    def _count(self, member: Member, serves: Version | None) -> None:
+        if member.serves is not None:
+            self._serving[member.serves] -= 1
+            if not self._serving[member.serves]:
+                del self._serving[member.serves]
+        if serves is not None:
+            self._serving[serves] += 1
+        member.serves = serves
+
     def _settle_reservation(self) -> None:
-        """It ends when it is over and its engine is one of the others again, or fell out."""
+        """It stays on its engine while that serves the version, and ends when it is over and its engine is one of the others again, or fell out."""
         reserved = self._reserved
         if reserved is None:
             return
-        healthy = [c for c in self._candidates(self._members) if self._members[c.name].error is None]
-        reserved.settle(healthy, newest=self.current_version())
+        home = reserved.engine
+        kept = None if home is None else self._members.get(home)
+        if kept is None or kept.error is not None or kept.version != reserved.version:
+            reserved.move((m for m in self._members.values() if m.error is None), newest=self.current_version())
+        reserved.let_pass(others=any(m.error is None for m in self._members.values() if m.name != reserved.engine))
         if reserved.over.is_set() and (reserved.engine is None or reserved.version >= self.current_version()):
             self._reserved = None
+        for name in {name for name in (home, reserved.engine) if name is not None}:
+            self._enter(name)
 
     def _leave_behind(self) -> None:
         """Requests that ran on the engine when it was reserved go on elsewhere once it is behind: its tokens are too old now (I2)."""
-        for name, member in self._members.items():
-            if self._keeps(name) and member.version < self._last_served:
-                for lease in member.leases:
-                    if not lease.evaluates:
-                        lease.lose(EngineUnavailable(f"{name} keeps version {member.version} for an evaluation"))
+        member = None if self._reserved is None or self._reserved.engine is None else self._members.get(self._reserved.engine)
+        if member is not None and member.version < self._last_served:
+            for lease in member.leases:
+                if not lease.evaluates:
+                    lease.lose(EngineUnavailable(f"{member.name} keeps version {member.version} for an evaluation"))
 
 
 def _run_or_stand(allowance: Allowance, *, stands: bool) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from midflight.errors import EngineError, EngineUnavailable
 from midflight.gateway.fleet.fleet import EngineState, Fleet
-from midflight.gateway.fleet.routing import OwnedEngine
+from midflight.gateway.fleet.pauses import OwnedEngine
 from midflight.ports import Engine
 from midflight.types import EngineHealth
 

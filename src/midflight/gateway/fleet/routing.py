@@ -1,17 +1,17 @@
-"""Which request goes to which engine: named holds, the line before the engines, the choice among them, a reservation; and a pause that
-several owners share."""
+"""Which request goes to which engine: named holds, the line before the engines, the choice among them, places there, a reservation."""
+
+from __future__ import annotations
 
 import asyncio
 import bisect
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from midflight.allowance import Allowance
-from midflight.errors import EngineUnavailable
+from midflight.gateway.fleet.pauses import SharedPause
 from midflight.ports import Engine
-from midflight.types import Attestation, Capabilities, Chunk, EngineHealth, GenerateRequest, PauseMode, Version, WeightManifest
+from midflight.types import Version
 
 T = TypeVar("T")
 
@@ -45,7 +45,11 @@ class Holds:
 
     def held(self, engine: str) -> bool:
         """Whether anybody holds it."""
-        return bool(self._all or self._one.get(engine))
+        return bool(self._all) or self.held_alone(engine)
+
+    def held_alone(self, engine: str) -> bool:
+        """Whether anybody holds it by its name."""
+        return engine in self._one
 
     @property
     def none(self) -> bool:
@@ -137,37 +141,138 @@ _MAX_PINS = 20_000
 """Twice the sessions a gateway admits by default. Forgetting the oldest costs that session its prefix cache, nothing else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An engine as the router sees it. `routable`: attached, not in quarantine, not held."""
+class Loads:
+    """Engines that requests may go to, by version and load. Synchronous.
 
-    name: str
-    version: Version
-    tokens_in_flight: int
-    """Prompt tokens plus output budget of the requests there."""
-    routable: bool
-
-
-def choose(candidates: Sequence[Candidate], *, pinned: str | None, tokens: int = 0) -> str | None:
-    """The pinned engine if it is routable and not crowded; else the newest version among the least loaded, the lightest first.
-
-    `tokens` is the load the request brings: to move it costs a prefill of that size at most, so a smaller difference moves
-    nobody. `None` if no engine is routable. Equal engines are taken in the order given.
+    Of each version a sorted line is kept, and a fleet serves two or three at most, so what a change or a choice takes hardly grows with
+    the number of engines.
     """
-    routable = [c for c in candidates if c.routable]
-    if not routable:
-        return None
-    lightest = min(c.tokens_in_flight for c in routable)
-    home = next((c for c in routable if c.name == pinned), None)
-    if home is not None and not _is_crowded(home, routable, spare=lightest + tokens):
-        return pinned
-    near = (c for c in routable if c.tokens_in_flight <= lightest * _NEAR)
-    return min(near, key=lambda c: (-c.version, c.tokens_in_flight)).name
+
+    def __init__(self) -> None:
+        self._lines: dict[Version, list[tuple[int, int, str]]] = {}
+        """(load, order, name), rising."""
+        self._places: dict[str, tuple[Version, tuple[int, int, str]]] = {}
+        self._total = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def put(self, engine: str, *, version: Version, load: int, order: int) -> None:
+        """`load`: prompt tokens plus output budget of the requests there. It may be in already. Of equal engines the one of lower `order` is taken."""
+        self.drop(engine)
+        entry = (load, order, engine)
+        self._places[engine] = version, entry
+        bisect.insort(self._lines.setdefault(version, []), entry)
+        self._total += load
+
+    def add(self, engine: str, tokens: int) -> None:
+        """It has so many more than before; fewer where they are negative."""
+        version, entry = self._places[engine]
+        line, changed = self._lines[version], (entry[0] + tokens, *entry[1:])
+        del line[bisect.bisect_left(line, entry)]
+        bisect.insort(line, changed)
+        self._places[engine] = version, changed
+        self._total += tokens
+
+    def drop(self, engine: str) -> None:
+        """No request may go there."""
+        if (place := self._places.pop(engine, None)) is None:
+            return
+        version, entry = place
+        line = self._lines[version]
+        del line[bisect.bisect_left(line, entry)]
+        if not line:
+            del self._lines[version]
+        self._total -= entry[0]
+
+    def choose(self, *, pinned: str | None, tokens: int = 0) -> str | None:
+        """The pinned engine if it is in and not crowded; else the newest version among the least loaded, the lightest first.
+
+        `tokens` is the load the request brings: to move it costs a prefill of that size at most, so a smaller difference moves
+        nobody. `None` if no engine is in.
+        """
+        if not self._places:
+            return None
+        lightest = min(line[0][0] for line in self._lines.values())
+        if pinned in self._places and not self._is_crowded(pinned, spare=lightest + tokens):
+            return pinned
+        newest = max(version for version, line in self._lines.items() if line[0][0] <= lightest * _NEAR)
+        return self._lines[newest][0][2]
+
+    def _is_crowded(self, engine: str, *, spare: int) -> bool:
+        return self._places[engine][1][0] > max(spare, _CROWDED * self._total / len(self._places))
 
 
-def _is_crowded(home: Candidate, routable: Sequence[Candidate], *, spare: int) -> bool:
-    mean = sum(c.tokens_in_flight for c in routable) / len(routable)
-    return home.tokens_in_flight > max(spare, _CROWDED * mean)
+class Lease:
+    """A request's place on an engine, until `Fleet.leave`. When the engine is lost its wait is cut and `lost` says why."""
+
+    def __init__(self, member: Member, *, tokens: int, allowance: Allowance, evaluates: bool) -> None:
+        self.engine = member.shared.engine
+        self.evaluates = evaluates
+        """Whether it is of a session that the engine is reserved for."""
+        self.version = member.version
+        """What the engine had attested when the request was placed: none of its tokens can be older."""
+        self.tokens = tokens
+        self.allowance = allowance
+        self.lost: BaseException | None = None
+        self._member = member
+        member.leases[self] = None
+        member.load(tokens)
+
+    def lose(self, error: BaseException) -> None:
+        """Idempotent: a second cut would end a wait that is none of this lease's."""
+        if self.lost is None:
+            self.lost = error
+            self.allowance.cut()
+
+    def end(self) -> None:
+        """Idempotent."""
+        member = self._member
+        if self in member.leases:
+            del member.leases[self]
+            member.load(-self.tokens)
+            if member.emptied is not None and not member.leases:
+                member.emptied.set()
+
+
+class Member:
+    """An attached engine. Its version is the last it attested."""
+
+    def __init__(self, engine: Engine, version: Version, error: BaseException | None, *, loads: Loads, order: int) -> None:
+        """`loads` is told of its load while it is in there; `order` is that of its arrival."""
+        self._loads, self.order = loads, order
+        self.shared = SharedPause(engine)
+        self.version = version
+        self.error = error
+        self.is_new = error is not None
+        """It has attested nothing yet."""
+        self.on_probation = False
+        self.leases: dict[Lease, None] = {}
+        self.tokens_in_flight = 0
+        self.is_in = False
+        """Whether it is in `loads`."""
+        self.serves: Version | None = None
+        """What it counts with among those that serve training."""
+        self.emptied: asyncio.Event | None = None
+        """Set with the end of its last request, where somebody waits for that."""
+
+    @property
+    def name(self) -> str:
+        return self.shared.engine.name
+
+    def load(self, tokens: int) -> None:
+        """So many tokens come, or go where they are negative."""
+        self.tokens_in_flight += tokens
+        if self.is_in:
+            self._loads.add(self.shared.engine.name, tokens)
+
+    def stand(self, *, takes: bool) -> None:
+        """Whether requests may go there, as far as it alone decides."""
+        if takes:
+            self._loads.put(self.name, version=self.version, load=self.tokens_in_flight, order=self.order)
+        elif self.is_in:
+            self._loads.drop(self.name)
+        self.is_in = takes
 
 
 class Pins:
@@ -217,111 +322,17 @@ class Reservation:
         self.passable = asyncio.Event()
         """A newer version may come now: this is over, or there is another engine to take it."""
 
-    def settle(self, healthy: Sequence[Candidate], *, newest: Version) -> None:
-        """Stays on its engine while that serves the version; else goes on where it is served too. Without such an engine it is over
-        as soon as a newer version than its own is known: whatever comes back then comes back with that."""
+    def move(self, healthy: Iterable[Member], *, newest: Version) -> None:
+        """Its engine does not serve the version any more: it goes on where that is served too. Without such an engine it is over as soon
+        as a newer version than its own is known: whatever comes back then comes back with that."""
         same = [c for c in healthy if c.version == self.version]
-        if not any(c.name == self.engine for c in same):
-            self.engine = min(same, key=lambda c: c.tokens_in_flight).name if same and not self.over.is_set() else None
-            if self.engine is None and newest > self.version:
-                self.over.set()
-        if self.over.is_set() or any(c.name != self.engine for c in healthy):
+        self.engine = min(same, key=lambda c: c.tokens_in_flight).name if same and not self.over.is_set() else None
+        if self.engine is None and newest > self.version:
+            self.over.set()
+
+    def let_pass(self, *, others: bool) -> None:
+        """`others`: whether another engine is out of quarantine."""
+        if self.over.is_set() or others:
             self.passable.set()
         else:
             self.passable.clear()
-
-
-class SharedPause:
-    """Counts the owners of an engine's pause. The mode of the first stays in force until the last has resumed.
-
-    Without it an operator's `continue_generation` would set an engine going in the middle of a commit, and a commit's
-    resume would end an operator's pause.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._owners: set[str] = set()
-        self._mode: PauseMode | None = None
-        self._turn = asyncio.Lock()
-        self._is_detached = False
-
-    @property
-    def owners(self) -> tuple[str, ...]:
-        return tuple(sorted(self._owners))
-
-    async def pause(self, owner: str, mode: PauseMode) -> None:
-        """Returns when the engine is paused for `owner` too. Waits for a pause or resume under way and for the engine."""
-        async with self._turn:
-            self._owners.add(owner)
-            if self._mode is None:
-                await self.engine.pause(mode)
-                self._mode = mode
-
-    async def renew(self) -> None:
-        """Says again that it is paused, where it is: an engine that hears no more of a pause may end it by itself."""
-        if self._mode is not None and not self._turn.locked():
-            async with self._turn:
-                await self.engine.pause(self._mode)
-
-    async def resume(self, owner: str) -> None:
-        """Ends this owner's pause; the engine resumes if no other owner pauses it. Idempotent. Waits as `pause` does. `EngineUnavailable`
-        where it was detached meanwhile."""
-        async with self._turn:
-            self._owners.discard(owner)
-            if not self._owners:
-                self._mode = None
-                await self.engine.resume()
-        if self._is_detached:
-            raise EngineUnavailable(f"engine {self.engine.name} was detached")
-
-    def detach(self) -> None:
-        """Nobody is told from now on that the engine goes on: its name may be another's."""
-        self._is_detached = True
-        self.abandon()
-
-    def abandon(self) -> None:
-        """The engine is in quarantine: every pause of it ends here. Before it is readmitted it must be made to run again."""
-        self._owners.clear()
-        self._mode = None
-
-
-class OwnedEngine:
-    """An engine as one owner sees it: `ports.Engine`, with pauses counted by owner."""
-
-    def __init__(self, shared: SharedPause, owner: str) -> None:
-        self._shared = shared
-        self._engine = shared.engine
-        self._owner = owner
-
-    @property
-    def name(self) -> str:
-        return self._engine.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._engine.capabilities
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        return self._engine.generate(request)
-
-    async def abort(self, request_id: str | None) -> None:
-        await self._engine.abort(request_id)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._shared.pause(self._owner, mode)
-
-    async def resume(self) -> None:
-        await self._shared.resume(self._owner)
-
-    async def stage(self, manifest: WeightManifest) -> None:
-        await self._engine.stage(manifest)
-
-    async def commit(self, version: Version) -> Attestation:
-        return await self._engine.commit(version)
-
-    async def health(self) -> EngineHealth:
-        return await self._engine.health()
-
-    async def renew(self) -> None:
-        """Beyond the port: says again that a pause in force is still wanted."""
-        await self._shared.renew()
