@@ -28,8 +28,8 @@ Way: TypeAlias = Literal["rolling", "barrier"]
 CALLS: list[Call] = ["stage", "pause", "health", "commit", "resume"]
 
 
-def handover(fleet: object, way: Way, *, mode: PauseMode | Literal["auto"] = "auto") -> Handover:
-    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, record=unheard)
+def handover(fleet: object, way: Way, *, mode: PauseMode | Literal["auto"] = "auto", max_paused: int = 1) -> Handover:
+    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, record=unheard, max_paused=max_paused)
 
 
 # --- Versions side by side -------------------------------------------------------------------------------------------
@@ -131,6 +131,29 @@ def test_an_engine_that_is_slow_to_stage_keeps_no_other_from_the_new_version() -
             assert fleet.versions == {"slow": 0, "fast": 1}
             fleet.check_whole()
         assert publishing.result().served_by == ("fast", "slow")
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("most", [1, 3, 9])
+def test_in_turn_no_more_engines_are_paused_at_once_than_may_be(most: int) -> None:
+    """Eight commits of half a second each; no request sees a third version."""
+
+    async def main() -> None:
+        engines = [ScriptedEngine(f"e{k}", commit_seconds=0.5) for k in range(8)]
+        fleet = RecordingFleet(*engines)
+        at_once, served = list[int](), set[int]()
+        async with asyncio.TaskGroup() as group:
+            coming = handover(fleet, "rolling", mode=PauseMode.RECOMPUTE, max_paused=most).publish(manifest(1))
+            publishing = group.create_task(coming)
+            while not publishing.done():
+                at_once.append(sum(engine.paused is not None for engine in engines))
+                served |= set(fleet.versions.values())
+                await asyncio.sleep(0.1)
+        assert max(at_once) == min(most, 8)
+        assert asyncio.get_running_loop().time() == pytest.approx(0.5 * -(-8 // most), abs=0.15)
+        assert served == {0, 1} and set(fleet.versions.values()) == {1}
+        fleet.check_whole()
 
     run_virtual(main())
 

@@ -337,6 +337,8 @@ class WeightsSection(Section):
     """Deadline of the commit, the pause included."""
     commit: Literal["rolling", "barrier"] = "rolling"
     """rolling: one engine after the other, so that the others generate; barrier: all at once, so that no two versions are ever served together."""
+    max_paused: Positive = 1
+    """With `commit = "rolling"`: engines that are committed at once. Larger brings a version to many engines sooner, and takes more of them out of generation meanwhile."""
     delta: bool = False
     """Send what has changed since the version before: fewer bytes where steps are small and the served precision is coarse."""
     full_every: Annotated[int, Field(ge=2, le=65)] = 16

@@ -5,7 +5,7 @@ The commit on one engine: hold, pause, swap, attest, resume; and no weights are 
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -167,7 +167,7 @@ class _Delivery:
 class Handover:
     """Owns the current version. One handover at a time.
 
-    `rolling`: each engine is committed when it has staged, one at a time, so that the others keep generating. `barrier`: when
+    `rolling`: each engine is committed when it has staged, `max_paused` at a time, so that the others keep generating. `barrier`: when
     all have staged, all pause, then all commit, then all resume, so that no two versions are served at the same time.
 
     Whatever fails, times out or is cancelled, at whatever point, each engine ends in one of two ways (I7): it runs on
@@ -184,10 +184,11 @@ class Handover:
         commit_seconds: float,
         record: Record,
         way: Literal["rolling", "barrier"] = "rolling",
+        max_paused: int = 1,
     ) -> None:
         """`stage_seconds` and `commit_seconds` are deadlines for one engine; the commit's includes its pause."""
         self._fleet = fleet
-        self._way = way
+        self._way, self._max_paused = way, max_paused
         self._stage_seconds, self._commit_seconds = stage_seconds, commit_seconds
         self._committer = Committer(fleet, pause_mode=pause_mode, seconds=commit_seconds, record=record)
         self._turnstile = Turnstile()
@@ -274,15 +275,17 @@ class Handover:
         return older
 
     async def _in_turn(self, delivery: _Delivery, engines: Sequence[Engine]) -> None:
-        """All stage at once, while they generate, and are committed in the order in which they have."""
-        one_at_a_time = asyncio.Lock()
+        """All stage at once, while they generate, and are committed in the order in which they have. Those that cannot stage load one after
+        the other."""
+        turns, loading = asyncio.Semaphore(self._max_paused), asyncio.Lock()
         async with asyncio.TaskGroup() as group:
             for engine in engines:
-                group.create_task(self._bring(delivery, engine, one_at_a_time))
+                alone = nullcontext() if engine.capabilities.stages_weights else loading
+                group.create_task(self._bring(delivery, engine, turns, alone))
 
-    async def _bring(self, delivery: _Delivery, engine: Engine, one_at_a_time: asyncio.Lock) -> None:
+    async def _bring(self, delivery: _Delivery, engine: Engine, turns: asyncio.Semaphore, alone: AbstractAsyncContextManager[None]) -> None:
         if await self._stage(delivery, engine):
-            async with one_at_a_time:
+            async with alone, turns:
                 await self._commit(delivery, engine, Barrier([engine.name]))
 
     async def _together(self, delivery: _Delivery, engines: Sequence[Engine]) -> None:

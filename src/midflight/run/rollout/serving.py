@@ -121,6 +121,7 @@ class Serving:
             self.fleet,
             pause_mode=config.rollout.pause_mode,
             way=config.weights.commit,
+            max_paused=config.weights.max_paused,
             stage_seconds=config.weights.stage_seconds,
             commit_seconds=config.weights.commit_seconds,
             record=record,
