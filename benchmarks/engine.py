@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 from smoke import options_of
 from torch import Tensor
@@ -199,7 +200,7 @@ class Vllm:
         self._child = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environ, cwd=folder)
         )
-        stack.callback(self._child.kill)
+        stack.callback(self._end)
         self._await("READY")
 
     def __call__(self, asked: Prompts, answer: int) -> int:
@@ -207,6 +208,12 @@ class Vllm:
         self._child.stdin.write(json.dumps([asked, answer]) + "\n")
         self._child.stdin.flush()
         return int(self._await("TOKENS"))
+
+    def _end(self) -> None:
+        """With what it has started, which would outlive it."""
+        family = psutil.Process(self._child.pid).children(recursive=True)
+        for each in (self._child, *family):
+            each.kill()
 
     def _await(self, word: str) -> str:
         assert self._child.stdout is not None
