@@ -261,6 +261,10 @@ class TaskFieldMissing(EnvironmentFailed):
     """A task lacks a field that its environment reads."""
 
 
+class TooManyProcesses(EnvironmentFailed):
+    """An agent started more processes than a rollout may."""
+
+
 class RolloutTimeout(EnvironmentFailed):
     """A rollout outlived its deadline and was ended."""
 

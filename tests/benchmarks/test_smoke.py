@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.timeout(300)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PARTS = {"delayed_environment", "gateway_sides", "handover_sides", "learning_report", "overlap_runs", "smoke"} | {
+PARTS = {"delayed_environment", "gateway_sides", "handover_sides", "isolation_agents", "learning_report", "overlap_runs", "smoke"} | {
     f"training_{name}" for name in ("both", "ours", "reward", "trl")
 }
 """What other benchmarks run or import."""

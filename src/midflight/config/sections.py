@@ -153,6 +153,10 @@ class EnvironmentSection(Section):
     """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`; that of models made here takes `list_tools`."""
     workers: Count | None = None
     """Processes that run agents; larger runs more at once that block or compute. 0 runs them in the rollout process, where one that blocks stops everything. Default: half the cores, from 2 to 8; 0 for Midflight's own environments."""
+    worker_mb: Positive | None = None
+    """Memory of a worker's own data, in MB: what an agent takes beyond it raises `MemoryError` there. A plain agent's thread counts for its stack, often 8. Larger bears more. None is no limit."""
+    max_processes: Positive | None = None
+    """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`. Larger bears more. None is no limit."""
     sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
     """Where tasks come from."""
     max_tokens: Positive = 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import copy
 import functools
 import inspect
@@ -106,7 +107,8 @@ async def in_thread(work: Callable[[], object]) -> object:
         with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
             loop.call_soon_threadsafe(tell, value, error)
 
-    threading.Thread(target=run, name="agent", daemon=True).start()
+    context = contextvars.copy_context()  # whose code it is
+    threading.Thread(target=context.run, args=(run,), name="agent", daemon=True).start()
     return await done
 
 

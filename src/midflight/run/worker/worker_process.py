@@ -36,6 +36,7 @@ from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
 from midflight.run.heart import Doing, Situation
 from midflight.run.parts import Launcher, PartLost, Ready, WorkerSpec
+from midflight.run.worker.limits import ProcessCount, limit_memory
 from midflight.types import Task
 from midflight.wire.client import LOSSES, HttpClient
 
@@ -76,7 +77,12 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
     program = AgentProgram(section)
     clients = partial(SharedClients, untracked=section.untracked, public_url=spec.public_url)
     async with http_client, program.host(partial(http_client.call, "POST"), clients) as host:
-        worker = Worker(spec.name, host, http_client, LoopWatch(spec, loop), cancels=program.cancels)
+        count = None if section.max_processes is None else ProcessCount(section.max_processes, session=_running)
+        if count is not None:
+            count.watch(loop)
+        if section.worker_mb is not None:
+            limit_memory(section.worker_mb)
+        worker = Worker(spec.name, host, http_client, LoopWatch(spec, loop), cancels=program.cancels, count=count)
         # An agent may block its loop for as long: the rollout process ends the worker after that, and knows why.
         launcher.heart.ask = partial(worker.situation, limit=section.rollout_seconds + END_SECONDS)
         await worker.run(launcher)
@@ -85,8 +91,11 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
 class Worker:
     """One connection, and the agents that run. `cancels`: agents can be cancelled; threads cannot, and end by themselves."""
 
-    def __init__(self, name: str, host: AgentHost, http_client: HttpClient, watch: LoopWatch, *, cancels: bool) -> None:
+    def __init__(
+        self, name: str, host: AgentHost, http_client: HttpClient, watch: LoopWatch, *, cancels: bool, count: ProcessCount | None = None
+    ) -> None:
         self._name, self._host, self._http, self._watch, self._cancels = name, host, http_client, watch, cancels
+        self._count = count
         self._agents: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         """When each agent was given, the earliest first."""
@@ -161,6 +170,8 @@ class Worker:
         finally:
             self._agents.pop(given.session_id, None)
             self._began.pop(given.session_id, None)
+            if self._count is not None:
+                self._count.forget(given.session_id)
             self._outbox.put_nowait(ended)
 
 

@@ -1,0 +1,210 @@
+"""Rollouts beside others that hang, raise, fork or leak: how fast the healthy ones go on, and what is said of the others.
+
+    python benchmarks/isolation.py
+
+512 rollouts at once in real workers, over a scripted engine. Environments take a long-tailed time. 1 % of the rollouts hang, 1 % raise, 1 %
+start processes or take memory without end; whenever one ends, another of its kind begins. Beside it the same healthy rollouts without them,
+in alternating rounds. The speed is that at which healthy rollouts end. Failures are counted by class, and each names its task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import random
+import secrets
+import statistics
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smoke import options_of
+
+from midflight.config.sections import Config, EnvironmentSection, GatewaySection
+from midflight.environments.crew import Crew, HungWorker
+from midflight.environments.rollout import RolloutRunner
+from midflight.gateway.http.http import build_app
+from midflight.observe.failures import failure_class
+from midflight.run import parts
+from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
+from midflight.run.places.process import LocalChild
+from midflight.run.rollout.rollouts import Fates
+from midflight.run.rollout.serving import Agents, Serving
+from midflight.testing.script import Script, scripted_tokenizer
+from midflight.testing.scripted import ScriptedEngine
+from midflight.types import GroupKey, RolloutKey, Task
+from midflight.types.facts import unheard
+from midflight.wire.server import listen, serve_app
+
+SHARES = {"hang": 0.01, "raise": 0.01, "fork": 0.005, "leak": 0.005}
+EXPECTED = {"hang": "RolloutTimeout", "raise": "SimulatorCrashed", "fork": "TooManyProcesses", "leak": "MemoryError"}
+HERE = str(Path(__file__).parent)
+
+
+def seconds_of(draw: random.Random, shortest: float) -> float:
+    """Pareto of shape 1.5, ten times the shortest at most: half take less than 1.6 times the shortest, one in ten more than 4.6 times."""
+    return shortest * min(10.0, draw.paretovariate(1.5))
+
+
+@dataclass
+class Round:
+    """What ended in a round, after its warm-up: healthy rollouts, and of the others classes and tasks by fault."""
+
+    healthy: int = 0
+    failed_healthy: list[str] = field(default_factory=list)
+    classes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    blamed: dict[str, str] = field(default_factory=dict)
+    """By class, one that has it: task and error."""
+    workers_lost: int = 0
+
+
+class Site:
+    """Rollout side and workers for one round. `slots` by fault, none for the healthy."""
+
+    def __init__(self, config: Config, slots: Counter[str], folder: Path, *, seed: int, shortest: float) -> None:
+        self._config, self._slots, self._folder, self._seed, self._shortest = config, slots, folder, seed, shortest
+        self._numbers = itertools.count()
+        self._counting = False
+        self.found = Round()
+        self._token = secrets.token_urlsafe()
+        self._workers: dict[str, LocalChild] = {}
+
+    async def run(self, *, warmup: float, seconds: float) -> Round:
+        """Waits for the workers to come up, then as long as it is told; ended by that."""
+        config = self._config
+        engine = ScriptedEngine(script=Script(mean_length=4), tokenizer=scripted_tokenizer(), step_seconds=0.02)
+        serving = Serving(config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False)
+        crew = Crew(serving.gateway)
+        with listen("127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            serving.gateway.address = url
+            app = build_app(serving.gateway, serving.control, extra_routes=WorkerRoutes(crew, token=self._token).routes())
+            runner = Agents(config, serving, crew, unheard).runner(serving.gateway, Fates(), tracked=True)
+            names = [f"worker{i}" for i in range(config.environment.workers or 1)]
+            up = {name: asyncio.Event() for name in names}
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    beside = [
+                        tasks.create_task(serve_app(app, listener, ready=lambda: None)),
+                        tasks.create_task(watch_workers(crew, self._condemn)),
+                        *(tasks.create_task(self._worker(name, url, up[name])) for name in names),
+                    ]
+                    for event in up.values():
+                        await event.wait()
+                    draws = [tasks.create_task(self._slot(runner, fault, i)) for fault in self._slots for i in range(self._slots[fault])]
+                    await asyncio.sleep(warmup)
+                    self._counting = True
+                    await asyncio.sleep(seconds)
+                    self._counting = False
+                    for task in (*draws, *beside):
+                        task.cancel()
+            finally:
+                for worker in self._workers.values():
+                    worker.end_group()
+                    await worker.ended()
+        return self.found
+
+    async def _worker(self, name: str, url: str, up: asyncio.Event) -> None:
+        """Starts it again whenever it ends, as a run does."""
+        while True:
+            environ = {"PYTHONPATH": os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])}
+            section = self._config.environment
+            worker = LocalChild(
+                parts.ProcessKind.WORKER, name, log=self._folder / f"{name}.log", environ=environ, arguments=[str(section.entry)]
+            )
+            self._workers[name] = worker
+            await worker.start()
+            await worker.tell(parts.WorkerSpec(name, url, self._token, section.model_dump_json()))
+            async for message in worker.messages():
+                if isinstance(message, parts.Ready):
+                    up.set()
+            await worker.ended()
+            worker.end_group()
+            self.found.workers_lost += 1
+
+    def _condemn(self, hung: HungWorker) -> None:
+        self._workers[hung.name].condemn(hung.why)
+
+    async def _slot(self, runner: RolloutRunner, fault: str, number: int) -> None:
+        """One rollout after the other, for ever; ended by the round."""
+        draw = random.Random(f"{self._seed}|{fault}|{number}")
+        while True:
+            at = next(self._numbers)
+            task = Task(f"{fault}-{at}", "mixed", {"question": f"{at}?", "seconds": seconds_of(draw, self._shortest), "fault": fault})
+            made = await runner.run(RolloutKey(GroupKey(0, at), 0), task)
+            if not self._counting:
+                continue
+            if fault != "none":
+                self.found.classes[fault, failure_class(made.error)] += 1
+                self.found.blamed[failure_class(made.error)] = f"task {made.task_id} of {made.source}: {made.error}"
+            elif made.error is None:
+                self.found.healthy += 1
+            else:
+                self.found.failed_healthy.append(made.error)
+
+
+def configured(options: argparse.Namespace) -> Config:
+    return Config(
+        environment=EnvironmentSection(
+            entry="isolation_agents:rollout",
+            workers=options.workers,
+            rollout_seconds=13 * options.shortest,
+            max_tokens=8,
+            max_processes=16,
+            worker_mb=options.worker_mb,
+        ),
+        gateway=GatewaySection(request_seconds=60),
+    )
+
+
+def slots_of(rollouts: int, *, faulty: bool) -> Counter[str]:
+    """At least one of each fault."""
+    others = {fault: max(1, round(rollouts * share)) for fault, share in SHARES.items()}
+    return Counter({"none": rollouts - sum(others.values()), **(others if faulty else {})})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=512)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--worker-mb", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=4, help="of each side, alternating")
+    parser.add_argument("--warmup", type=float, default=15.0, help="seconds of a round before it counts")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a round")
+    parser.add_argument("--shortest", type=float, default=3.0, help="seconds of an environment; the longest take ten times as long")
+    options = options_of(parser, rollouts=12, workers=1, rounds=1, warmup=0.5, seconds=4.0, shortest=0.2)
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    everything = Round()
+    for number in range(options.rounds):
+        for faulty in (False, True) if number % 2 else (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                site = Site(
+                    configured(options), slots_of(options.rollouts, faulty=faulty), Path(folder), seed=number, shortest=options.shortest
+                )
+                found = asyncio.run(site.run(warmup=options.warmup, seconds=options.seconds))
+            rates[faulty].append(found.healthy / options.seconds)
+            everything.classes += found.classes
+            everything.failed_healthy += found.failed_healthy
+            everything.blamed |= found.blamed
+            everything.workers_lost += found.workers_lost
+            print(
+                f"round {number}, {'with' if faulty else 'without'} faults: {rates[faulty][-1]:.2f} healthy rollouts a second", flush=True
+            )
+    report(rates, everything)
+
+
+def report(rates: dict[bool, list[float]], found: Round) -> None:
+    ratios = [with_them / without if without else 0.0 for with_them, without in zip(rates[True], rates[False], strict=True)]
+    print(
+        f"healthy rollouts go on at {statistics.median(ratios):.3f} of their speed without the others ({min(ratios):.3f} to {max(ratios):.3f})"
+    )
+    for (fault, name), count in sorted(found.classes.items()):
+        print(f"  {fault}: {count} {name}{'' if EXPECTED[fault] == name else '  (unexpected)'}, such as {found.blamed[name][:160]}")
+    print(f"  healthy ones that failed: {len(found.failed_healthy)} {found.failed_healthy[:1] or ''}; workers lost: {found.workers_lost}")
+
+
+if __name__ == "__main__":
+    main()
