@@ -103,7 +103,7 @@ def main() -> None:
         ]
         mean = statistics.mean(found)
         first = first or mean
-        print(f"{name:26}{mean:10,.0f}  ({min(found):,} to {max(found):,})  {mean / first:.2f} of in turn")
+        print(f"{name:26}{mean:10,.0f}  ({min(found):,} to {max(found):,})  tasks in turn take {first / mean:.2f} times as many")
 
 
 if __name__ == "__main__":
