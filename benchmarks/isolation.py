@@ -77,7 +77,7 @@ class Site:
         config = self._config
         engine = ScriptedEngine(script=Script(mean_length=4), tokenizer=scripted_tokenizer(), step_seconds=0.02)
         serving = Serving(config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False)
-        crew = Crew(serving.gateway)
+        crew = Crew(serving.gateway, say=print)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving.gateway.address = url

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -153,6 +153,17 @@ def test_a_blocked_loop_is_told_with_the_agent_and_the_place(monkeypatch: pytest
         assert (name, session_id) == ("worker0", "blocks") and where.startswith("blocking (") and "test_worker.py" in where
 
     with_worker(main)
+
+
+def test_a_loop_that_is_busy_with_one_agent_after_the_other_is_not_blocked_by_any() -> None:
+    """It last turned at 100, and stands still from 103 on, when it is seen in the same step again and again."""
+    with closing(asyncio.new_event_loop()) as loop:
+        watch, one, other = LoopWatch(WorkerSpec("worker0", "http://x", "t", "{}"), loop), object(), object()
+        watch._turned = 100.0
+        assert [watch._stands(now, task) for now, task in ((100.5, one), (102.0, other), (103.0, one))] == [0, 0, 0]
+        assert [watch._stands(now, one) for now in (104.0, 113.5)] == [1.0, 10.5]
+        watch._turned = 114.0
+        assert watch._stands(114.5, one) == 0.5
 
 
 def test_an_agent_may_hold_the_loop_for_as_long_as_its_rollout_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ END_SECONDS = 30.0
 """For the rollout process to end a worker whose rollout is past its deadline, before the launcher takes it for hung."""
 LOOK_SECONDS = 0.25
 BLOCKED_SECONDS = 1.0
-"""A loop that has not turned for so long is blocked: the rollout process is told by whom, now and every second."""
+"""A loop that has been in one step of an agent for so long is blocked: the rollout process is told by whom, now and every second."""
 MAX_TRACE = 20_000
 """Characters of a traceback that are told, from its end."""
 
@@ -189,7 +189,8 @@ class LoopWatch:
 
     def __init__(self, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> None:
         self._spec, self._loop = spec, loop
-        self._turned = time.monotonic()
+        self._turned = self._since = time.monotonic()
+        self._current: object = None
         self._main = threading.get_ident()
         self._sessions: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
@@ -206,10 +207,17 @@ class LoopWatch:
         """Waits for the interval to pass, until the loop is closed."""
         pause = threading.Event()
         while not self._loop.is_closed():
-            seconds = time.monotonic() - self._turned
+            seconds = self._stands(time.monotonic(), asyncio.current_task(self._loop))
             if seconds > BLOCKED_SECONDS:
                 self._tell(seconds)
             pause.wait(BLOCKED_SECONDS if seconds > BLOCKED_SECONDS else LOOK_SECONDS)
+
+    def _stands(self, now: float, current: object) -> float:
+        """Seconds that the loop has been in one step of one task. On a busy machine a turn of it may take long, with a hundred agents that
+        each take a moment: that is nobody's fault, and the next turn comes."""
+        if current is not self._current:
+            self._current, self._since = current, now
+        return now - max(self._turned, self._since)
 
     def _tell(self, seconds: float) -> None:
         frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage] (documented, and there is no other way)
