@@ -45,8 +45,8 @@ HERE = str(Path(__file__).parent)
 
 
 def seconds_of(draw: random.Random, shortest: float) -> float:
-    """Pareto of shape 1.5, ten times the shortest at most: half take less than 1.6 times the shortest, one in ten more than 4.6 times."""
-    return shortest * min(10.0, draw.paretovariate(1.5))
+    """Pareto of shape 1.5, five times the shortest at most: half take less than 1.6 times the shortest, one in ten more than 4.6 times."""
+    return shortest * min(5.0, draw.paretovariate(1.5))
 
 
 @dataclass
@@ -151,7 +151,7 @@ def configured(options: argparse.Namespace) -> Config:
         environment=EnvironmentSection(
             entry="isolation_agents:rollout",
             workers=options.workers,
-            rollout_seconds=13 * options.shortest,
+            rollout_seconds=7 * options.shortest,
             max_tokens=8,
             max_processes=16,
             worker_mb=options.worker_mb,
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="of each side, alternating")
     parser.add_argument("--warmup", type=float, default=15.0, help="seconds of a round before it counts")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a round")
-    parser.add_argument("--shortest", type=float, default=3.0, help="seconds of an environment; the longest take ten times as long")
+    parser.add_argument("--shortest", type=float, default=8.0, help="seconds of an environment; the longest take five times as long")
     options = options_of(parser, rollouts=12, workers=1, rounds=1, warmup=0.5, seconds=4.0, shortest=0.2)
     rates: dict[bool, list[float]] = {True: [], False: []}
     everything = Round()
