@@ -10,14 +10,14 @@ from contextvars import ContextVar
 import pytest
 
 from midflight.errors import TooManyProcesses
-from midflight.run.worker.limits import ProcessCount
+from midflight.run.worker.limits import StartedProcesses
 
 PROGRAM = """
 import asyncio, json, os, subprocess
 from contextvars import ContextVar
 import uvloop
 from midflight.environments.agents import in_thread
-from midflight.run.worker.limits import ProcessCount, limit_memory
+from midflight.run.worker.limits import StartedProcesses, limit_memory
 
 session = ContextVar("session")
 
@@ -45,7 +45,7 @@ async def agent(name, deeds):
     return "ended"
 
 async def main():
-    count = ProcessCount(3, session=session)
+    count = StartedProcesses(3, session=session)
     count.watch(asyncio.get_running_loop())
     ends = {name: await asyncio.create_task(agent(name, deeds)) for name, deeds in {
         "awaited": [awaited] * 4, "plain": [plain] * 4, "threaded": [threaded] * 4, "forked": [forked] * 4,
@@ -74,7 +74,7 @@ def test_the_agent_that_takes_too_much_fails_and_nobody_else() -> None:
 def test_the_error_says_the_limit_and_an_agent_that_has_ended_is_forgotten() -> None:
     session = ContextVar[str]("session")
     session.set("one")
-    count = ProcessCount(1, session=session)
+    count = StartedProcesses(1, session=session)
     count.start()
     with pytest.raises(TooManyProcesses, match=r"has started 1, which is environment\.max_processes"):
         count.start()

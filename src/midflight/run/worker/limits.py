@@ -21,7 +21,7 @@ def limit_memory(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
-class ProcessCount:
+class StartedProcesses:
     """The processes that each agent has started, also from its threads; `TooManyProcesses` in the agent that starts more than `most`."""
 
     def __init__(self, most: int, *, session: ContextVar[str]) -> None:

@@ -36,7 +36,7 @@ from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
 from midflight.run.heart import Doing, Situation
 from midflight.run.parts import Launcher, PartLost, Ready, WorkerSpec
-from midflight.run.worker.limits import ProcessCount, limit_memory
+from midflight.run.worker.limits import StartedProcesses, limit_memory
 from midflight.types import Task
 from midflight.wire.client import LOSSES, HttpClient
 
@@ -77,7 +77,7 @@ async def run_worker(spec: WorkerSpec, launcher: Launcher) -> None:
     program = AgentProgram(section)
     clients = partial(SharedClients, untracked=section.untracked, public_url=spec.public_url)
     async with http_client, program.host(partial(http_client.call, "POST"), clients) as host:
-        count = None if section.max_processes is None else ProcessCount(section.max_processes, session=_running)
+        count = None if section.max_processes is None else StartedProcesses(section.max_processes, session=_running)
         if count is not None:
             count.watch(loop)
         if section.worker_mb is not None:
@@ -92,7 +92,7 @@ class Worker:
     """One connection, and the agents that run. `cancels`: agents can be cancelled; threads cannot, and end by themselves."""
 
     def __init__(
-        self, name: str, host: AgentHost, http_client: HttpClient, watch: LoopWatch, *, cancels: bool, count: ProcessCount | None = None
+        self, name: str, host: AgentHost, http_client: HttpClient, watch: LoopWatch, *, cancels: bool, count: StartedProcesses | None = None
     ) -> None:
         self._name, self._host, self._http, self._watch, self._cancels = name, host, http_client, watch, cancels
         self._count = count
