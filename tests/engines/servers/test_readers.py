@@ -12,7 +12,7 @@ from midflight.engines.servers.sglang import SglangReader, SglangServer, numbers
 from midflight.engines.servers.vllm import VllmReader
 from midflight.engines.streams import ChunkStream
 from midflight.errors import EngineUnavailable, RequestRejected
-from midflight.types import Finish, FinishReason
+from midflight.types import Finish, FinishReason, Grammar, GrammarKind
 
 ABORT = Finish(FinishReason.ABORT)
 
@@ -159,6 +159,20 @@ def test_what_comes_after_the_end_of_an_answer_is_cut() -> None:
 )
 def test_a_version_is_compared_by_its_numbers(text: str, expected: tuple[int, ...]) -> None:
     assert numbers(text) == expected
+
+
+def test_a_grammar_that_vllm_alone_cannot_compile_is_refused_and_no_reason_to_doubt_the_engine() -> None:
+    """Its llguidance may be older than ours."""
+    failed = event(error={"message": "Internal server error", "type": "InternalServerError", "code": 500})
+    shaped = ask(grammar=Grammar(GrammarKind.REGEX, "a"))
+    with pytest.raises(RequestRejected) as caught:
+        VllmReader(shaped).read(failed)
+    assert caught.value.param == "grammar"
+    begun = VllmReader(shaped)
+    begun.read(vllm([97]))
+    for reader in (begun, VllmReader(ask())):
+        with pytest.raises(EngineUnavailable):
+            reader.read(failed)
 
 
 @pytest.mark.parametrize(("seed", "sent"), [(7, 7), (2**63 + 5, 5)])

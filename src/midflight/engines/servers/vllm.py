@@ -15,7 +15,7 @@ import msgspec
 from midflight import types
 from midflight.engines.servers.command import INSIDE
 from midflight.engines.servers.server import EventTokens, Found, ServerClient, ServerRequest, number, part, recorded_experts
-from midflight.errors import EngineError, EngineUnavailable
+from midflight.errors import EngineError, EngineUnavailable, RequestRejected
 from midflight.types.generation import Api, copied
 
 _GENERATE = "/inference/v1/generate"
@@ -32,6 +32,8 @@ _NO_NUMBER = -9999.0
 _INFO_SECONDS = 60.0
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
+_OF_THE_FORM = "Internal server error"
+"""How it ends a request whose grammar does not compile there. Of an engine that died it says something else."""
 _LOADER = "midflight_load"
 _LOADER_READY = "midflight_ready"
 _FEATURES = frozenset({types.Feature.PENALTIES, types.Feature.LOGIT_BIAS, types.Feature.TOP_LOGPROBS})
@@ -84,15 +86,18 @@ class VllmReader:
     def __init__(self, request: types.GenerateRequest, *, num_experts: int = 0) -> None:
         """`num_experts`: of a mixture whose choices it records."""
         self._num_tops, self._num_experts = request.sampling.top_logprobs, num_experts
+        self._begins_form = request.sampling.grammar is not None
 
     def read(self, event: bytes) -> EventTokens:
         try:
             said = _decode(event)
         except msgspec.DecodeError as error:
             raise EngineUnavailable(f"reading vLLM's answer {event[:200]!r}: {error}. Use vLLM 0.32 or newer.") from error
+        if said.error is not None and self._begins_form and _OF_THE_FORM in str(said.error):
+            raise RequestRejected(f"vLLM took no answer of this form: {event[:300]!r}. Send a simpler grammar.", param="grammar")
         if said.error is not None or not said.choices:
             raise EngineUnavailable(f"vLLM ended an answer with {event[:300]!r}. Look at its log.")
-        choice = said.choices[0]
+        choice, self._begins_form = said.choices[0], False
         content = (choice.logprobs.content if choice.logprobs else None) or ()
         spans = choice.weight_versions if choice.weight_versions is not None else ()
         return EventTokens(
