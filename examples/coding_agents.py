@@ -1,4 +1,4 @@
-"""Claude Code and Codex as agents that are trained: each rollout runs the command line, as it comes from npm, in a scratch folder.
+"""Claude Code, Codex and opencode as agents that are trained: each rollout runs the command line, as it comes from npm, in a scratch folder.
 
     python examples/coding_agents.py runs/coding-model
     midflight train configs/coding-agents.toml
@@ -11,6 +11,7 @@ npm's modules (`make test-coding-agents` makes one).
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import tempfile
@@ -64,6 +65,19 @@ async def codex(task: Task, client: AsyncOpenAI) -> float:
     words = [word for option in options for word in ("-c", option)]
     command = [found("@openai/codex*/vendor/*/bin/codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     return vowels(await said([*command, *words, task.text("question")], {"KEY": "unused"}))
+
+
+@environment(name="opencode")
+async def opencode(task: Task, client: AsyncOpenAI) -> float:
+    """The share of vowels in what it says."""
+    model = {"name": "policy", "limit": {"context": 32_768, "output": 48}}
+    reach = {"baseURL": str(client.base_url).rstrip("/"), "apiKey": "unused"}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": reach, "models": {"policy": model}}
+    names = {"model": "midflight/policy", "small_model": "midflight/policy"}
+    config = json.dumps({"provider": {"midflight": provider}, **names, "autoupdate": False, "share": "disabled"})
+    silent = dict.fromkeys(("OPENCODE_DISABLE_AUTOUPDATE", "OPENCODE_DISABLE_MODELS_FETCH", "OPENCODE_DISABLE_LSP_DOWNLOAD"), "1")
+    command = [found("opencode-linux-*/bin/opencode"), "run", task.text("question")]
+    return vowels(await said(command, {**silent, "OPENCODE_CONFIG_CONTENT": config}))
 
 
 def found(pattern: str) -> str:

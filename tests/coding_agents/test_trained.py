@@ -1,4 +1,4 @@
-"""Claude Code and Codex are trained: whole runs of `midflight train` on a made model, in which each rollout runs the command line."""
+"""Claude Code, Codex and opencode are trained: whole runs of `midflight train` on a made model, in which each rollout runs the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("agent", ["claude_code", "codex"])
+@pytest.mark.parametrize("agent", ["claude_code", "codex", "opencode"])
 def test_a_coding_agent_is_trained_for_two_steps_and_every_token_is_accounted_for(agent: str, model: Path, tmp_path: Path) -> None:
     written = (ROOT / "configs" / "coding-agents.toml").read_text()
     for name, value in {
