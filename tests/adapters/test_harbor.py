@@ -95,10 +95,10 @@ def test_variables_of_the_tests_are_theirs_and_their_seconds_too(tmp_path: Path)
     [
         ("echo oh; exit 1", EnvironmentFailed, r"wrote neither reward.txt nor reward.json.*oh"),
         ("echo yes > /logs/verifier/reward.txt", BadReward, r"'yes', expected a finite number"),
-        ("echo nan > /logs/verifier/reward.txt", BadReward, r"nan, expected a finite number"),
+        ("echo nan > /logs/verifier/reward.txt", BadReward, r"'nan', expected a finite number"),
         ('echo \'{"a": "b"}\' > /logs/verifier/reward.json', BadReward, r"the reward 'a' was 'b', expected a finite"),
         ("echo '[1]' > /logs/verifier/reward.json", EnvironmentFailed, r"was '\[1\]', expected an object of numbers"),
-        ("echo '{}' > /logs/verifier/reward.json", EnvironmentFailed, r"reward.json has no number"),
+        ("echo '{}' > /logs/verifier/reward.json", EnvironmentFailed, r"was '{}', expected an object of numbers"),
     ],
 )
 def test_a_reward_that_is_no_number_fails_the_rollout(tmp_path: Path, tests: str, error: type[Exception], said: str) -> None:

@@ -6,6 +6,7 @@ Dockerfile. Elsewhere there is nothing to build with, so only what a Dockerfile 
 
 import json
 import re
+import secrets
 import tomllib
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +24,9 @@ from midflight.types import Json, Result, Task
 
 NAME = "harbor"
 TESTS, REWARDS = "/tests", "/logs/verifier"
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+TESTED = f"""find {TESTS} -mindepth 1 -maxdepth 1 ! -path "$1" -exec rm -rf {{}} + && find "$1" -mindepth 1 -maxdepth 1 -exec mv {{}} {TESTS} ";"
+rm -rf {REWARDS} && mkdir -p {REWARDS} && bash {TESTS}/test.sh"""
 ASKED = (
     "You work in a shell of Linux. Each of your answers has one script in a ```bash block; you are shown what it says. Answer without a block "
     "when the work is done.\n\n"
@@ -111,33 +115,26 @@ async def chat(task: Task, client: Any, box: Box) -> None:
 
 
 async def _scored(said: str, found: HarborTask, box: Box) -> Result:
-    """What is there by their names is not theirs: the agent has put it there."""
-    await box.run(["sh", "-c", f"rm -rf {REWARDS} {TESTS}/* {TESTS}/.[!.]*"])
-    tests = {f"{TESTS}/{file.relative_to(found.folder / 'tests')}": file.read_bytes() for file in files_in(found.folder / "tests")}
-    variables = [f"{name}={value}" for name, value in found.variables.items()]
-    command = ["env", *variables, "sh", "-c", f"mkdir -p {REWARDS} && bash {TESTS}/test.sh"]
+    """Waits for the tests. What the agent has put where they and their rewards go, goes first."""
+    own = f"{TESTS}/{secrets.token_hex(8)}"
+    tests = {f"{own}/{file.relative_to(found.folder / 'tests')}": file.read_bytes() for file in files_in(found.folder / "tests")}
+    command = ["env", *(f"{name}={value}" for name, value in found.variables.items()), "sh", "-c", TESTED, "sh", own]
     ran = await box.run(command, files=tests, seconds=found.verifier_seconds)
-    written = [await box.run(["cat", f"{REWARDS}/{name}"]) for name in ("reward.json", "reward.txt")]
-    parts, text = (each.stdout.strip() if each.ok else "" for each in written)
+    written = await box.run(["sh", "-c", f"cd {REWARDS} && cat reward.json; printf '\\0'; cat reward.txt"])
+    parts, _, text = (part.strip() for part in written.stdout.partition("\0"))
     if ran.ended_by or not (parts or text):
         why = f"were ended by their limit of {ran.ended_by}" if ran.ended_by else "wrote neither reward.txt nor reward.json"
         raise EnvironmentFailed(f"scoring {said}: its tests {why}, so nobody knows what it is worth: {(ran.stdout + ran.stderr)[-1000:]}")
+    given: object = float(text) if NUMBER.fullmatch(text) else text
     try:
-        components = cast("dict[str, object]", json.loads(parts) if parts else {"reward": _number(text)})
+        components = cast("dict[str, object]", json.loads(parts)) if parts else {"reward": given}
         numbers = {name: number_in(value, f"scoring {said}: the reward {name!r}") for name, value in components.items()}
     except (ValueError, AttributeError):
-        raise EnvironmentFailed(f"scoring {said}: reward.json was {parts!r:.200}, expected an object of numbers.") from None
+        numbers = {}
     if not numbers:
-        raise EnvironmentFailed(f"scoring {said}: reward.json has no number, so nobody knows what it is worth.")
-    total = numbers.get("reward", number_in(_number(text), f"scoring {said}: reward.txt") if text else sum(numbers.values()))
+        raise EnvironmentFailed(f"scoring {said}: reward.json was {parts!r:.200}, expected an object of numbers.")
+    total = numbers.get("reward", number_in(given, f"scoring {said}: reward.txt") if text else sum(numbers.values()))
     return Result(total, components=numbers)
-
-
-def _number(text: str) -> object:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 @lru_cache(maxsize=64)
