@@ -89,6 +89,12 @@ def test_a_file_that_is_there_is_not_replaced_unasked(folder: Path, capsys: pyte
     assert (folder.parent / "mine").read_text() == "mine"
 
 
+def test_without_a_name_the_file_has_that_of_run_and_format(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["export", ".", "--format", "dpo"]) == 0
+    assert (folder / "run-dpo.jsonl").is_file()
+
+
 def test_samples_are_printed_best_worst_failed_and_by_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, keys in (
         (["--best", "-n", "1"], ["0-0-0-0"]),

@@ -71,7 +71,10 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
 
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option("--out", help="File to write, JSON lines.", metavar="FILE")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="File to write, JSON lines; default: RUN-FORMAT.jsonl here.", metavar="FILE", show_default=False),
+    ] = None,
     form: Annotated[Literal["sft", "dpo", "jsonl"], typer.Option("--format", help="Conversations, pairs, or all that is known.")] = "sft",
     min_reward: Annotated[float | None, typer.Option(help="Of a conversation, or of the better of a pair.", show_default=False)] = None,
     min_margin: Annotated[float, typer.Option(help="By which the better of a pair must be better.", min=0.0)] = 0.0,
@@ -87,6 +90,7 @@ def export(
     from midflight.archive.export import ExportChoice, ExportFormat, write_export
     from midflight.errors import ConfigError
 
+    out = out or Path(f"{run.resolve().name}-{form}.jsonl")
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} is there already; give another file, or --overwrite.")
     if not out.parent.is_dir():

@@ -16,6 +16,7 @@ STYLE = """
 body { font-family: system-ui, "Helvetica Neue", Helvetica, Arial, sans-serif; }
 .w-full { width: 100%; }
 .gap-1 { gap: 4px; }
+summary { display: list-item; cursor: pointer; }
 .shown { min-height: 100vh; }
 @media (prefers-color-scheme: dark) {
   #app > .auto { background: var(--q-dark-page); color: #fff; --note: #b0b0b0; }
