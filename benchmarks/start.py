@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from smoke import SETTINGS, options_of
@@ -38,8 +39,7 @@ def run_seconds(folder: Path, *sets: str) -> tuple[float, float, dict[str, bool]
     words = [word for each in ("warm_start.target_accuracy=0.05", *sets) for word in ("--set", each)]
     began, said, has_torch = time.time(), list[float](), dict[str, bool]()
     with subprocess.Popen([*COMMAND, "train", CONFIG, "--folder", folder, *words], stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        hearing = threading.Thread(target=lambda lines: said.extend(time.time() for _ in lines), args=(run.stdout,))
+        hearing = threading.Thread(target=hear, args=(run.stdout, said))
         hearing.start()
         try:
             while not (journal := folder / "metrics.jsonl").is_file() or '"kind":"step"' not in journal.read_text():
@@ -52,6 +52,11 @@ def run_seconds(folder: Path, *sets: str) -> tuple[float, float, dict[str, bool]
             run.send_signal(signal.SIGINT)
             hearing.join()
     return said[0] - began, stepped - (folder / "start" / "config.json").stat().st_mtime, has_torch
+
+
+def hear(lines: Iterable[str], said: list[float]) -> None:
+    """When each line came. Waits for them, and ends with the last."""
+    said.extend(time.time() for _ in lines)
 
 
 def look(launcher: int, has_torch: dict[str, bool]) -> None:
