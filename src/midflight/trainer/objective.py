@@ -280,6 +280,14 @@ class Objective:
         reduction: Callable[..., Tensor] = getattr(reductions, REDUCTIONS[self.loss.reduction].function)
         return call(reduction, values)
 
+    def over_ones(self, over: Denominators) -> float:
+        """What a sum taken over 1 token and 1 rollout, and over the tokens of each rollout, is to be multiplied by for the whole: every
+        reduction is linear in 1 / tokens and in 1 / rollouts."""
+        loss, rollout = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+        ones = Denominators(1, 1, rollout + 1)
+        whole = Denominators(over.num_tokens, over.num_rollouts, rollout + 1)
+        return float(self.reduce(loss, rollout, over=whole) / self.reduce(loss, rollout, over=ones))
+
 
 def count_tokens(rollout: Int[Tensor, " T"], *, num_rollouts: int) -> Denominators:
     """The denominators of tokens that lie in these rollouts."""

@@ -66,6 +66,12 @@ def clear_gradients(model: nn.Module) -> None:
             parameter.grad.zero_()
 
 
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    for _, parameter in named_parameters(model):
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
 def clipped_step(optimizer: AdamW, *, learning_rate: float, max_norm: float) -> float:
     """Clips gradients to an L2 norm and steps. Returns the norm before clipping; if it is not finite nothing is changed.
 
@@ -164,6 +170,43 @@ class LossTokens:
         return [part for part in parts if len(part)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """One of a step's mini-batches."""
+
+    tokens: LossTokens
+    chosen: Index
+    """Ascending."""
+    proximal: Float[Tensor, " K"] | None
+    """Log-probabilities of all the step's tokens; None where the proximal policy is the one that trains."""
+    reference: Float[Tensor, " K"] | None
+    progress: float
+    """Share of the step's updates that were made before."""
+
+    @property
+    def where(self) -> Tensor:
+        """`chosen`, on the tokens' device."""
+        return torch.from_numpy(self.chosen).to(self.tokens.age.device)
+
+    def position(self, at: Tensor) -> Tensor:
+        """Where these of the step's tokens are among the chosen ones."""
+        return torch.searchsorted(self.where, at)
+
+    def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> Known:
+        """What is known of the tokens `at`; `now` and `proximal` are theirs already."""
+        t = self.tokens
+        return Known(
+            now=now,
+            proximal=proximal,
+            behaviour=t.behaviour[at],
+            advantage=t.advantage[at],
+            age=t.age[at],
+            sequence=t.rollout[at],
+            num_sequences=t.num_rollouts,
+            reference=None if self.reference is None else self.reference[at],
+        )
+
+
 def step_tokens(
     batch: PackedBatch, scoring: Scoring, *, max_staleness: int, max_missing_share: float, dtype: torch.dtype, device: torch.device
 ) -> LossTokens:
@@ -237,6 +280,8 @@ class StepRecord:
     """Updates that an alarm kept from being made."""
     num_micro_batches: int = 0
     num_oversized: int = 0
+    num_early: int = 0
+    """Tokens of groups that were begun before the batch was whole."""
     critic: Mapping[str, float] = field(default_factory=dict[str, float])
     """What a critic measured, by name."""
 
@@ -298,6 +343,7 @@ def report_of(record: StepRecord, batch: PackedBatch, tokens: LossTokens, *, ver
         "tokens/trained": float(tokens.num_tokens),
         "rows/oversized": float(record.num_oversized),
         "step/micro_batches": float(record.num_micro_batches),
+        "step/early_share": record.num_early / max(1, tokens.num_tokens),
         "step/updates_skipped": float(record.num_skipped),
         "step/alarms": float(len(record.alarms)),
         "step/learning_rate": learning_rate,

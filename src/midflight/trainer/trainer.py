@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,13 +21,14 @@ from midflight.errors import RunFailed, StepSkipped
 from midflight.trainer import step as steps
 from midflight.trainer.credit import Scoring, scoring_of
 from midflight.trainer.critic import Critic, Valuation, value_model_of
+from midflight.trainer.early import Ahead, EarlyWork, Part, found_in
 from midflight.trainer.formulas import diagnostics
 from midflight.trainer.model.layers import compile_layers, recompute_activations
 from midflight.trainer.model.microbatch import Example, Index, Layout, MicroBatch, answer_predictions, split
 from midflight.trainer.model.policy import Passes, Policy, Ranks, TokenModel, check_fits, shard
-from midflight.trainer.objective import Denominators, Factors, Known, Objective, count_tokens
+from midflight.trainer.objective import Denominators, Factors, Objective, count_tokens
 from midflight.trainer.own_loss import objective_of
-from midflight.trainer.step import Adam, LossTokens, Schedule, StepRecord, StepReport, adamw, clear_gradients, clipped_step
+from midflight.trainer.step import Adam, LossTokens, Schedule, StepRecord, StepReport, Update, adamw, clear_gradients, clipped_step
 from midflight.types import PackedBatch, Version
 
 
@@ -93,9 +94,7 @@ class PolicyTrainer:
         """`reference`: what a divergence is taken from; none is `model` as it is now. `valuation`: of the critic, for generalised advantages."""
         assert (valuation is not None) == (scoring.advantage == "gae"), "a critic is there for generalised advantages, and for nothing else"
         scale, self.ranks = scale or Scale(), ranks or Ranks()
-        self.model = model
-        self.objective = objective
-        self.version = version
+        self.model, self.objective, self.version = model, objective, version
         self.num_steps = 0
         """Steps since the first version: the schedule's clock, which a fork does not advance."""
         self.num_skipped = 0
@@ -111,6 +110,7 @@ class PolicyTrainer:
         judge = None if valuation is None else value_model_of(model, scale.layout)  # a copy, made before the layers are changed
         self._passes_of_policy = self._passes(Policy(model, scale.layout, replays=scale.routing_replay), scale, temperature)
         self.optimizer = adamw(model, learning_rate=adam.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
+        self._ahead, self._begun = Ahead.of(objective, scoring, updates=self._rules.updates_per_step, ranks=self.ranks.size), list[Part]()
         self.critic: Critic | None = None
         if judge is not None and valuation is not None:
             self.critic = Critic(self._passes(judge, scale, temperature), valuation, adam=adam, ranks=self.ranks)
@@ -129,6 +129,29 @@ class PolicyTrainer:
         """The learning rate of the next step."""
         return self._adam.learning_rate * self._schedule.factor(self.num_steps)
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether `begin` has anything to do."""
+        return self._ahead.any
+
+    def begin(self, groups: PackedBatch) -> None:
+        """Does for some groups, which the next batch is expected to have, what can be done without the others; see `early`."""
+        check_fits(groups, self.model)
+        tokens = self._tokens(groups, max_missing_share=1.0)
+        if not tokens.num_tokens:
+            return
+        record = StepRecord.of(tokens, masks=tuple(self.objective.loss.masks))
+        proximal = self._passes_of_policy.scores(tokens.predictions) if self._ahead.scores else None
+        reference = self._reference.scores(tokens.predictions) if self._reference is not None else None
+        loss = 0.0
+        if self._ahead.gradient:
+            if not self._begun:
+                clear_gradients(self.model)
+            everything = np.arange(tokens.num_tokens)
+            over = replace(count_tokens(tokens.rollout, num_rollouts=tokens.num_rollouts), num_tokens=1, num_rollouts=1)
+            loss = float(self._add(Update(tokens, everything, None, reference, 0.0), everything, None, record, over=over))
+        self._begun.append(Part(tokens, record, loss, proximal, reference))
+
     def step(self, batch: PackedBatch) -> StepReport:
         """Trains on a batch leased for the current version and makes the next one."""
         if batch.train_version != self.version:
@@ -136,19 +159,22 @@ class PolicyTrainer:
                 f"the batch is leased for version {batch.train_version}, the trainer is at {self.version}. Lease a batch for it."
             )
         check_fits(batch, self.model)
-        tokens = steps.step_tokens(
-            batch,
-            self._scoring,
-            max_staleness=self._rules.max_staleness,
-            max_missing_share=self._rules.max_missing_share,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        tokens = self._tokens(batch, max_missing_share=self._rules.max_missing_share)
         record, tokens = self._update_all(tokens)
         report = steps.report_of(record, batch, tokens, version=self.version + 1, learning_rate=self.learning_rate)
         self.version, self.num_steps = report.version, self.num_steps + 1
         self.num_skipped += report.skipped is not None
         return report
+
+    def _tokens(self, batch: PackedBatch, *, max_missing_share: float) -> LossTokens:
+        return steps.step_tokens(
+            batch,
+            self._scoring,
+            max_staleness=self._rules.max_staleness,
+            max_missing_share=max_missing_share,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
     # --- Updates -----------------------------------------------------------------------------------------------------
 
@@ -165,21 +191,24 @@ class PolicyTrainer:
     def _update(self, tokens: LossTokens) -> StepRecord:
         record = StepRecord.of(tokens, masks=tuple(self.objective.loss.masks))
         proximal, reference = None, None
+        begun, self._begun = found_in(tokens, self._begun, self._ahead), []
+        begun.note(record)
         if tokens.num_tokens and self.objective.needs_scores(updates_per_step=self._rules.updates_per_step):
-            proximal = self._passes_of_policy.scores(tokens.predictions)
+            proximal = begun.scores(self._passes_of_policy, tokens, "proximal")
         if tokens.num_tokens and self._reference is not None:
-            reference = self._reference.scores(tokens.predictions)
+            reference = begun.scores(self._reference, tokens, "reference")
         chosen_of_update = tokens.mini_batches(self._rules.updates_per_step)
         for number, chosen in enumerate(chosen_of_update):
             update = Update(tokens, chosen, proximal, reference, progress=number / len(chosen_of_update))
-            self._one_update(update, record)
+            self._one_update(update, record, begun)
         record.num_oversized = self._passes_of_policy.num_oversized(tokens.predictions)
         clear_gradients(self.model)  # They would take a model's memory until the next step.
         return record
 
-    def _one_update(self, update: Update, record: StepRecord) -> None:
-        clear_gradients(self.model)
-        loss = self._accumulate(update, self._factors(update), record)
+    def _one_update(self, update: Update, record: StepRecord, begun: EarlyWork) -> None:
+        if not begun.gradient:
+            clear_gradients(self.model)
+        loss = self._accumulate(update, self._factors(update), record, begun)
         alarms = diagnostics.alarms(steps.token_metrics(record, update.tokens, update.where))
         record.alarms += [sentence for sentence in alarms if sentence not in record.alarms]
         if alarms and self._rules.on_alarm == "stop":
@@ -203,14 +232,25 @@ class PolicyTrainer:
         where = update.where
         return self.objective.factors(update.known(now[where], update.proximal[where], where), progress=update.progress)
 
-    def _accumulate(self, update: Update, whole: Factors | None, record: StepRecord) -> float:
-        """Leaves the gradient of one update in the model and returns its loss.
+    def _accumulate(self, update: Update, whole: Factors | None, record: StepRecord, begun: EarlyWork) -> float:
+        """Leaves the gradient of one update in the model and returns its loss."""
+        over = count_tokens(update.tokens.rollout[update.where], num_rollouts=update.tokens.num_rollouts)
+        early = 0.0
+        if begun.gradient:
+            factor = self.objective.over_ones(over)
+            steps.scale_gradients(self.model, factor)
+            early = factor * begun.loss
+        total = self._add(update, begun.left(update.chosen), whole, record, over=over)
+        record.gather(update.where, self.ranks)
+        return early + float(self.ranks.sum(total))
+
+    def _add(self, update: Update, chosen: Index, whole: Factors | None, record: StepRecord, *, over: Denominators) -> Float[Tensor, ""]:
+        """Adds the gradient of the `chosen` tokens to what is in the model; returns this rank's share of their loss.
 
         Tokens of advantage 0 have a gradient of exactly 0 under most objectives: they get a forward for the diagnostics and
         no backward.
         """
-        tokens, chosen = update.tokens, update.chosen
-        over = count_tokens(tokens.rollout[update.where], num_rollouts=tokens.num_rollouts)
+        tokens = update.tokens
         live = tokens.advantage.cpu().numpy()[chosen] != 0 if self.objective.needs_advantage else np.ones(len(chosen), np.bool_)
         total = torch.zeros((), dtype=self._dtype, device=self._device)
         with_entropy = self.objective.entropy_coefficient > 0
@@ -224,8 +264,7 @@ class PolicyTrainer:
                 if is_mine:
                     total += share.detach()
                     record.num_micro_batches += 1
-        record.gather(update.where, self.ranks)
-        return float(self.ranks.sum(total))
+        return total
 
     def _share(
         self,
@@ -247,43 +286,6 @@ class PolicyTrainer:
         if record is not None:
             record.note(at, factors, found, known, self.objective)
         return self.objective.reduce(found.loss, update.tokens.rollout[at], over=over)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Update:
-    """One of a step's mini-batches."""
-
-    tokens: LossTokens
-    chosen: Index
-    """Ascending."""
-    proximal: Float[Tensor, " K"] | None
-    """Log-probabilities of all the step's tokens; None where the proximal policy is the one that trains."""
-    reference: Float[Tensor, " K"] | None
-    progress: float
-    """Share of the step's updates that were made before."""
-
-    @property
-    def where(self) -> Tensor:
-        """`chosen`, on the tokens' device."""
-        return torch.from_numpy(self.chosen).to(self.tokens.age.device)
-
-    def position(self, at: Tensor) -> Tensor:
-        """Where these of the step's tokens are among the chosen ones."""
-        return torch.searchsorted(self.where, at)
-
-    def known(self, now: Tensor, proximal: Tensor, at: Tensor) -> Known:
-        """What is known of the tokens `at`; `now` and `proximal` are theirs already."""
-        t = self.tokens
-        return Known(
-            now=now,
-            proximal=proximal,
-            behaviour=t.behaviour[at],
-            advantage=t.advantage[at],
-            age=t.age[at],
-            sequence=t.rollout[at],
-            num_sequences=t.num_rollouts,
-            reference=None if self.reference is None else self.reference[at],
-        )
 
 
 def trainer_of(
