@@ -253,6 +253,9 @@ class Replay:
         later = train_version - batch.train_version
         return replace(batch, lease=train_version + 1, train_version=train_version, versions=batch.versions + np.int32(later))
 
+    async def ahead(self, train_version: Version) -> PackedBatch | None:
+        return None
+
     async def done(self, step: Stepped) -> None:
         self.ends.append((time.monotonic(), time.process_time()))
 

@@ -7,23 +7,15 @@ running rollouts are in flight and known to the gateway; leased ones wait until 
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from midflight.buffer.groups import Finished, Learnt, Limits, OpenLease, Share, Tokens, Trimmed
+from midflight.buffer.groups import Finished, Learnt, Limits, OpenLease, Share, Tokens, Trimmed, Wait
 from midflight.buffer.staleness import Lineage, ages, credit, overfull, surplus
 from midflight.errors import OutOfTurn, UnknownLease
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, StalePolicy, Version, facts
 
 FOR_TASKS = "tasks"
 """For whom admission waits in a run whose tasks are all posted: whoever posts them may take as long as he likes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Not yet. `for_whom` is one of generation, stragglers, trainer, handover, slots, tasks; `detail` is a sentence for people."""
-
-    for_whom: str
-    detail: str
 
 
 class Books:
@@ -179,14 +171,7 @@ class Books:
         `running_oldest` gives the oldest version among the tokens of each running group, of its ended rollouts too, `None` before
         the first. What is `overdue` must be closed before.
         """
-        limits = self._limits
-        aged: list[tuple[Version, int, Trimmed]] = []
-        for finished in self._waiting.values():
-            trimmed = finished.at(train_version - limits.max_staleness, limits.policy)
-            oldest = finished.oldest if trimmed.group is finished.group else trimmed.group.oldest_version
-            assert oldest is not None, f"{trimmed.group.key} is overdue"
-            aged.append((oldest, finished.order, trimmed))
-        aged.sort(key=lambda entry: entry[:2])
+        limits, aged = self._limits, self._aged(train_version)
         chosen, left = aged[: limits.groups_per_step], aged[limits.groups_per_step :]
         if len(chosen) < limits.groups_per_step:
             have = f"{len(chosen)} of {limits.groups_per_step} groups"
@@ -195,6 +180,23 @@ class Books:
         if limits.policy is StalePolicy.WAIT and (wait := self._stragglers(behind, train_version, running_oldest)) is not None:
             return wait
         return self._leased(train_version, sorted((trimmed for _, _, trimmed in chosen), key=lambda trimmed: trimmed.group.key))
+
+    def ahead(self, train_version: Version, *, beyond: int) -> list[tuple[int, Group]] | None:
+        """Groups that the batch will have, unless older ones come before it is whole, of those that finished after the `beyond`-th, and which
+        they were. Less than a quarter of a batch is none; `None` says that the batch is there."""
+        oldest = self._aged(train_version)[: self._limits.groups_per_step] if train_version == self._next else []
+        found = [(order, trimmed.group) for _, order, trimmed in oldest if order > beyond]
+        return None if train_version < self._next else found if 4 * len(found) >= self._limits.groups_per_step else []
+
+    def _aged(self, train_version: Version) -> list[tuple[Version, int, Trimmed]]:
+        """What waits, as that step would train on it, oldest version first, and then in the order of finishing, which is told."""
+        aged: list[tuple[Version, int, Trimmed]] = []
+        for finished in self._waiting.values():
+            trimmed = finished.at(train_version - self._limits.max_staleness, self._limits.policy)
+            oldest = finished.oldest if trimmed.group is finished.group else trimmed.group.oldest_version
+            if oldest is not None:  # else it is overdue
+                aged.append((oldest, finished.order, trimmed))
+        return sorted(aged, key=lambda entry: entry[:2])
 
     def _leased(self, train_version: Version, chosen: list[Trimmed]) -> facts.Leased:
         batch = Batch(self._num_leases + 1, train_version, tuple(trimmed.group for trimmed in chosen))

@@ -14,6 +14,14 @@ from midflight.buffer.staleness import Lineage
 from midflight.types import Batch, Group, GroupKey, Reason, RolloutKey, Row, StalePolicy, Trajectory, Version
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet. `for_whom` is one of generation, stragglers, trainer, handover, slots, tasks; `detail` is a sentence for people."""
+
+    for_whom: str
+    detail: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Depth (`max_in_flight`, rollouts), bound on age (`max_staleness`, versions) and size (`buffer_groups`, `buffer_bytes`) are three knobs.

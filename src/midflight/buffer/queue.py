@@ -4,6 +4,7 @@
 |---------|-----------------------------------------------|--------------------------|-----------------------|
 | `admit` | credit, room in the buffer, slots for a group | facts that books applied | `close`, cancellation |
 | `take`  | B groups that may be left without the others  | facts that books applied | `close`, cancellation |
+| `ahead` | a quarter of B groups more, or the batch      | facts that books applied | `close`, cancellation |
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from midflight.buffer.books import Books, Wait
 from midflight.errors import Stopping
-from midflight.types import Batch, GroupKey, Task, Version
+from midflight.types import Batch, Group, GroupKey, Task, Version
 from midflight.types.facts import Admitted, Record, Waited
 
 T = TypeVar("T")
@@ -55,6 +56,8 @@ class GroupQueue:
         self._changed = asyncio.Event()
         self._stopping = False
         self._waits: dict[str, OpenWait] = {}
+        self._given: tuple[Version, int] = (-1, 0)
+        """For which step `ahead` gave groups, and which of them finished last."""
 
     @property
     def waits(self) -> Mapping[str, OpenWait]:
@@ -101,6 +104,21 @@ class GroupQueue:
                 return await self._until(lambda: self._lease(train_version), who="trainer")
         finally:
             self.wake()
+
+    async def ahead(self, train_version: Version) -> tuple[Group, ...]:
+        """Waits for a good part of that step's batch to have finished, and gives it, each group once; none when the batch is there. It leases
+        nothing: whoever works on these groups before learns from the batch whether they are in it."""
+        if self._given[0] != train_version:
+            self._given = (train_version, 0)
+        while not self._stopping:
+            found = self._books.ahead(train_version, beyond=self._given[1])
+            if found is None:
+                break
+            if found:
+                self._given = (train_version, max(order for order, _ in found))
+                return tuple(group for _, group in found)
+            await self._changed.wait()
+        return ()
 
     def _admit(self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]) -> Admitted | Wait:
         if (wait := self._books.admission() or self._full(self._books.num_running_rollouts)) is not None:

@@ -59,7 +59,17 @@ class SimulatedTrainer:
         self.batches: list[PackedBatch] = []
         self.released: list[Version] = []
         self.passed_over: list[Version] = []
+        self.begun: list[PackedBatch] = []
+        """What of the next batch was worked on before it was whole."""
         self._on_step = on_step
+
+    @property
+    def begins_early(self) -> bool:
+        return True
+
+    def begin(self, groups: PackedBatch) -> None:
+        assert groups.train_version == self.version, f"groups for version {groups.train_version} at {self.version}"
+        self.begun.append(groups)
 
     def step(self, batch: PackedBatch) -> SimulatedReport:
         assert batch.train_version == self.version, f"a batch for version {batch.train_version} at {self.version}"
@@ -93,6 +103,9 @@ class SlowSteps:
 
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._service.take(train_version)
+
+    async def ahead(self, train_version: Version) -> PackedBatch | None:
+        return await self._service.ahead(train_version)
 
     async def done(self, step: Stepped) -> None:
         """Waits for the step's duration, then for the service."""

@@ -135,6 +135,7 @@ class TrainerRoutes:
     def routes(self) -> Sequence[BaseRoute]:
         verbs = {
             "take": self._take,
+            "ahead": self._ahead,
             "done": self._done,
             "take_back": self._take_back,
             "restart": self._restart,
@@ -162,6 +163,11 @@ class TrainerRoutes:
         if wants(request, (PACKED, JSON)) == JSON:
             return json_answer(batch_as_lists(batch))
         return Response(to_bytes(batch), media_type=PACKED)
+
+    async def _ahead(self, request: Request) -> Response:
+        body = await body_of(request, AtVersion)
+        groups = await with_client(request.receive, self._service.ahead(body.version))
+        return Response(status_code=204) if groups is None else Response(to_bytes(groups), media_type=PACKED)
 
     async def _drawn(self, body: Take) -> PackedBatch | None:
         if body.wait_seconds is None:

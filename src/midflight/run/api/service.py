@@ -36,6 +36,11 @@ class RolloutService(Protocol):
         """Leases the batch to train at this version; waits until there is one. Asking again gives the same batch."""
         ...
 
+    async def ahead(self, train_version: Version) -> PackedBatch | None:
+        """Groups that the batch of this version is likely to have, in no lease, each once; waits until there are some, or None: the batch is
+        there, which alone says what the step is made of."""
+        ...
+
     async def done(self, step: Stepped) -> None:
         """The step is over: its groups are trained, final with the checkpoint that contains them, or dropped if it was skipped."""
         ...
@@ -115,6 +120,10 @@ class RolloutClient:
     async def take(self, train_version: Version) -> PackedBatch:
         return from_bytes(await self._post("take", {"train_version": train_version}))
 
+    async def ahead(self, train_version: Version) -> PackedBatch | None:
+        found = await self._post("ahead", {"version": train_version})
+        return from_bytes(found) if found else None
+
     async def done(self, step: Stepped) -> None:
         await self._post("done", {**msgspec.structs.asdict(step), "now": time.monotonic()})
 
@@ -140,7 +149,7 @@ class RolloutClient:
             answer = await self._http.call("POST", path, content, headers=self._headers)
         except PartLost:
             answer = await self._http.call("POST", path, content, headers=self._headers)
-        if answer.status != 200:
+        if answer.status not in (200, 204):
             raise PartLost(f"the rollout process answered {verb} with {answer.status}: {answer.content[:500].decode(errors='replace')}")
         return answer.content
 

@@ -213,6 +213,10 @@ class RolloutSystem:
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._packed(await self.queue.take(train_version))
 
+    async def ahead(self, train_version: Version) -> PackedBatch | None:
+        groups = await self.queue.ahead(train_version)
+        return pack(Batch(0, train_version, groups)) if groups else None
+
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
         """Only the wait for the batch has the deadline: once there is one, it is written down and given."""
         try:

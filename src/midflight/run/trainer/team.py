@@ -115,6 +115,14 @@ class Team:
     def num_steps(self) -> int:
         return self._trainer.num_steps
 
+    @property
+    def begins_early(self) -> bool:
+        return self._trainer.begins_early
+
+    def begin(self, groups: PackedBatch) -> None:
+        """Of a team of one: several wait for whole batches."""
+        self._trainer.begin(groups)
+
     @together()
     def step(self, batch: PackedBatch) -> StepReport:
         if self._trainer.ranks.size > 1:

@@ -2,7 +2,7 @@
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `TrainingLoop.run` | batches | a batch; its own step; the handover before the last; the write of the checkpoint before | the group queue; the engines' commits; the threads of step and write |
+| `TrainingLoop.run` | batches | a batch, or groups of it; its own step; the handover before the last; the write of the checkpoint before | the group queue; the engines' commits; the threads of step and write |
 """
 
 import asyncio
@@ -50,6 +50,12 @@ class Steps(Protocol):
     def version(self) -> Version: ...
     @property
     def num_steps(self) -> int: ...
+    @property
+    def begins_early(self) -> bool: ...
+    def begin(self, groups: PackedBatch) -> None:
+        """Works on groups of a batch that is not whole yet. Whether they are in it the batch says."""
+        ...
+
     def step(self, batch: PackedBatch) -> Report: ...
 
 
@@ -106,6 +112,7 @@ class TrainingLoop:
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._reports = asyncio.Lock()
         """Steps are reported in their order, also where one report takes longer than the step after it."""
+        self._early_seconds = 0.0
         self._live: Version | None = None
         self._staged: Version | None = None
 
@@ -117,8 +124,7 @@ class TrainingLoop:
             told, unpublished = handovers[-1], 0
             written: asyncio.Task[None] | None = None
             while not self._over():
-                with self._doing(f"waits for the batch of version {self._trainer.version}", whom="rollout"):
-                    batch = await drawn
+                batch = await self._begun(drawn)
                 if self._prefetch and self._trainer.num_steps + 1 < self._steps:
                     drawn = tasks.create_task(self._service.take(batch.train_version + 1))
                 done = await self._step(batch)
@@ -142,8 +148,24 @@ class TrainingLoop:
         with self._doing("waits for the last evaluation", whom="rollout"):
             await self._service.finish(self._trainer.version)
 
+    async def _begun(self, drawn: asyncio.Task[PackedBatch]) -> PackedBatch:
+        """Waits for the batch, and works on what of it is there before."""
+        version, self._early_seconds = self._trainer.version, 0.0
+        while self._trainer.begins_early and not drawn.done():
+            with self._doing(f"waits for groups of version {version}", whom="rollout"):
+                groups = await self._service.ahead(version)
+            if groups is None:
+                break
+            began = time.monotonic()
+            with self._doing(f"begins version {version + 1}", limit=self._idle_seconds, computes=True):
+                await asyncio.to_thread(self._trainer.begin, groups)
+            self._early_seconds += time.monotonic() - began
+        with self._doing(f"waits for the batch of version {version}", whom="rollout"):
+            return await drawn
+
     async def _step(self, batch: PackedBatch) -> Stepped:
-        started = time.monotonic()
+        """What was done before the batch was whole counts as done just before it came."""
+        started = time.monotonic() - self._early_seconds
         with self._doing(f"makes version {batch.train_version + 1}", limit=self._idle_seconds, computes=True):
             report = await asyncio.to_thread(self._trainer.step, batch)
         ended = time.monotonic()
