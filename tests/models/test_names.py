@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midflight.errors import WeightsCorrupt
+from midflight.models import sizes
 from midflight.models.names import as_tensors, assign, named_tensors
 from midflight.models.sizes import fingerprint, fingerprint_views
 from midflight.types import TensorSpec
@@ -81,6 +82,16 @@ def test_i7_any_changed_byte_changes_the_fingerprint(index: int, change: int):
     data = bytearray(BUFFER)
     data[index] ^= change
     assert fingerprint(SPECS, data) != fingerprint(SPECS, BUFFER)
+
+
+def test_i7_pieces_of_large_tensors_are_hashed_by_any_number_of_threads_and_none_of_them_may_change_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sizes, "PIECE", 4)
+    expected = fingerprint(SPECS, BUFFER)
+    assert fingerprint(SPECS, BUFFER, threads=3) == expected
+    swapped = BUFFER[4:8] + BUFFER[:4] + BUFFER[8:]
+    assert swapped != BUFFER and fingerprint(SPECS, swapped) != expected
 
 
 def test_bytes_between_tensors_order_offsets_and_threads_do_not_count():

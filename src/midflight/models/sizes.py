@@ -4,8 +4,9 @@ PEFT's own format, with the names of their tensors.
 
 A model folder with `adapter/adapter_config.json` and `adapter/adapter_model.safetensors` in it is that model with these adapters.
 
-SHA-256 is the choice because processors have instructions for it: 1.7 GB/s on one core with SHA-NI, against 0.8 for BLAKE2b, 0.5
-for BLAKE2s and 1.9 for SHA-1 (which is broken). hashlib releases the interpreter lock while it hashes, so decoding goes on.
+XXH3 reads bytes as fast as memory gives them: 14 GB/s on one core beside 7.7 for a copy, 1.4 for SHA-256 with the processor's own instructions
+and 0.7 for BLAKE2b. It finds what is torn, lost or mixed up in 128 bits; it is no seal against forgers, who would need the token of whoever
+publishes. It releases the interpreter lock while it hashes, so decoding goes on.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from midflight.errors import ConfigError, ModelNotFound, nearest
@@ -221,9 +223,9 @@ Buffer = bytes | bytearray | memoryview
 def fingerprint(specs: Iterable[TensorSpec], buffer: Buffer, *, threads: int = 1) -> str:
     """Of names, dtypes, shapes and bytes; offsets and order do not count. `buffer` holds every tensor at its spec's offset.
 
-        H(for each tensor by name: H(bytes), name, dtype, shape)    H = SHA-256, as hex
+        SHA-256(for each tensor by name: for each PIECE of its bytes: XXH3-128(piece); name, dtype, shape), as hex
 
-    Tensors are hashed apart, so that `threads` can share the work and no tensor's end can pass for another's beginning.
+    Pieces are hashed apart, so that `threads` can share the work, and no tensor's end can pass for another's beginning.
     """
     view = memoryview(buffer).cast("B")
     specs = tuple(specs)
@@ -237,21 +239,31 @@ def fingerprint_views(specs: Iterable[TensorSpec], views: Mapping[str, memoryvie
     """
     ordered = sorted(specs, key=lambda s: s.name)
     total = hashlib.sha256()
-    for spec, digest in zip(ordered, _digests((views[s.name] for s in ordered), threads), strict=True):
-        total.update(digest)
+    for spec, digests in zip(ordered, _digests((views[s.name] for s in ordered), threads), strict=True):
+        total.update(b"".join(digests))
         total.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0".encode())
     return total.hexdigest()
 
 
-def _digests(views: Iterable[memoryview], threads: int) -> list[bytes]:
+PIECE = 16 * 2**20
+"""Bytes that are hashed at once: a thread's share of a large tensor."""
+
+
+def _digests(views: Iterable[memoryview], threads: int) -> Iterator[list[bytes]]:
     if threads <= 1:
-        return [_digest(v) for v in views]
+        yield from ([*map(_digest, _pieces(view))] for view in views)
+        return
     with ThreadPoolExecutor(threads, thread_name_prefix="fingerprint") as pool:
-        return list(pool.map(_digest, views))
+        under_way = [[pool.submit(_digest, piece) for piece in _pieces(view)] for view in views]
+        yield from ([digest.result() for digest in pieces] for pieces in under_way)
 
 
-def _digest(view: memoryview) -> bytes:
-    return hashlib.sha256(view).digest()
+def _pieces(view: memoryview) -> Iterator[memoryview]:
+    return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
+
+
+def _digest(piece: memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(piece)
 
 
 # --- Low-rank adapters as files ---------------------------------------------------------------------------------------
