@@ -253,7 +253,7 @@ class Replay:
         later = train_version - batch.train_version
         return replace(batch, lease=train_version + 1, train_version=train_version, versions=batch.versions + np.int32(later))
 
-    async def ahead(self, train_version: Version) -> PackedBatch | None:
+    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
         return None
 
     async def done(self, step: Stepped) -> None:

@@ -48,8 +48,8 @@ class Wire:
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._asked("take", lambda: self._system.take(train_version))
 
-    async def ahead(self, train_version: Version) -> PackedBatch | None:
-        return await self._asked("ahead", lambda: self._system.ahead(train_version))
+    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
+        return await self._asked("ahead", lambda: self._system.ahead(train_version, tokens=tokens))
 
     async def done(self, step: Stepped) -> None:
         await asyncio.sleep(0.4)  # of the step

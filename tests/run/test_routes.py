@@ -74,9 +74,9 @@ class Service:
         await asyncio.sleep(self.seconds)
         return one_batch(train_version)
 
-    async def ahead(self, train_version: Version) -> PackedBatch | None:
+    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
         await asyncio.sleep(self.seconds)
-        return one_batch(train_version) if train_version == 0 else None
+        return one_batch(train_version) if (train_version, tokens) == (0, 9) else None
 
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
         return await self.take(train_version) if self.seconds <= seconds else await asyncio.sleep(seconds)
@@ -563,9 +563,9 @@ def test_a_take_that_may_wait_so_long_and_no_longer_answers_204() -> None:
 def test_groups_ahead_of_a_batch_are_given_in_no_lease_and_204_says_that_the_batch_is_there() -> None:
     async def main() -> None:
         async with site(service=Service()) as at:
-            assert from_bytes((await at.post("/ahead", {"version": 0})).content).train_version == 0
-            assert (await at.post("/ahead", {"version": 1})).status_code == 204
-            assert (await at.post("/ahead", {"version": -1})).status_code == 400
+            assert from_bytes((await at.post("/ahead", {"version": 0, "tokens": 9})).content).train_version == 0
+            assert (await at.post("/ahead", {"version": 1, "tokens": 9})).status_code == 204
+            assert (await at.post("/ahead", {"version": -1, "tokens": 9})).status_code == 400
             assert at.service.said == []
 
     run_virtual(main)

@@ -136,13 +136,13 @@ def test_groups_that_are_alike_are_begun_and_counted_one_by_one() -> None:
 
 def test_a_step_waits_where_a_group_cannot_be_judged_alone() -> None:
     model = tiny_model()
-    assert trainer(model).begins_early
-    assert not trainer(model, scoring=Scoring(advantage="reinforce_pp")).begins_early
-    assert not trainer(model, scoring=Scoring(component_weights={})).begins_early
-    assert not trainer(model, scoring=Scoring(teacher_weight=1.0)).begins_early
-    assert not trainer(model, scoring=Scoring(advantage="gae"), valuation=Valuation()).begins_early
+    assert trainer(model, micro_batch_tokens=77).early_tokens == 77
+    assert not trainer(model, scoring=Scoring(advantage="reinforce_pp")).early_tokens
+    assert not trainer(model, scoring=Scoring(component_weights={})).early_tokens
+    assert not trainer(model, scoring=Scoring(teacher_weight=1.0)).early_tokens
+    assert not trainer(model, scoring=Scoring(advantage="gae"), valuation=Valuation()).early_tokens
     whole = trainer(model, objective("gspo"), scoring=Scoring(advantage="gae"), valuation=Valuation())
-    assert whole.begins_early, "log-probabilities want no advantage"
+    assert whole.early_tokens, "log-probabilities want no advantage"
 
 
 def test_a_critic_learns_from_whole_batches_while_log_probabilities_are_made_early() -> None:

@@ -26,8 +26,7 @@ class Books:
 
     def __init__(self, limits: Limits, *, start_version: Version = 0) -> None:
         self._limits = limits
-        self.submitted = 0
-        self.trained = 0
+        self.submitted = self.trained = 0
         self.dropped = Counter[Reason]()
         self.tokens = Tokens()
         self._line: set[GroupKey] = set()  # to start before any new task is drawn
@@ -181,12 +180,13 @@ class Books:
             return wait
         return self._leased(train_version, sorted((trimmed for _, _, trimmed in chosen), key=lambda trimmed: trimmed.group.key))
 
-    def ahead(self, train_version: Version, *, beyond: int) -> list[tuple[int, Group]] | None:
+    def ahead(self, train_version: Version, *, beyond: int, tokens: int) -> list[tuple[int, Group]] | None:
         """Groups that the batch will have, unless older ones come before it is whole, of those that finished after the `beyond`-th, and which
-        they were. Less than a quarter of a batch is none; `None` says that the batch is there."""
-        oldest = self._aged(train_version)[: self._limits.groups_per_step] if train_version == self._next else []
-        found = [(order, trimmed.group) for _, order, trimmed in oldest if order > beyond]
-        return None if train_version < self._next else found if 4 * len(found) >= self._limits.groups_per_step else []
+        they were. Less than so many `tokens` to train on are none; `None`: the batch is there."""
+        if train_version != self._next or sum(f.num_tokens for f in self._waiting.values() if f.order > beyond) < tokens:
+            return None if train_version < self._next else []
+        oldest = self._aged(train_version)[: self._limits.groups_per_step]
+        return [(order, trimmed.group) for _, order, trimmed in oldest if order > beyond]
 
     def _aged(self, train_version: Version) -> list[tuple[Version, int, Trimmed]]:
         """What waits, as that step would train on it, oldest version first, and then in the order of finishing, which is told."""

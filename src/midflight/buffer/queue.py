@@ -4,7 +4,7 @@
 |---------|-----------------------------------------------|--------------------------|-----------------------|
 | `admit` | credit, room in the buffer, slots for a group | facts that books applied | `close`, cancellation |
 | `take`  | B groups that may be left without the others  | facts that books applied | `close`, cancellation |
-| `ahead` | a quarter of B groups more, or the batch      | facts that books applied | `close`, cancellation |
+| `ahead` | groups of so many tokens more, or the batch   | facts that books applied | `close`, cancellation |
 """
 
 import asyncio
@@ -105,13 +105,13 @@ class GroupQueue:
         finally:
             self.wake()
 
-    async def ahead(self, train_version: Version) -> tuple[Group, ...]:
-        """Waits for a good part of that step's batch to have finished, and gives it, each group once; none when the batch is there. It leases
-        nothing: whoever works on these groups before learns from the batch whether they are in it."""
+    async def ahead(self, train_version: Version, *, tokens: int) -> tuple[Group, ...]:
+        """Waits for groups of that step's batch, of so many `tokens` at least, to have finished, and gives them, each once; none when the batch
+        is there. It leases nothing: whoever works on these groups before learns from the batch whether they are in it."""
         if self._given[0] != train_version:
             self._given = (train_version, 0)
         while not self._stopping:
-            found = self._books.ahead(train_version, beyond=self._given[1])
+            found = self._books.ahead(train_version, beyond=self._given[1], tokens=tokens)
             if found is None:
                 break
             if found:

@@ -64,8 +64,8 @@ class SimulatedTrainer:
         self._on_step = on_step
 
     @property
-    def begins_early(self) -> bool:
-        return True
+    def early_tokens(self) -> int:
+        return 1
 
     def begin(self, groups: PackedBatch) -> None:
         assert groups.train_version == self.version, f"groups for version {groups.train_version} at {self.version}"
@@ -104,8 +104,8 @@ class SlowSteps:
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._service.take(train_version)
 
-    async def ahead(self, train_version: Version) -> PackedBatch | None:
-        return await self._service.ahead(train_version)
+    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
+        return await self._service.ahead(train_version, tokens=tokens)
 
     async def done(self, step: Stepped) -> None:
         """Waits for the step's duration, then for the service."""

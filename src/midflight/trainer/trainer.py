@@ -130,9 +130,10 @@ class PolicyTrainer:
         return self._adam.learning_rate * self._schedule.factor(self.num_steps)
 
     @property
-    def begins_early(self) -> bool:
-        """Whether `begin` has anything to do."""
-        return self._ahead.any
+    def early_tokens(self) -> int:
+        """Of groups that are worth `begin`: a micro-batch, so that nothing is computed in smaller pieces than with the whole batch. 0: nothing
+        can be done early."""
+        return self._passes_of_policy.budget if self._ahead.any else 0
 
     def begin(self, groups: PackedBatch) -> None:
         """Does for some groups, which the next batch is expected to have, what can be done without the others; see `early`."""

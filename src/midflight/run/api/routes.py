@@ -52,6 +52,10 @@ class AtVersion(StrictBody, frozen=True):
     version: Annotated[Version, Meta(ge=0)]
 
 
+class AheadBody(AtVersion, frozen=True):
+    tokens: Annotated[int, Meta(ge=1)]
+
+
 class WeightsBody(StrictBody, frozen=True):
     """`file`, a safetensors file that this machine can read; or all fields of a `WeightManifest` from a trainer that made one."""
 
@@ -165,8 +169,8 @@ class TrainerRoutes:
         return Response(to_bytes(batch), media_type=PACKED)
 
     async def _ahead(self, request: Request) -> Response:
-        body = await body_of(request, AtVersion)
-        groups = await with_client(request.receive, self._service.ahead(body.version))
+        body = await body_of(request, AheadBody)
+        groups = await with_client(request.receive, self._service.ahead(body.version, tokens=body.tokens))
         return Response(status_code=204) if groups is None else Response(to_bytes(groups), media_type=PACKED)
 
     async def _drawn(self, body: Take) -> PackedBatch | None:

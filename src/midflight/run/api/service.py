@@ -36,9 +36,9 @@ class RolloutService(Protocol):
         """Leases the batch to train at this version; waits until there is one. Asking again gives the same batch."""
         ...
 
-    async def ahead(self, train_version: Version) -> PackedBatch | None:
-        """Groups that the batch of this version is likely to have, in no lease, each once; waits until there are some, or None: the batch is
-        there, which alone says what the step is made of."""
+    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
+        """Groups that the batch of this version is likely to have, in no lease, each once; waits until there are some, of so many `tokens` at
+        least. None: the batch is there, which alone says what the step is made of."""
         ...
 
     async def done(self, step: Stepped) -> None:
@@ -120,8 +120,8 @@ class RolloutClient:
     async def take(self, train_version: Version) -> PackedBatch:
         return from_bytes(await self._post("take", {"train_version": train_version}))
 
-    async def ahead(self, train_version: Version) -> PackedBatch | None:
-        found = await self._post("ahead", {"version": train_version})
+    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
+        found = await self._post("ahead", {"version": train_version, "tokens": tokens})
         return from_bytes(found) if found else None
 
     async def done(self, step: Stepped) -> None:

@@ -213,8 +213,8 @@ class RolloutSystem:
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._packed(await self.queue.take(train_version))
 
-    async def ahead(self, train_version: Version) -> PackedBatch | None:
-        groups = await self.queue.ahead(train_version)
+    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
+        groups = await self.queue.ahead(train_version, tokens=tokens)
         return pack(Batch(0, train_version, groups)) if groups else None
 
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:

@@ -116,8 +116,8 @@ class Team:
         return self._trainer.num_steps
 
     @property
-    def begins_early(self) -> bool:
-        return self._trainer.begins_early
+    def early_tokens(self) -> int:
+        return self._trainer.early_tokens
 
     def begin(self, groups: PackedBatch) -> None:
         """Of a team of one: several wait for whole batches."""

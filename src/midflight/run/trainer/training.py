@@ -51,7 +51,10 @@ class Steps(Protocol):
     @property
     def num_steps(self) -> int: ...
     @property
-    def begins_early(self) -> bool: ...
+    def early_tokens(self) -> int:
+        """Of groups that are worth `begin`; 0 where a step needs its whole batch."""
+        ...
+
     def begin(self, groups: PackedBatch) -> None:
         """Works on groups of a batch that is not whole yet. Whether they are in it the batch says."""
         ...
@@ -151,9 +154,9 @@ class TrainingLoop:
     async def _begun(self, drawn: asyncio.Task[PackedBatch]) -> PackedBatch:
         """Waits for the batch, and works on what of it is there before."""
         version, self._early_seconds = self._trainer.version, 0.0
-        while self._trainer.begins_early and not drawn.done():
+        while (tokens := self._trainer.early_tokens) and not drawn.done():
             with self._doing(f"waits for groups of version {version}", whom="rollout"):
-                groups = await self._service.ahead(version)
+                groups = await self._service.ahead(version, tokens=tokens)
             if groups is None:
                 break
             began = time.monotonic()

@@ -269,7 +269,7 @@ class Passes:
     ) -> None:
         """`budget`: tokens of a micro-batch."""
         self.reader = reader
-        self._ranks, self._budget, self._temperature, self._device = ranks, budget, temperature, device
+        self._ranks, self.budget, self._temperature, self._device = ranks, budget, temperature, device
         self._compute_dtype = compute_dtype
 
     def forwards(self, predictions: Predictions, chosen: Index, *, trains: bool, with_entropy: bool = False) -> Iterator[Forward]:
@@ -278,10 +278,10 @@ class Passes:
         Gathering layers takes all ranks, so one that has fewer micro-batches than another does some for nothing, marked as not its own.
         """
         mine = share_of(predictions, chosen, rank=self._ranks.rank, size=self._ranks.size)
-        micros = list(split(predictions, mine, budget=self._budget, device=self._device, layout=self.reader.layout))
+        micros = list(split(predictions, mine, budget=self.budget, device=self._device, layout=self.reader.layout))
         own, count = len(micros), self._ranks.largest(len(micros))
         if count > own:
-            idle = next(split(predictions, chosen[:1], budget=self._budget, device=self._device, layout=self.reader.layout))
+            idle = next(split(predictions, chosen[:1], budget=self.budget, device=self._device, layout=self.reader.layout))
             micros += [idle] * (count - own)
         for number, micro in enumerate(micros):
             with torch.set_grad_enabled(trains), precision(self.reader, self._compute_dtype):
@@ -302,4 +302,4 @@ class Passes:
         return self._ranks.sum(found).to(dtype)
 
     def num_oversized(self, predictions: Predictions) -> int:
-        return num_oversized(predictions, budget=self._budget)
+        return num_oversized(predictions, budget=self.budget)
