@@ -18,7 +18,7 @@ from torch import Tensor
 from midflight.errors import ConfigError, NotSupported, RequestRejected, SlotBusy, WeightsCorrupt
 from midflight.models.names import as_tensors
 from midflight.types import TensorSpec
-from midflight.weights.manifest import ALIGNMENT, layout
+from midflight.weights.manifest import ALIGNMENT, layout, set_aside, views
 from midflight.weights.transports.files import SHARED, FilePublisher, remove_stale
 from midflight.weights.transports.publish import Publisher, SharedMemoryPublisher
 from midflight.weights.transports.select import publisher, receiver
@@ -106,6 +106,23 @@ def test_i7_bytes_that_are_missing_or_gone_are_found(sender: Publisher):
     Path(manifest.location).unlink()
     with pytest.raises(WeightsCorrupt, match="No such file"):
         receiver().fetch(manifest)
+
+
+def test_i7_memory_is_used_again_when_nobody_sees_any_of_it_and_not_before() -> None:
+    specs = layout([("a", "U8", (300_001,))])
+
+    def place(memory: memoryview) -> int:
+        return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
+
+    first = set_aside(specs)
+    part, at = as_tensors(specs, views(specs, first))["a"][10:20], place(first)
+    part.fill_(7)
+    del first
+    second = set_aside(specs)
+    assert place(second) != at and part.tolist() == [7] * 10
+    del part
+    assert place(set_aside(specs)) == at
+    assert len(set_aside(layout([("a", "U8", (300_002,))]))) == 300_002
 
 
 def test_i7_what_the_publisher_does_afterwards_does_not_reach_the_bytes_fetched(sender: Publisher):

@@ -20,8 +20,11 @@ deflated map is about as small as a list of gaps, and made in half the time or l
 import mmap
 import struct
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,9 +72,23 @@ def views(specs: Iterable[TensorSpec], buffer: memoryview) -> Mapping[str, memor
     return {s.name: buffer[s.offset : s.offset + s.num_bytes] for s in specs}
 
 
+_left: deque[mmap.mmap] = deque(maxlen=1)
+"""Memory that nobody has a view of any more. To get as much anew from the kernel, page by page, takes several times as long as to fill it."""
+
+
 def set_aside(specs: Iterable[TensorSpec]) -> memoryview:
-    """New memory for the specs: zeros, writable, page-aligned. It lives as long as any view of it."""
-    return memoryview(mmap.mmap(-1, max(1, extent(specs))))
+    """Memory for the specs: writable, page-aligned, and full of old bytes. It lives as long as any view of it, and is then used again."""
+    size = max(1, extent(specs))
+    with suppress(IndexError):  # another thread may have it by now
+        if len(memory := _left.pop()) == size:
+            return _lent(memory)
+    return _lent(mmap.mmap(-1, size))
+
+
+def _lent(memory: mmap.mmap) -> memoryview:
+    whole = np.frombuffer(memory, np.uint8)
+    finalize(whole, _left.append, memory).atexit = False
+    return memoryview(whole)
 
 
 def is_sound(spec: TensorSpec) -> bool:
