@@ -55,6 +55,7 @@ MEANINGS = (
     Meaning("train/tokens/zero_advantage_share", "of them, those whose advantage is 0", _SHARE, "below 0.5"),
     Meaning("train/step/learning_rate", "learning rate of the step"),
     Meaning("train/step/micro_batches", "micro-batches of the training forward, on the first rank", "count"),
+    Meaning("train/step/early_share", "tokens of groups that were worked on before their batch was whole", _SHARE),
     Meaning("train/step/updates_skipped", "updates not made: loss or gradient not finite, or held back by an alarm", "count", "0"),
     Meaning("train/step/alarms", "readings out of their bounds", "count", "0"),
     Meaning("train/rows/oversized", "rows longer than trainer.micro_batch_tokens, which go alone", "count", "0"),
