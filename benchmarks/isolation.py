@@ -171,9 +171,9 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=512)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--worker-mb", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=4, help="of each side, alternating")
-    parser.add_argument("--warmup", type=float, default=15.0, help="seconds of a round before it counts")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a round")
+    parser.add_argument("--rounds", type=int, default=3, help="of each side, alternating")
+    parser.add_argument("--warmup", type=float, default=20.0, help="seconds of a round before it counts")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of a round")
     parser.add_argument("--shortest", type=float, default=8.0, help="seconds of an environment; the longest take five times as long")
     options = options_of(parser, rollouts=12, workers=1, rounds=1, warmup=0.5, seconds=4.0, shortest=0.2)
     rates: dict[bool, list[float]] = {True: [], False: []}
