@@ -95,7 +95,7 @@ def test_what_holds_up_its_own_limit_is_ended_by_time_while_the_maker_answers(
     kind: str, makers: Makers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sandbox = made(kind, seconds=1.0)
-    monkeypatch.setattr(remote, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(remote, "HELD_SECONDS", 1.0)
     stops = "import os, signal, time; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(9)"
     assert ran(sandbox, stops).ended_by == "time"
 

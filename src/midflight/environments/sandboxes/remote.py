@@ -16,8 +16,8 @@ from midflight.environments.sandboxes.port import Box, Ended, Furnished, Ran, ch
 from midflight.errors import MidflightError, SandboxLost, SandboxUnavailable
 
 HERE, WORK = "/tmp/.midflight", "/tmp/sandbox"
-MAKE_SECONDS, ANSWER_SECONDS = 300.0, 60.0
-"""For a box to be there, its image pulled; and for a maker to answer beside what the program takes."""
+MAKE_SECONDS, ANSWER_SECONDS, HELD_SECONDS = 300.0, 60.0, 30.0
+"""For a box to be there, its image pulled; for a maker to answer; and for a program's end after its limit, before its box is asked for a sign."""
 CHUNK = 45_000
 """Characters of an archive in one command: Modal takes 64 KiB of arguments."""
 FORGET = "for name in $(env | grep -E '^(E2B|DAYTONA|MODAL)_' | cut -d= -f1); do unset $name; done"
@@ -90,8 +90,8 @@ class RemoteBox:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with asyncio.timeout(limit + ANSWER_SECONDS):
-                status = (await self._shell(self._script(command, limit), limit + 2 * ANSWER_SECONDS))[0]
+            async with asyncio.timeout(limit + HELD_SECONDS):
+                status = (await self._shell(self._script(command, limit), limit + HELD_SECONDS + ANSWER_SECONDS))[0]
         except TimeoutError:  # nobody answers, or the program holds up what bounds it
             await self._shell("true", ANSWER_SECONDS)
             status = KILLED
