@@ -75,6 +75,7 @@ def test_a_game_of_textarena_is_trained(tmp_path: Path) -> None:
     assert measured and all(step["metrics"]["game/spoilt"] == 1.0 for step in measured)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap")
 def test_tasks_of_harbor_are_trained_with_what_their_tests_give_to_an_agent_that_asks_by_the_public_address(tmp_path: Path) -> None:
     for number in range(12):
@@ -89,7 +90,7 @@ def test_tasks_of_harbor_are_trained_with_what_their_tests_give_to_an_agent_that
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    adapted(tmp_path, HARBOR.replace("PORT", port))
+    adapted(tmp_path, HARBOR.replace("PORT", port), seconds=270)
     measured = [step for step in steps(tmp_path / "run") if step["rollouts"]]
     assert measured and all(step["components"]["given"] == 0.5 for step in measured)
     assert all(step["reward"] == pytest.approx(step["components"]["even"] + 0.5) for step in measured)
