@@ -88,7 +88,7 @@ def set_aside(specs: Iterable[TensorSpec]) -> memoryview:
 def _lent(memory: mmap.mmap) -> memoryview:
     whole = np.frombuffer(memory, np.uint8)
     finalize(whole, _left.append, memory).atexit = False
-    return memoryview(whole)
+    return whole.data
 
 
 def is_sound(spec: TensorSpec) -> bool:
