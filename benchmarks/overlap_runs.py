@@ -105,6 +105,13 @@ class NoSteps:
     def num_steps(self) -> int:
         return self.version
 
+    @property
+    def early_tokens(self) -> int:
+        return 0
+
+    def begin(self, groups: PackedBatch) -> None:
+        raise AssertionError("there is nothing to compute ahead")
+
     def step(self, batch: PackedBatch) -> NoReport:
         self.batches.append(batch)
         self.version += 1
