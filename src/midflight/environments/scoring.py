@@ -173,8 +173,10 @@ class Judging:
 
     def left(self, key: GroupKey) -> None:
         """It has ended, and is not to be scored beside the others."""
-        self._of[key].num_running -= 1
-        asyncio.get_running_loop().call_soon(self._look, key)
+        gathering = self._of[key]
+        gathering.num_running -= 1
+        if not gathering.num_running:  # looked at a little later: a rollout that is tried again joins anew
+            asyncio.get_running_loop().call_soon(self._look, key)
 
     async def settled(self, key: RolloutKey, task: Task, attempt: Unjudged) -> Result:
         """Waits for the rollouts of the group to end, each of which has a deadline, and for their scores; ended by those, or by `seconds`."""

@@ -205,7 +205,7 @@ class Gateway:
         session, when no client has read them for too long, or by the cancellation of the caller. Its failure is kept in `ongoing`.
         """
         session, answers = ongoing.job.session, ongoing.job.answers
-        error: Exception | None = _stopping()
+        error: Exception | None = None
         try:
             if session.closed:
                 raise SessionClosed(f"session {session.session_id} has ended: open a new one.")
@@ -221,13 +221,15 @@ class Gateway:
                         await self._answer_all(ongoing)
                 finally:
                     self._forget_scope(session, scope)
-            error = None
         except Exception as failure:
             error = failure
             if isinstance(failure, TimeoutError) and self._stopping:
                 error = _stopping()
             elif isinstance(failure, TimeoutError) and session.closed:
                 error = SessionClosed(f"session {session.session_id} ended while the request ran: open a new one.")
+        except BaseException:  # the caller was cancelled
+            error = _stopping()
+            raise
         finally:
             self.requests.end(ongoing, error, now=asyncio.get_running_loop().time())
 

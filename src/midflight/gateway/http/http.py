@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Self
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -272,16 +273,15 @@ class CompletionEndpoint:
         telling = self._stream(reader, exchange, reply) if streams else WholeAnswer(reader, exchange, reply)
         try:
             async with asyncio.TaskGroup() as tasks:
-                watch = Watch(tasks, receive, reader)
-                told = tasks.create_task(telling.tell(send), name="tell") if generates and streams else None
-                if generates and streams:
-                    await tasks.create_task(self._gateway.run(ongoing), name="generate")
-                elif generates:
-                    await self._gateway.run(ongoing)
-                if ongoing.error is not None:
-                    await watch.look()
-                await (told or telling.tell(send))
-                watch.end()
+                with Watch(tasks, receive, reader) as watch:
+                    told = tasks.create_task(telling.tell(send), name="tell") if generates and streams else None
+                    if generates and streams:
+                        await tasks.create_task(self._gateway.run(ongoing), name="generate")
+                    elif generates:
+                        await self._gateway.run(ongoing)
+                    if ongoing.error is not None:
+                        await watch.look()
+                    await (told or telling.tell(send))
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         finally:
@@ -295,7 +295,7 @@ class CompletionEndpoint:
 
 
 class Watch:
-    """Tells a reader when its client disconnects. Most answers come before it begins, and are spared a task."""
+    """Tells a reader when its client disconnects, within `with`. Most answers come before it begins, and are spared a task."""
 
     def __init__(self, tasks: asyncio.TaskGroup, receive: Receive, reader: Reader) -> None:
         self._tasks, self._receive, self._reader = tasks, receive, reader
@@ -305,13 +305,19 @@ class Watch:
     async def look(self) -> None:
         """Notices a client that has disconnected already. After that, errors are not reported to the client. Waits for one turn of
         the event loop."""
-        self.end()  # two may not read the client's messages at once
+        self._end()  # two may not read the client's messages at once
         with suppress(TimeoutError):
             async with asyncio.timeout(0):
                 await self._run()
 
-    def end(self) -> None:
-        """The client has received the answer."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """The client has received the answer, or nobody answers it any more."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
