@@ -156,7 +156,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(monkey
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(wanted, *args)
 
-    monkeypatch.setattr("midflight.adapters.games.importlib.import_module", missing)
+    monkeypatch.setattr("midflight.entries.importlib.import_module", missing)
     section = SourceSection(entry=f"midflight.adapters.{name}:tasks", options={"env": "Some-v0"})
     with pytest.raises(ConfigError, match=rf"needs the package {name}; install it with: pip install 'midflight\[{name}\]'\.$"):
         load_sources([section], seed=0)
