@@ -88,7 +88,7 @@ class Keeper:
             return held
         for closed in self.books.overdue(train_version):
             self.record(closed)
-        found = self.books.choose(train_version, running or {})
+        found = self.books.choose(train_version, (running or {}).get)
         if isinstance(found, Leased):
             self.leased = found
             self.record(found)

@@ -6,7 +6,7 @@ running rollouts are in flight and known to the gateway; leased ones wait until 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from midflight.buffer.groups import Finished, Learnt, Limits, OpenLease, Share, Tokens, Trimmed, Wait
@@ -164,7 +164,7 @@ class Books:
                 trimmed = {key: f.at(floor, limits.policy).group for key, f in self._waiting.items() if f.oldest < floor}
                 return [self.closing(key, Reason.STALE) for key, group in trimmed.items() if group.oldest_version is None]
 
-    def choose(self, train_version: Version, running_oldest: Mapping[GroupKey, Version | None]) -> facts.Leased | Wait:
+    def choose(self, train_version: Version, running_oldest: Callable[[GroupKey], Version | None]) -> facts.Leased | Wait:
         """The batch of the step that begins at `train_version`: the B groups of oldest version, in the order of their keys.
 
         `running_oldest` gives the oldest version among the tokens of each running group, of its ended rollouts too, `None` before
@@ -205,11 +205,11 @@ class Books:
         dropped = {key: number for trimmed in chosen for key, number in trimmed.dropped.items()}
         return facts.Leased(batch, staleness, masked, dropped)
 
-    def _stragglers(self, behind: list[Version], train_version: Version, running_oldest: Mapping[GroupKey, Version | None]) -> Wait | None:
+    def _stragglers(self, behind: list[Version], train_version: Version, oldest_of: Callable[[GroupKey], Version | None]) -> Wait | None:
         """A running group that is over age already can never be trained: to wait for it would gain nothing."""
         limits = self._limits
         floor = train_version - limits.max_staleness
-        known = {key: self._lineage.between(oldest) for key in self._running if (oldest := running_oldest.get(key)) is not None}
+        known = {key: self._lineage.between(oldest) for key in self._running if (oldest := oldest_of(key)) is not None}
         running = {key: max(least, floor) for key, (least, most) in known.items() if most >= floor}
         bound = overfull(
             [*behind, *running.values()], train_version, max_staleness=limits.max_staleness, groups_per_step=limits.groups_per_step

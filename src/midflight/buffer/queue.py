@@ -136,7 +136,7 @@ class GroupQueue:
             return held
         for closed in self._books.overdue(train_version):
             self._record(closed)
-        found = self._books.choose(train_version, {key: self._running_oldest(key) for key in self._books.running})
+        found = self._books.choose(train_version, self._running_oldest)
         if isinstance(found, Wait):
             return found
         self._record(found)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-import numpy as np
-
 from midflight.allowance import Allowance, Expired
 from midflight.environments.agents import AgentHost, without_secrets
 from midflight.environments.scoring import UNSCORED, Judging, Unjudged, result_of, scored_roles, shown, unscored_role
@@ -243,7 +241,7 @@ def _unscored_role(task: Task, name: str) -> BadReward:
 
 def num_versions(rows: tuple[Row, ...]) -> int:
     """How many versions sampled the generated tokens of these rows."""
-    return len(np.unique(np.concatenate([row.versions[row.generated] for row in rows]))) if rows else 0
+    return len(set[int]().union(*[row.versions[row.generated].tolist() for row in rows]))
 
 
 async def _ended(attempt: asyncio.Task[Outcome]) -> bool:
