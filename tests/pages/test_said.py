@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import runpy
 import shlex
@@ -81,7 +82,7 @@ def test_every_path_named_in_the_text_exists(page: Path) -> None:
 
 @page
 def test_every_class_named_in_the_text_exists(page: Path) -> None:
-    for code in set(CODE.findall(prose(page))) - {"None", "TaskGroup", *midflight.__all__}:
+    for code in set(CODE.findall(prose(page))) - {"TaskGroup", *dir(builtins), *midflight.__all__}:
         if (match := re.fullmatch(r"([A-Z][a-z]+[A-Za-z]*)(?:\.(\w+))?", code)) and "_" not in match[1]:
             assert re.search(rf"^(class {match[1]}\b|{match[1]} = |{match[1]}: )", source(), re.MULTILINE), f"{page.name} names {code}"
             assert match[2] is None or re.search(rf"\b{match[2]}\b", source()), f"{page.name} names {code}"
