@@ -38,9 +38,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_files(page: Path, folder: Path) -> None:
+    """Also what a page makes by a few lines of shell."""
     for block in blocks_of(page):
         if block.file is not None:
             (folder / block.file).write_text(block.text)
+        elif block.language == "bash" and block.text.startswith("mkdir "):
+            subprocess.run(["bash", "-e"], input=block.text, text=True, cwd=folder, check=True)
 
 
 def test_every_fence_of_a_page_belongs_to_a_block() -> None:
