@@ -16,6 +16,8 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.probe import Manner
 from midflight.engines.embedded.runner import PlainRunner, is_plain, threads_for
 from midflight.models.names import as_tensors, named_tensors, put_together, side_by_side
+from midflight.models.proof import Way
+from midflight.run.launcher.proofs import proofs
 from midflight.types import TensorSpec
 
 REQUESTS = [ask("a", request_id="0", max_tokens=20), *(ask("the same prompt", request_id=f"{1 + i}", seed=i) for i in range(3))]
@@ -39,6 +41,12 @@ def test_a_plain_family_goes_without_its_modules_and_agrees_with_their_forward(n
     engine = make_engine(tiny(name), max_batch_tokens=8, max_running=3)
     assert engine._manner == Manner(plain=True)
     assert_computes(engine, tiny(name))
+
+
+def test_a_model_that_was_tried_is_as_it_was_and_can_be_written() -> None:
+    model = tiny("llama")
+    assert [proof.way for proof in proofs(model, max_context=64)] == [Way.PACKED] * 3
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["gemma", "phi3", "ministral3", "qwen3_moe"])

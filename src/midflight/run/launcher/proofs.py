@@ -4,6 +4,7 @@ run, and docs/models.md.
     python -m midflight.run.launcher.proofs DIR MAX_CONTEXT      as JSON
 """
 
+import copy
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -40,7 +41,7 @@ def proofs(model: PreTrainedModel, *, max_context: int = MAX_CONTEXT) -> list[Pr
     small = model if is_small(model) else stand_in(model, max_context=max_context)
     return [
         prove(model, max_context=max_context),
-        engine_verdict(small, max_context=max_context, max_batch_tokens=BATCH_TOKENS),
+        engine_verdict(copy.deepcopy(small), max_context=max_context, max_batch_tokens=BATCH_TOKENS),
         prove_export(small),
     ]
 
