@@ -62,9 +62,9 @@ class Story:
         program = [block for block in blocks if block.language == "python" and block.tried == "run"]
         for block in blocks:
             if block.file is not None:
-                (self.where / block.file).write_text(block.text)
+                (self.where / block.file).write_text(self._filled(block.text))
             elif block.beside:
-                self._beside.append(self._start(["bash", "-c", block.text]))
+                self._beside.append(self._start(["bash", "-c", self._filled(block.text)]))
             elif block.tried == "run" and block.language != "python":
                 for line in block.commands():
                     self.command(line)
