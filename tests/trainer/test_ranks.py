@@ -58,8 +58,8 @@ def one_rank(rank: int, size: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_reach_the_weights_of_one(size: int, tmp_path: Path) -> None:
+def test_several_ranks_reach_the_weights_of_one(tmp_path: Path) -> None:
+    size = 3
     multiprocessing.set_forkserver_preload([__name__])  # imports once for all ranks
     mp.start_processes(one_rank, args=(size, str(tmp_path)), nprocs=size, start_method="forkserver")
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
