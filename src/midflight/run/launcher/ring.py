@@ -65,8 +65,8 @@ MAX_FAILED_STARTS = 3
 """Of one worker in a row, before the run fails: its connection is refused, or the machine has no room for it."""
 LAST_WORDS_SECONDS = 0.5
 """To read what ended processes left in their pipes."""
-OWN_REASON_SECONDS = 1.0
-"""For a part that was lost to say why itself: its message is on its way when its connections break."""
+OWN_REASON_SECONDS = 5.0
+"""For a part that was lost to say why itself, or to be seen to end: its connections break first, and a busy machine takes seconds more."""
 
 
 class Ring:

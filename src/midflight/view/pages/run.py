@@ -20,9 +20,8 @@ from midflight.view.visit import Visit
 
 REFRESH_SECONDS, LATEST_SECONDS = 3.0, 15.0
 """At the soonest; and at the latest, however much a look costs."""
-SHARE = 0.02
+SHARE = 0.012
 """Of a core: what the viewer's process may take while a run's page is open. Where looking costs more, it looks less often."""
-"""Between two looks for what was appended: an unchanged journal costs one read of its size."""
 RECENT_ROLLOUTS = 512
 """That the times of rollouts are of."""
 LATELY_BYTES = 2**20
