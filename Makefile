@@ -111,10 +111,12 @@ test-agents: $(VENV)/.dev $(VENV)-agents/.done $(VENV)-agents-openai2/.done
 AGENTS_TEST = -m pytest -o addopts='-q --strict-markers --timeout=400' -p no:cacheprovider tests/agents
 
 # Real vLLM and SGLang servers on this machine's CPU. MIDFLIGHT_VLLM_PYTHON and MIDFLIGHT_SGLANG_PYTHON name interpreters that are there already.
+# All of it takes twenty minutes and is for every night; ENGINES names fewer files.
+ENGINES ?= tests/real_engines
 test-engines: $(VENV)/.dev $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SGLANG_PYTHON),,$(VENV)-sglang/.done)
 	MIDFLIGHT_VLLM_PYTHON="$${MIDFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(VENV)-vllm/bin/python}" \
 	MIDFLIGHT_SGLANG_PYTHON="$${MIDFLIGHT_SGLANG_PYTHON:-$(CURDIR)/$(VENV)-sglang/bin/python}" \
-	    $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' tests/real_engines
+	    $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' $(ENGINES)
 
 # Servers of other people, each in an environment of its own, about 2.5 GB each: they pin what we and the other need in other versions.
 engines: $(VENV)-vllm/.done $(VENV)-sglang/.done
