@@ -24,8 +24,8 @@ from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import GroupKey, RolloutKey, Task, Trajectory
-from midflight.types.facts import Admitted, GroupFinished
+from midflight.types import GroupKey, PauseMode, RolloutKey, Task, Trajectory
+from midflight.types.facts import Admitted, GroupFinished, RolloutEnded
 
 from .site import TOKENIZER, Site, config
 from .test_going_back import Foreign
@@ -123,6 +123,64 @@ def test_an_engine_apart_that_is_started_again_after_the_trainer_went_back_answe
                 assert (apart.name, apart.version, apart.error) == ("e1", 0, None) and policy.version == foreign.version > 2
 
             await ring.serve(train())
+
+    run_virtual(main, max_seconds=3600)
+
+
+def test_an_operators_pause_holds_what_is_asked_of_engines_apart_and_no_deadline_counts_it(tmp_path: Path) -> None:
+    """A pause of 300 s, within a request that may take 60 s and a rollout that may take 20 s."""
+
+    async def main() -> None:
+        site = Site(with_engines(config(steps=1), 1), tmp_path, engines=engines(), agents=judged)
+        async with site.opened() as ring:
+            control = ring.serving.control
+
+            async def pause() -> None:
+                while not site.engines[1].requests:
+                    await asyncio.sleep(0.01)
+                await control.pause()
+                assert [engine.paused for engine in site.engines] == [PauseMode.KEEP] * 2
+                made = [(await engine.health()).num_tokens for engine in site.engines]
+                await asyncio.sleep(300)
+                assert [(await engine.health()).num_tokens for engine in site.engines] == made
+                await control.resume()
+                assert [(state.held_by, state.paused_by) for state in ring.serving.states()] == [((), ())] * 2
+
+            await ring.train(site.trainer, site.trainer, pause())
+        assert [t.num_trainable for t in trajectories(site)] == [3] * 4 and not any(t.error for t in trajectories(site))
+
+    run_virtual(main, max_seconds=3600)
+
+
+def test_i10_while_the_last_engine_apart_is_gone_for_good_rollouts_fail_at_once_by_its_name(tmp_path: Path) -> None:
+    """It is lost in the midst of an answer. Twice the SDK tries again, which takes seconds; a request may take 60 s, a rollout 20 s."""
+
+    async def main() -> None:
+        site = Site(with_engines(config(steps=2), 1), tmp_path, engines=engines(), agents=judged)
+        async with site.opened() as ring:
+            serving, loop = ring.serving, asyncio.get_running_loop()
+
+            async def lose() -> None:
+                while not site.engines[1].requests:
+                    await asyncio.sleep(0.01)
+                site.engines[1].die()
+                await asyncio.sleep(1)
+                began = loop.time()
+                serving.apart.detach("e1")
+                serving.give_up("e1")
+                while not (failed := [end for end in site.seen.of(RolloutEnded) if end.error]):
+                    await asyncio.sleep(0.1)
+                assert loop.time() - began < 10
+                assert re.search(
+                    r"UntrackedUnavailable.*e1, the last engine that answers what is not trained, has left", str(failed[0].error)
+                )
+                assert failed[0].reward is None
+                site.engines[1].revive()
+                serving.apart.attach(site.engines[1], version=0)
+                serving.beside.forsaken = ""
+
+            await ring.train(site.trainer, site.trainer, lose())
+        assert {t.num_trainable for t in trajectories(site) if t.reward is not None} == {3}
 
     run_virtual(main, max_seconds=3600)
 

@@ -18,7 +18,7 @@ from tests.loop.joining import Arriving, Joinable, at, model_folder
 
 from midflight.config.agents import UntrackedSection
 from midflight.config.sections import Config, EnvironmentSection
-from midflight.errors import EngineRefused, MemberConflict, SentAway, UnknownEngine
+from midflight.errors import EngineRefused, MemberConflict, NoEngine, SentAway, UnknownEngine
 from midflight.models.identity import ModelIdentity
 from midflight.run.api.membership import member_routes
 from midflight.run.rollout.members import FORGET_SECONDS
@@ -293,6 +293,35 @@ def test_an_engine_apart_comes_back_elsewhere_as_what_it_was_with_the_weights_th
         with pytest.raises(MemberConflict, match="e1 is the only engine that serves"):
             await place.leave("e1")
         assert await place.leave("e1", force=True) == 0 and not apart.states()
+
+    in_a_place(tmp_path, main, num_first=2, num_apart=1)
+
+
+def test_what_only_an_engine_apart_could_answer_fails_by_its_name_when_that_has_left_for_good_and_is_answered_when_it_joins(
+    tmp_path: Path,
+) -> None:
+    async def main(place: Place) -> None:
+        asked = asyncio.ensure_future(generated(place.serving.beside, request(), affinity=""))
+        await asyncio.sleep(0.1)
+        place.first[1].die()
+        await asyncio.sleep(3)
+        assert not asked.done(), "it may be started again"
+        began = asyncio.get_running_loop().time()
+        await place.joinable.members.leave("e1", force=True, drain_seconds=0, for_good=True)
+        for lost in (asked, asyncio.ensure_future(generated(place.serving.beside, request(), affinity=""))):
+            with pytest.raises(NoEngine, match="e1, the last engine that answers what is not trained, has left the run"):
+                await lost
+        assert asyncio.get_running_loop().time() == began
+        place.arrive("http://b")
+        await place.put("e1", "http://b")
+        await generated(place.serving.beside, request(), affinity="")
+        await place.leave("e1", force=True)
+        waiting = asyncio.ensure_future(generated(place.serving.beside, request(), affinity=""))
+        await asyncio.sleep(50)
+        assert not waiting.done(), "who leaves without that word is being moved"
+        place.arrive("http://c")
+        await place.put("e1", "http://c")
+        await waiting
 
     in_a_place(tmp_path, main, num_first=2, num_apart=1)
 

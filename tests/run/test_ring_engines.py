@@ -255,6 +255,46 @@ def test_an_engine_that_is_trained_does_not_wait_for_its_restarts_while_only_one
     run(main)
 
 
+class SpentOnce:
+    """The budget of every part: nothing is left of it the first time, and soon something is."""
+
+    spent = False
+
+    def of(self, part: str) -> SpentOnce:
+        return self
+
+    def spend(self, now: float) -> float | None:
+        self.spent, before = True, self.spent
+        return 0.0 if before else None
+
+    def seconds_to_next(self, now: float) -> float:
+        return 0.01
+
+    def left(self, now: float) -> int:
+        return 0
+
+
+def test_an_engine_apart_whose_restarts_are_spent_has_left_the_run_until_it_is_started_again() -> None:
+    async def main() -> None:
+        gateway = Gateway()
+        gateway.answers.set()
+        async with await asyncio.start_server(gateway, "127.0.0.1", 0) as server:
+            access = Access(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "control", "engine", "segment")
+            site = Site("engine.count=2", "environment.untracked.engines=1", room=2, access=access)
+            site.engines._budgets = SpentOnce()  # type: ignore[assignment]
+            tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
+            await settle()
+            site.lives[1].die()
+            while not site.announced:
+                await asyncio.sleep(0.01)
+            assert gateway.asked == ["DELETE /midflight/v1/engines/engine1?force=true&drain_seconds=0&for_good=true"]
+            assert site.announced == ["engine1 http://10.0.0.1:1001"] and not site.spots[1].closed, "where it was, it joins again"
+            for task in tasks:
+                task.cancel()
+
+    run(main)
+
+
 def test_an_engine_that_dies_is_started_again_in_its_place_within_the_budget() -> None:
     async def main() -> None:
         site = Site(room=1)

@@ -31,6 +31,8 @@ class Generator:
         """`request_seconds`: what one answer may take, holds excluded."""
         self.fleet = fleet
         self.request_seconds = request_seconds
+        self.forsaken = ""
+        """Why no engine will take requests any more, so that none waits for one; empty where one may come."""
         self._active: dict[_Attempts, None] = {}
         self._prefix = secrets.token_hex(8)
         self._numbers = itertools.count()
@@ -58,7 +60,7 @@ class Generator:
         """As the port's `PromptScorer`, of an engine that takes requests. Waits for one and for its answer, `request_seconds` at most;
         where it dies another is asked."""
         ticket, allowance, trouble = self.fleet.ticket(), Allowance(self.request_seconds), None
-        for _ in range(_MAX_FRUITLESS):
+        for _ in range(0 if self.forsaken else _MAX_FRUITLESS):
             lease: Lease | None = None
             try:
                 lease = await self.fleet.place(ticket, tokens=len(token_ids), affinity=affinity, allowance=allowance)
@@ -77,12 +79,18 @@ class Generator:
                     self.fleet.leave(lease)
         raise NoEngine(
             f"scoring a prompt of {len(token_ids)} tokens: no engine did in {allowance.age:g} s, the last trouble was {trouble}: "
-            f"{self.fleet.describe()}. Restart an engine or raise gateway.request_seconds."
+            f"{self.forsaken or self.fleet.describe()}. Restart an engine or raise gateway.request_seconds."
         ) from trouble
 
     def forget(self, affinity: str) -> None:
         """The session is over: its engine is remembered no longer."""
         self.fleet.forget(affinity)
+
+    def forsake(self, why: str) -> None:
+        """From now on, and until `forsaken` is empty again, requests fail at once with `NoEngine`; those under way too."""
+        self.forsaken = why
+        for attempts in self._active:
+            attempts.cut()
 
     @property
     def num_active(self) -> int:
@@ -117,6 +125,10 @@ class _Attempts:
     def cancel(self) -> None:
         """Aborts it at the engine. It ends with `FinishReason.ABORT` if it may, else it is resumed."""
         self._is_cancelled = self._may_abort
+        self.cut()
+
+    def cut(self) -> None:
+        """Ends the attempt under way, or the wait for one; another follows if it may."""
         self._allowance.cut()
 
     async def run(self) -> None:
@@ -133,12 +145,14 @@ class _Attempts:
             self._generator.ended(self)
 
     def _is_over(self) -> bool:
-        """Whether no attempt follows: the answer is finished, or cannot go on. Raises `NoEngine` after too many in vain."""
+        """Whether no attempt follows: the answer is finished, or cannot go on. Raises `NoEngine` after too many in vain, or where no engine will come."""
         answer = self.answer
         if answer.finish is None and self._is_cancelled:
             answer.finish = Finish(FinishReason.ABORT)
         elif answer.finish is None:
             answer.end_at_seam()
+        if answer.finish is None and self._generator.forsaken:
+            raise NoEngine(f"generating: {self._generator.forsaken}") from self._trouble
         if answer.finish is None and self._num_fruitless >= _MAX_FRUITLESS:
             raise NoEngine(
                 f"generating: {self._num_fruitless} attempts in a row made no token, the last ended by {self._trouble or 'an abort'}: "

@@ -34,11 +34,20 @@ class Control:
     are told to resume, which is idempotent. Resume during a pause that is still under way, or the reverse: it comes after.
     """
 
-    def __init__(self, fleet: Fleet, generator: Generator, *, pause_seconds: float = 30.0, verify_seconds: float = 0.1) -> None:
-        """`pause_seconds`: deadline of one engine's pause or resume. `verify_seconds`: time between the two readings that verify a
-        pause; larger catches slower engines and makes pausing a busy fleet slower."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        generator: Generator,
+        *,
+        beside: Sequence[Generator] = (),
+        pause_seconds: float = 30.0,
+        verify_seconds: float = 0.1,
+    ) -> None:
+        """`beside`: those of the engines that answer what is not trained. `pause_seconds`: deadline of one engine's pause or resume.
+        `verify_seconds`: time between the two readings that verify a pause; larger catches slower engines and makes pausing a busy fleet
+        slower."""
         self._fleet = fleet
-        self._generator = generator
+        self._generators = (generator, *beside)
         self._pause_seconds = pause_seconds
         self._verify_seconds = verify_seconds
         self._turn = asyncio.Lock()
@@ -64,7 +73,7 @@ class Control:
     @property
     def num_active(self) -> int:
         """Answers that engines have, or that wait for one."""
-        return self._generator.num_active
+        return sum(generator.num_active for generator in self._generators)
 
     def served_version(self) -> Version:
         return self._fleet.served_version()
@@ -102,26 +111,37 @@ class Control:
 
         Callers of native `/generate` get their tokens so far; for all others the request is resumed (see `Generator`).
         """
-        return self._generator.cancel(request_id)
+        return sum(generator.cancel(request_id) for generator in self._generators)
 
     def _hold(self) -> None:
         self._held_since = asyncio.get_running_loop().time()
-        self._fleet.hold_all(OPERATOR)
+        for fleet in self._fleets:
+            fleet.hold_all(OPERATOR)
 
     def _release(self) -> None:
         """Idempotent."""
         self._held_seconds, self._held_since = self.paused_seconds(), None
-        self._fleet.release_all(OPERATOR)
+        for fleet in self._fleets:
+            fleet.release_all(OPERATOR)
+
+    @property
+    def _fleets(self) -> list[Fleet]:
+        return [generator.fleet for generator in self._generators]
 
     def _healthy(self) -> list[Engine]:
         """Engines out of quarantine: a pause of the others has ended with it."""
-        broken = {state.name for state in self._fleet.states() if state.error is not None}
-        return [engine for engine in self._fleet.engines_of(OPERATOR) if engine.name not in broken]
+        broken = {state.name for fleet in self._fleets for state in fleet.states() if state.error is not None}
+        return [engine for fleet in self._fleets for engine in fleet.engines_of(OPERATOR) if engine.name not in broken]
+
+    def _quarantine(self, engine: Engine, error: BaseException) -> None:
+        """In the fleet that has it; the others know no engine of that name."""
+        for fleet in self._fleets:
+            fleet.quarantine(engine.name, error, probation=True)
 
     async def _pause(self, engine: Engine, mode: PauseMode, undo: AsyncExitStack) -> None:
         """Also an engine at rest is read twice, but without a wait between: what makes no token now makes none later."""
         undo.push_async_callback(self._let_go, engine)
-        drain_seconds = self._generator.request_seconds if mode is PauseMode.DRAIN else 0.0
+        drain_seconds = self._generators[0].request_seconds if mode is PauseMode.DRAIN else 0.0
         async with self._answering(engine, seconds=self._pause_seconds + drain_seconds), verified_pause(engine, mode) as reading:
             if reading.num_running + reading.num_waiting:
                 await asyncio.sleep(self._verify_seconds)
@@ -132,7 +152,7 @@ class Control:
             async with self._answering(engine, seconds=self._pause_seconds):
                 await engine.resume()
         except EngineError as error:
-            self._fleet.quarantine(engine.name, error, probation=True)
+            self._quarantine(engine, error)
 
     @asynccontextmanager
     async def _answering(self, engine: Engine, *, seconds: float) -> AsyncGenerator[None]:
@@ -142,9 +162,9 @@ class Control:
                 yield
         except TimeoutError:
             error = EngineUnavailable(f"pausing or resuming {engine.name}: no answer in {seconds:g} s. Restart it.")
-            self._fleet.quarantine(engine.name, error, probation=True)
+            self._quarantine(engine, error)
         except (EngineUnavailable, OSError) as error:
-            self._fleet.quarantine(engine.name, error, probation=True)
+            self._quarantine(engine, error)
 
 
 def _mode(engine: Engine, wanted: PauseMode | None) -> PauseMode:

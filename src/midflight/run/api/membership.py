@@ -82,8 +82,9 @@ class Membered(Protocol):
         """The engine as a member, and whether it is new here; `EngineRefused` or `MemberConflict`, and nothing has changed."""
         ...
 
-    async def leave(self, name: str, *, force: bool, drain_seconds: float | None) -> Left:
-        """Waits for its requests, `drain_seconds` at most (none: as configured). `force`: though nobody else serves."""
+    async def leave(self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False) -> Left:
+        """Waits for its requests, `drain_seconds` at most (none: as configured). `force`: though nobody else serves. `for_good`: what only
+        it could answer fails at once and waits for nobody."""
         ...
 
 
@@ -99,9 +100,9 @@ def member_routes(run: Membered, *, token: str) -> Sequence[BaseRoute]:
 
     async def delete(request: Request) -> Response:
         asked = request.query_params
-        force = asked.get("force", "0").lower() in ("", "1", "true")
+        force, for_good = (asked.get(name, "0").lower() in ("", "1", "true") for name in ("force", "for_good"))
         seconds = _seconds(asked["drain_seconds"]) if "drain_seconds" in asked else None
-        return json_answer(await run.leave(request.path_params["name"], force=force, drain_seconds=seconds))
+        return json_answer(await run.leave(request.path_params["name"], force=force, drain_seconds=seconds, for_good=for_good))
 
     one = PATH + "/{name:path}"
     return [
@@ -133,6 +134,9 @@ class MembershipClient:
     async def put(self, name: str, address: EngineAddress, *, seconds: float) -> Answered:
         return await self._http.call("PUT", f"{PATH}/{quote(name, safe='')}", msgspec.json.encode(address), seconds=seconds)
 
-    async def leave(self, name: str, *, force: bool, drain_seconds: float | None = None, seconds: float | None = None) -> Answered:
-        asked = {"force": str(force).lower(), **({} if drain_seconds is None else {"drain_seconds": str(drain_seconds)})}
+    async def leave(
+        self, name: str, *, force: bool, drain_seconds: float | None = None, for_good: bool = False, seconds: float | None = None
+    ) -> Answered:
+        given = {"drain_seconds": None if drain_seconds is None else str(drain_seconds), "for_good": "true" if for_good else None}
+        asked = {"force": str(force).lower(), **{name: value for name, value in given.items() if value is not None}}
         return await self._http.call("DELETE", f"{PATH}/{quote(name, safe='')}?{urlencode(asked)}", seconds=seconds)

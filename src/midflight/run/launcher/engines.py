@@ -11,7 +11,7 @@ for them at first.
 import asyncio
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,7 @@ class Engines:
             failure = await self._life(part)
             self._serving.discard(part.name)
             if not (part.place.lost or part.place.is_recalled):
-                await self._may_restart(failure)
+                part = replace(part, joins=await self._may_restart(failure) or part.joins)
             elif part.name == TEACHER:
                 raise failure  # its address is told at the start alone
             else:
@@ -213,15 +213,26 @@ class Engines:
         """Engines that serve; for one that is trained, those that are."""
         return sorted(self._serving & self.parts.keys() - {TEACHER, name} - (set() if name in self._apart else self._apart))
 
-    async def _may_restart(self, failure: PartFailed) -> None:
-        """Waits for an engine's back-off. A spent budget is the failure; but while another engine serves, it is a longer wait."""
-        name, loop = failure.part, asyncio.get_running_loop()
+    async def _give_up(self, name: str) -> None:
+        """Tells the gateway that nobody need wait for this engine. Waits for its answer."""
+        with suppress(PartLost):  # nobody asks anything of it then
+            async with self._members() as members:
+                await members.leave(name, force=True, drain_seconds=0, for_good=True, seconds=LEAVE_SECONDS)
+
+    async def _may_restart(self, failure: PartFailed) -> bool:
+        """Waits for an engine's back-off. A spent budget is the failure; but while another engine serves, it is a longer wait, in which one
+        that answers what is not trained has left the run. Says whether it has."""
+        name, loop, left = failure.part, asyncio.get_running_loop(), False
         while (wait := self._budgets.of(name).spend(loop.time())) is None:
             others = ", ".join(self._others(name))
             if not others or name == TEACHER:
                 raise failure
             back = self._budgets.of(name).seconds_to_next(loop.time())
             self._say(Restarted(name, f"{failure}\nIts restarts are spent; {others} goes on.", 0, back))
+            if name in self._apart and not left:
+                await self._give_up(name)
+                left = True
             await asyncio.sleep(back)
         self._say(Restarted(name, str(failure), self._budgets.of(name).left(loop.time()), wait))
         await asyncio.sleep(wait)
+        return left

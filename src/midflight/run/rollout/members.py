@@ -207,6 +207,8 @@ class Members:
         fleet = self._serving.home(name)
         error = None if self._is_apart(name) else EngineUnavailable("it has just joined, and gets the current weights first")
         fleet.attach(joiner.engine, version=fleet.served_version(), error=error)
+        if fleet is self._serving.apart:
+            self._serving.beside.forsaken = ""
         self._record(EngineJoined(name, joiner.address.url))
 
     def _let_go(self, name: str, why: str) -> int:
@@ -219,7 +221,7 @@ class Members:
 
     # --- Leaving -----------------------------------------------------------------------------------------------------
 
-    async def leave(self, name: str, *, force: bool, drain_seconds: float | None) -> Left:
+    async def leave(self, name: str, *, force: bool, drain_seconds: float | None, for_good: bool = False) -> Left:
         """Goes on when the caller does not wait any more. Asked again, it is the same leaving."""
         known = self._known.get(name)
         if known is None:
@@ -229,10 +231,10 @@ class Members:
             if not force:
                 self._check_others(name)
             seconds = self._terms.drain_seconds if drain_seconds is None else drain_seconds
-            leaving = self._leaving[name] = self._connections.start(self._leave(name, known.process, seconds))
+            leaving = self._leaving[name] = self._connections.start(self._leave(name, known.process, seconds, for_good))
         return await asyncio.shield(leaving)
 
-    async def _leave(self, name: str, process: str, seconds: float) -> Left:
+    async def _leave(self, name: str, process: str, seconds: float, for_good: bool) -> Left:
         """Waits for its requests, which end by themselves, or for the seconds to pass."""
         fleet = self._serving.home(name)
         fleet.hold(name, LEAVING)
@@ -244,7 +246,10 @@ class Members:
                 self._sent_away[process] = None
                 for oldest in list(self._sent_away)[:-MAX_SENT_AWAY]:
                     del self._sent_away[oldest]
-            return Left(name, self._let_go(name, "left"))
+            left = Left(name, self._let_go(name, "left"))
+            if for_good:
+                self._serving.give_up(name)
+            return left
         finally:
             fleet.release(name, LEAVING)
             del self._leaving[name]

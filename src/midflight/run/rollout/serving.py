@@ -79,8 +79,8 @@ class Serving:
         self._names_apart = frozenset(engine.name for engine in engines[len(engines) - num_apart :])
         for engine in engines:
             self.home(engine.name).attach(engine, version=version)
-        self.generator = Generator(self.fleet, request_seconds=config.gateway.request_seconds)
-        self.control = Control(self.fleet, self.generator)
+        self.generator, self.beside = (Generator(each, request_seconds=config.gateway.request_seconds) for each in (self.fleet, self.apart))
+        self.control = Control(self.fleet, self.generator, beside=(self.beside,))
         self.handover = self._handover(config, record)
         self.rejoin = Rejoin(self.fleet, self.handover)
         self.capacity = Capacity(config, self.fleet)
@@ -99,7 +99,7 @@ class Serving:
             anonymous=anonymous,
             count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
-            apart=Generator(self.apart, request_seconds=config.gateway.request_seconds) if num_apart else None,
+            apart=self.beside if num_apart else None,
         )
 
     async def watch(self) -> None:
@@ -111,6 +111,14 @@ class Serving:
     def home(self, engine: str) -> Fleet:
         """Where an engine of that name belongs, in all its lives. Those that join under new names are trained."""
         return self.apart if engine in self._names_apart else self.fleet
+
+    def give_up(self, engine: str) -> None:
+        """It has left and nobody knows when it comes back. Where no other answers what is not trained, that fails at once until one joins."""
+        if engine in self._names_apart and not self.apart.states():
+            self.beside.forsake(
+                f"{engine}, the last engine that answers what is not trained, has left the run: its restarts are spent, or somebody sent it "
+                "away. See its log; what waits for it goes on when it joins again."
+            )
 
     def states(self) -> tuple[EngineState, ...]:
         """Of all engines."""
