@@ -7,12 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from midflight.cli import main
+from midflight.cli.dry_run import print_report
 from midflight.config import Config, load_config
 from midflight.config.dump import as_toml
 from midflight.errors import ModelNotFound, RunFailed
@@ -108,6 +111,19 @@ def test_a_dry_run_starts_nothing_and_prints_what_follows(launch: Launch, capsys
         "257 <|user|>",
     ):
         assert words in printed, words
+
+
+def test_a_report_says_whose_each_gpu_is_host_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")  # which count from 0 here
+    config = load_config(
+        None, ["engine.kind=vllm", "engine.device=cuda", "trainer.device=cuda", "engine.servers=[{tensor_parallel=2}, {}]"]
+    )
+    console = Console(width=120, record=True, file=StringIO())
+    print_report(config, Findings(), console)
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    at = lines.index("host device who")
+    assert "GPUs" in lines[:at]
+    assert lines[at + 2 : at + 5] == ["this machine 0 trainer", "this machine 1, 2 engine0", "this machine 3 engine1"]
 
 
 OWN_LOSS = ["--set", "objective.kind=examples.own_loss:spo"]

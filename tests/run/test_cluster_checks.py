@@ -117,6 +117,17 @@ def test_a_cluster_that_has_no_room_for_all_seats_at_once_is_told_how_many_it_ha
     assert problems(FakeCluster(HEAD, FAR), config(*options, "cluster.autoscaler=true")) == []
 
 
+def test_servers_that_differ_must_fit_and_their_machines_be_there() -> None:
+    servers = "engine.servers=[{host='10.0.0.9', tensor_parallel=4}, {tensor_parallel=2}]"
+    found = problems(FakeCluster(HEAD, FAR), config("engine.kind=vllm", "engine.device=cuda", servers))
+    assert found == [
+        f"engine.servers.0.host is 10.0.0.9, which is no machine of the cluster; name one of {HEAD.address} and 1 more.",
+        "the run begins with seats of GPU: 6 in all, and the cluster has 2 machines with CPU: 16, GPU: 4. Ask for less, or add a machine.",
+    ]
+    fits = servers.replace("10.0.0.9", FAR.address).replace("{tensor_parallel=2}", "{}").replace("=4", "=3")
+    assert problems(FakeCluster(HEAD, FAR), config("engine.kind=vllm", "engine.device=cuda", fits)) == []
+
+
 def test_seats_have_room_if_there_is_any_way_to_place_them() -> None:
     """The gateway takes the machine whose memory is least, though the first has room for it too: else two ranks of 8 would have none."""
     options = (

@@ -19,10 +19,10 @@ from midflight.errors import ConfigError, RunFailed
 from midflight.run.parts import Message, ProcessKind, Words, WorkerSpec
 from midflight.run.places import process, seated
 from midflight.run.places.local import LocalPlaces
-from midflight.run.places.port import Child, PartFailed, Place, Places, stop_all
+from midflight.run.places.port import Child, PartFailed, Place, Places, Wants, stop_all
 from midflight.run.places.ray import RaySeat
 from midflight.run.places.seat import BelowSeat, SeatActor
-from midflight.run.places.seated import RayPlaces
+from midflight.run.places.seated import Machine, RayPlaces
 
 from .fake_cluster import ActorDiedError, ActorUnavailableError, FakeCluster, OutOfMemoryError
 
@@ -367,6 +367,21 @@ def test_a_seat_is_waited_for_and_that_is_said_again_and_again(monkeypatch: pyte
         assert words.startswith("engine waits for 1 x a machine with CPU: 1: what there is has no room, or is slow to start a seat")
         assert words.endswith("(1 machine with CPU: 8)")
         assert len(cluster.killed) == 1
+
+    run(main)
+
+
+def test_a_seat_at_a_machine_by_its_address_is_waited_for_until_that_is_there() -> None:
+    cluster = FakeCluster(Machine("m0", "127.0.0.1", {"CPU": 8.0}))
+
+    async def main() -> None:
+        async with on_cluster(cluster) as places:
+            taking = asyncio.create_task(places.take(ProcessKind.ENGINE, wants=Wants({"GPU": 4.0}, "127.0.0.2")))
+            await asyncio.sleep(0.01)
+            assert cluster.asked == [], "its machine is not there"
+            cluster.alive.append(Machine("m1", "127.0.0.2", {"GPU": 4.0}))
+            place = await taking
+            assert (place.host, cluster.asked) == ("127.0.0.2", [{"GPU": 4.0}])
 
     run(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 from collections.abc import Callable, Coroutine
@@ -14,8 +15,8 @@ from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.engines import Access, EnginePart, Engines
-from midflight.run.parts import TEACHER, Message, ModelReady, ProcessKind, Restarted, Spec
-from midflight.run.places.port import PartFailed
+from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, ProcessKind, Restarted, Spec
+from midflight.run.places.port import PartFailed, Wants
 
 ACCESS = Access("http://10.0.0.1:80", "control", "engine", "segment")
 
@@ -67,6 +68,8 @@ class Site:
         self.room = asyncio.Semaphore(room)
         self.refusals: list[Exception] = []
         self.spots: list[Spot] = []
+        self.wanted: list[Wants | None] = []
+        self.specs: list[EngineSpec] = []
         self.lives: list[Life] = []
         self.said: list[Message] = []
         self.announced: list[str] = []
@@ -87,7 +90,8 @@ class Site:
             follow=self._follow,  # pyright: ignore[reportArgumentType]
         )
 
-    async def take(self, part: ProcessKind, *, for_ever: bool = False) -> Spot:
+    async def take(self, part: ProcessKind, *, for_ever: bool = False, wants: Wants | None = None) -> Spot:
+        self.wanted.append(wants)
         if self.refusals:
             raise self.refusals.pop()
         await self.room.acquire()
@@ -99,7 +103,9 @@ class Site:
         return self.lives[-1]
 
     async def _follow(self, life: Life, spec: Callable[[ModelReady], Spec]) -> None:
-        assert spec(ModelReady("first", 0)).name == life.part.name  # pyright: ignore[reportAttributeAccessIssue]
+        told = spec(ModelReady("first", 0))
+        assert isinstance(told, EngineSpec) and told.name == life.part.name
+        self.specs.append(told)
         self.serving.add(life.part.name)
         await life.end
 
@@ -129,6 +135,23 @@ def test_a_run_starts_with_the_engines_it_must_have_and_the_others_join_when_the
         await settle()
         assert [life.part.name for life in site.lives] == ["engine0", "engine1", "engine2"]
         assert site.announced == ["engine2 http://10.0.0.2:1002"] and len(tasks) == 4
+        for task in tasks:
+            task.cancel()
+
+    run(main)
+
+
+def test_engines_that_differ_ask_for_seats_of_their_own_and_read_their_own_server() -> None:
+    servers = "engine.servers=[{host='10.0.0.9', tensor_parallel=4, arguments=['--one']}, {arguments=['--other']}]"
+
+    async def main() -> None:
+        site = Site("engine.kind=vllm", "engine.device=cuda", servers, room=2)
+        kept = await site.engines.take(with_teacher=True)
+        assert site.wanted == [Wants({"CPU": 1.0, "GPU": 4.0}, "10.0.0.9"), Wants({"CPU": 1.0, "GPU": 1.0}, "")]
+        tasks = [asyncio.ensure_future(one) for one in kept]
+        await settle()
+        told = [json.loads(spec.config)["engine"]["servers"] for spec in site.specs]
+        assert [[server["arguments"] for server in servers] for servers in told] == [[["--one"]], [["--other"]]]
         for task in tasks:
             task.cancel()
 

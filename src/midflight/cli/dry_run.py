@@ -12,6 +12,8 @@ from rich.text import Text
 
 from midflight.config import Config, derived
 from midflight.config.checks import effective_loss, notes
+from midflight.config.devices import num_present
+from midflight.config.seats import device_map
 from midflight.observe.status import size
 from midflight.run.launcher import opening
 from midflight.run.launcher.folder import kept
@@ -30,7 +32,7 @@ def print_report(config: Config, findings: Findings, console: Console | None = N
 
 
 def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
-    """Eight tables or lists: run, tasks, first prompt, knobs, batch and staleness, loss, placement, memory; then notes."""
+    """Tables or lists: run, tasks, first prompt, knobs, batch and staleness, loss, placement, GPUs, memory; then notes."""
     parts: list[RenderableType] = [
         _run(config),
         *([_sources(findings.sources)] if findings.sources else []),
@@ -39,6 +41,7 @@ def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
         _derived(config),
         _loss(config, findings.own_loss),
         _placement(config),
+        *_devices(config, num_present(os.environ) or None),
         _memory(config),
     ]
     remarks = [*notes(config), *filter(None, [derived.core_note(config, cores)]), *findings.notes]
@@ -123,6 +126,16 @@ def _placement(config: Config) -> Table:
     for place in derived.placement(config):
         table.add_row(place.process, str(place.count), str(place.threads), place.device, place.task)
     return table
+
+
+def _devices(config: Config, number: int | None) -> list[Table]:
+    """The GPUs, host by host; nothing where all compute on CPUs. What this machine cannot give was found before."""
+    if not (laid := device_map(config, number=number)):
+        return []
+    table = _table("GPUs", "host", "device", "who")
+    for part in sorted(laid, key=lambda part: (part.host, part.devices)):
+        table.add_row(escape(part.host), ", ".join(map(str, part.devices)) or f"{part.number} that Ray chooses", part.who)
+    return [table]
 
 
 def _memory(config: Config) -> Table:

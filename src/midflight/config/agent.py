@@ -34,7 +34,7 @@ def entries_of(environment: EnvironmentSection) -> tuple[str, ...]:
 def agent_contradictions(config: Config) -> Iterator[str]:
     e = config.environment
     yield from suite_contradictions(config)
-    yield from _untracked_contradictions(e.untracked, len(config.engine.urls) or config.engine.count)
+    yield from _untracked_contradictions(e.untracked, len(config.engine.urls or config.engine.servers) or config.engine.count)
     entries = {"environment.entry": e.entry} | {f"environment.tools ({entry})": entry for entry in e.tools}
     entries |= {f"environment.rewards ({reward.entry}): entry": reward.entry for reward in e.rewards}
     for option, entry in entries.items():

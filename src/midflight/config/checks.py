@@ -11,7 +11,7 @@ from midflight.config.agent import agent_contradictions
 from midflight.config.derived import batch_bytes, batch_rollouts, context_notes, engine_slots, in_flight, served_dtype, trains_truncated
 from midflight.config.formulas import MASKS, OBJECTIVE_OPTIONS, OBJECTIVES, WEIGHT_OPTIONS, WEIGHTS
 from midflight.config.loss import CorrectionSection, CriticSection, Loss, ObjectiveSection, formula_of, loss_of, weight_bounds, weight_of
-from midflight.config.seats import cluster_contradictions
+from midflight.config.seats import cluster_contradictions, server_contradictions
 from midflight.config.sections import Config, EngineSection
 from midflight.config.sources import source_contradictions
 from midflight.entries import ENTRY
@@ -125,6 +125,7 @@ def contradictions(config: Config) -> tuple[str, ...]:
         *_places(config),
         *_observe(config),
         *cluster_contradictions(config),
+        *server_contradictions(config),
     )
 
 

@@ -75,7 +75,7 @@ def admission_limit(rollout: RolloutSection, served: Version) -> int:
 
 def num_engines(engine: EngineSection) -> int:
     """Engines of the run: the servers attached, else the processes started."""
-    return len(engine.urls) or engine.count
+    return len(engine.urls or engine.servers) or engine.count
 
 
 MAX_WORKERS = 8
@@ -191,10 +191,10 @@ def placement(config: Config) -> tuple[ProcessCount, ...]:
 def _engine_place(engine: EngineSection) -> ProcessCount:
     generates = f"generates, {engine.max_running} requests together"
     if engine.kind == "embedded":
-        return ProcessCount("engine", engine.count, engine.threads, engine.device, generates)
+        return ProcessCount("engine", num_engines(engine), engine.threads, engine.device, generates)
     if engine.urls:
         return ProcessCount("engine", num_engines(engine), 0, "theirs", f"speaks to a running {engine.kind} server, which {generates}")
-    return ProcessCount("engine", engine.count, engine.threads, engine.device, f"a {engine.kind} server, which {generates}")
+    return ProcessCount("engine", num_engines(engine), engine.threads, engine.device, f"a {engine.kind} server, which {generates}")
 
 
 def _worker_place(environment: EnvironmentSection) -> tuple[ProcessCount, ...]:
@@ -287,7 +287,7 @@ def default_context(config: Config) -> tuple[int, int] | None:
     if sizes is None or not sizes.max_context:
         return None
     engine, room = config.engine, machine_bytes() // 4
-    slots = engine.count * engine.max_running * sizes.kv_bytes_per_token(served_dtype(config)) if engine.kind == "embedded" else 0
+    slots = num_engines(engine) * engine.max_running * sizes.kv_bytes_per_token(served_dtype(config)) if engine.kind == "embedded" else 0
     row = element_bytes(config.model.dtype) * sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)
     fits = min(room // max(slots, 1), room // row)
     least = min(sizes.max_context, ModelSection().max_context)
@@ -312,7 +312,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     added = 0 if config.lora.rank is None else trained * element  # adapters beside the weights; a warm start trains the weights first
     optimised = weights if config.warm_start.is_made else trained * element
     slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
-    engines = 0 if e.urls else e.count  # servers that others started take their memory whether we run or not
+    engines = 0 if e.urls else num_engines(e)  # servers that others started take their memory whether we run or not
     per_token = sizes.num_layers * (ACTIVATIONS_PER_LAYER * sizes.hidden_size + 3 * sizes.intermediate_size)
     logits = LOGIT_COPIES * min(sizes.vocab_size * t.micro_batch_tokens, LOGITS_AT_ONCE)
     activations = t.ranks * element * (per_token * t.micro_batch_tokens + logits)
@@ -395,5 +395,5 @@ def _processes_memory(config: Config) -> int:
     engine, workers = config.engine, num_workers(config.environment) * WORKER_BYTES
     ours = config.trainer.ranks * TORCH_PROCESS_BYTES + ROLLOUT_PROCESS_BYTES + workers + LAUNCHER_BYTES
     if engine.kind == "embedded":
-        return ours + engine.count * TORCH_PROCESS_BYTES
+        return ours + num_engines(engine) * TORCH_PROCESS_BYTES
     return ours + num_engines(engine) * (COMPANION_BYTES + (0 if engine.urls else SERVER_BYTES))

@@ -119,7 +119,9 @@ def _option(key: str, variants: list[Schema], *, optional: bool, required: bool,
         str(c) for variant in variants for c in cast("list[Json]", variant.get("enum", [variant["const"]] if "const" in variant else []))
     ]
     bounds = _bounds(first)
-    kind = "a list of tables" if _is_list_of_tables(first) else _KINDS[str(first.get("type", "string"))]
+    of_numbers = cast(Schema, first.get("items", {})).get("type") == "integer"
+    kind = _KINDS[str(first.get("type", "string"))] if not of_numbers else "a list of whole numbers"
+    kind = "a list of tables" if _is_list_of_tables(first) else kind
     if len(variants) > 1 and not choices:
         each = [" ".join([_KINDS[str(variant.get("type", "string"))], " and ".join(_bounds(variant))]).strip() for variant in variants]
         kind, bounds = " or ".join(each), ()

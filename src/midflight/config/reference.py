@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from midflight.config import agents, cluster, loss, sections, sources
+from midflight.config import agents, cluster, devices, loss, sections, sources
 from midflight.config.load import Option, options, tables
 from midflight.config.section import Section
 from midflight.config.sections import Config
@@ -34,7 +34,9 @@ def reference() -> str:
 def descriptions() -> Mapping[tuple[str, str], str]:
     """The sentence under each option, by class and attribute, and the one of each class by class and ``."""
     found: dict[tuple[str, str], str] = {}
-    for node in (node for module in (sections, sources, agents, loss, cluster) for node in ast.parse(inspect.getsource(module)).body):
+    for node in (
+        node for module in (sections, sources, agents, loss, cluster, devices) for node in ast.parse(inspect.getsource(module)).body
+    ):
         if isinstance(node, ast.ClassDef):
             found[node.name, ""] = ast.get_docstring(node) or ""
             found.update({(node.name, name): text for name, text in _attributes(node)})
@@ -74,6 +76,7 @@ def section_class(key: str) -> type[Section]:
         "sources": sources.SourceSection,
         "rewards": agents.RewardSection,
         "mcp": agents.McpSection,
+        "servers": devices.ServerSection,
         "suites": sections.SuiteSection,
     }
     if key.endswith(".*"):

@@ -1,11 +1,14 @@
-"""What follows from a run's places: what a seat of each part asks of a cluster, and which options cannot be there."""
+"""What follows from a run's places: which GPUs each part has on one machine, what its seat asks of a cluster, and which options cannot be."""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from midflight.config.derived import num_engines, num_workers
+from midflight.config.devices import DevicePool, DeviceRequest, ServerSection
 from midflight.config.sections import Config, EngineSection
+from midflight.errors import ConfigError
 
 Resources = Mapping[str, float]
 _TENSOR_PARALLEL = re.compile(r"(?:--tensor-parallel-size|-tp|--tp-size|--tp)[= ](\d+)")
@@ -19,7 +22,7 @@ def placed(config: Config) -> Config:
         return config
     if "transport" not in weights.model_fields_set:
         weights = weights.model_copy(update={"transport": "collective"})
-    if cluster.engines_max is not None and not engine.urls:
+    if cluster.engines_max is not None and not engine.urls and not engine.servers:
         engine = engine.model_copy(update={"count": cluster.engines_max})
     return config.model_copy(update={"engine": engine, "weights": weights})
 
@@ -31,23 +34,36 @@ def engines_min(config: Config) -> int:
 
 def seat_resources(config: Config) -> Mapping[str, Resources]:
     """What one seat of each part asks for, by the section's option."""
-    engine, trainer, cluster = config.engine, config.trainer, config.cluster
-    of_engine = _computing(engine.threads, engine.device, gpus=tensor_parallel(engine))
+    trainer, cluster = config.trainer, config.cluster
     return {
-        "engine": cluster.engine if cluster.engine is not None else {"CPU": 1.0} if engine.urls else of_engine,
+        "engine": engine_resources(config, None),
         "trainer": cluster.trainer if cluster.trainer is not None else _computing(trainer.threads, trainer.device, gpus=1),
         "rollout": cluster.rollout if cluster.rollout is not None else {"CPU": 1.0 + num_workers(config.environment)},
     }
 
 
+def engine_resources(config: Config, server: ServerSection | None) -> Resources:
+    """What the seat of one engine asks for. Without a server: one that would do for any."""
+    engine, asked = config.engine, config.cluster.engine
+    if asked is None and not engine.urls:
+        sizes = [server_size(engine, one) for one in ((server,) if server is not None else engine.servers or (None,))]
+        asked = _computing(engine.threads, engine.device, gpus=max(sizes))
+    return {"CPU": 1.0} if asked is None else asked
+
+
+def engine_seats(config: Config) -> Sequence[Resources]:
+    """What the seats of engines and teacher ask for, one by one."""
+    servers = [*(config.engine.servers or [None] * num_engines(config.engine)), *[None] * (config.distillation.teacher is not None)]
+    return [engine_resources(config, server) for server in servers]
+
+
 def run_resources(config: Config) -> Resources:
     """What all seats of a run ask for together."""
-    teachers = config.distillation.teacher is not None
-    number = {"engine": num_engines(config.engine) + teachers, "trainer": config.trainer.ranks, "rollout": 1}
+    asked = seat_resources(config)
     total = defaultdict[str, float](float)
-    for part, asked in seat_resources(config).items():
-        for name, amount in asked.items():
-            total[name] += number[part] * amount
+    for seat in (*engine_seats(config), *[asked["trainer"]] * config.trainer.ranks, asked["rollout"]):
+        for name, amount in seat.items():
+            total[name] += amount
     return total
 
 
@@ -55,10 +71,119 @@ def _computing(threads: int, device: str, *, gpus: int) -> Resources:
     return {"CPU": float(threads)} if device == "cpu" else {"CPU": float(threads), "GPU": float(gpus)}
 
 
-def tensor_parallel(engine: EngineSection) -> int:
-    """GPUs of one server, as its command line says."""
-    found = _TENSOR_PARALLEL.search(" ".join(engine.arguments))
-    return int(found[1]) if found else 1
+def server_size(engine: EngineSection, server: ServerSection | None) -> int:
+    """GPUs of one server, as it says, or its command line."""
+    found = _TENSOR_PARALLEL.search(" ".join((*engine.arguments, *(server.arguments if server else ()))))
+    return int(found[1]) if found else 1 if server is None else server.world_size
+
+
+# --- The GPUs of one machine -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Where a process is that computes on GPUs. `devices` are empty where a cluster chooses them."""
+
+    who: str
+    host: str
+    number: int
+    devices: tuple[int, ...] = ()
+
+
+THIS_MACHINE, ANY_MACHINE = "this machine", "any with room"
+
+
+def device_map(config: Config, *, number: int | None = None, ranks: bool = True, teacher: bool = True) -> Sequence[Laid]:
+    """Whose each GPU is: ranks, then engines, then the teacher; nothing for parts that compute on CPUs, or are not there. `number`: of this
+    machine's.
+
+    `ConfigError` where two would have one, or where there are too few.
+    """
+    requests = list(_requests(config, ranks=ranks, teacher=teacher))
+    if config.cluster.kind != "local":
+        hosts = {f"engine{index}": server.host for index, server in enumerate(config.engine.servers)}
+        return [Laid(one.who, hosts.get(one.who) or ANY_MACHINE, one.number) for one in requests]
+    given = DevicePool(number, shared=config.engine.share_devices).give_all(requests)
+    return [Laid(one.who, THIS_MACHINE, one.number, given[one.who]) for one in requests]
+
+
+def _requests(config: Config, *, ranks: bool, teacher: bool) -> Iterator[DeviceRequest]:
+    engine, trainer = config.engine, config.trainer
+    if ranks and trainer.device != "cpu":
+        for rank in range(trainer.ranks):
+            named = trainer.devices[rank : rank + 1] or _numbered(trainer.device)
+            yield DeviceRequest(
+                f"trainer{rank or ''}", 1, "trainer.devices" if trainer.devices else f"trainer.device = {trainer.device!r}", named
+            )
+    if engine.device == "cpu":
+        return
+    option = f"engine.device = {engine.device!r}"
+    if not engine.urls:
+        for index, server in enumerate(engine.servers or (None,) * num_engines(engine)):
+            at = f"engine.servers.{index}.devices" if server is not None else option
+            named = server.devices if server is not None and server.devices else _numbered(engine.device)
+            yield DeviceRequest(f"engine{index}", server_size(engine, server), at, named)
+    if teacher and config.distillation.teacher is not None:
+        yield DeviceRequest("teacher", 1, option)
+
+
+def _numbered(device: str) -> tuple[int, ...]:
+    _, _, number = device.partition(":")
+    return (int(number),) if number.isdecimal() else ()
+
+
+def server_of(config: Config, name: str) -> ServerSection | None:
+    """Of the engine of that name, where there are such sections; of no other part."""
+    number = name.removeprefix("engine")
+    return config.engine.servers[int(number)] if number.isdecimal() and config.engine.servers else None
+
+
+def config_in_place(config: Config, name: str) -> Config:
+    """As the part of that name reads it, which sees its own GPUs alone and numbers them from 0; an engine has its own server."""
+    section, trainer, own = config.engine, config.trainer, server_of(config, name)
+    servers = section.servers if own is None else (own,)
+    changed = {"device": section.device.partition(":")[0], "servers": tuple(one.model_copy(update={"devices": ()}) for one in servers)}
+    trained = {"device": trainer.device.partition(":")[0], "devices": ()}
+    return config.model_copy(update={"engine": section.model_copy(update=changed), "trainer": trainer.model_copy(update=trained)})
+
+
+def server_contradictions(config: Config) -> Iterator[str]:
+    """Of `[[engine.servers]]` and `trainer.devices`; and every GPU that two would have, however many there are."""
+    engine, trainer, local = config.engine, config.trainer, config.cluster.kind == "local"
+    for index, server in enumerate(engine.servers):
+        yield from _server_contradictions(engine, f"engine.servers.{index}", server, local=local)
+    for name, given in (("engine.urls", len(engine.urls)), ("engine.count", engine.count if engine.count > 1 else 0)):
+        if engine.servers and given not in (0, len(engine.servers)):
+            yield f"{name} says that there are {given} engines, and engine.servers that there are {len(engine.servers)}; mend one"
+    if trainer.devices and trainer.device != "cuda":
+        yield f'trainer.devices ({list(trainer.devices)}) are of trainer.device = "cuda", which is {trainer.device!r}; remove them, or set it'
+    elif trainer.devices and len(trainer.devices) != trainer.ranks:
+        yield f"trainer.devices ({list(trainer.devices)}) are one for each of trainer.ranks ({trainer.ranks}); name as many"
+    if trainer.devices and not local:
+        yield f"trainer.devices ({list(trainer.devices)}) are chosen by Ray on a cluster; remove them"
+    if local:
+        try:
+            device_map(config)
+        except ConfigError as error:
+            yield str(error).rstrip(".")
+
+
+def _server_contradictions(engine: EngineSection, at: str, server: ServerSection, *, local: bool) -> Iterator[str]:
+    size, given = server_size(engine, server), list(server.devices)
+    if server.host and local:
+        yield f'{at}.host ({server.host}) is a machine of a cluster, and cluster.kind is "local"; remove it, or set cluster.kind'
+    if engine.kind == "embedded" and (server.world_size > 1 or server.arguments):
+        yield f'{at} has sizes or arguments of a server, and engine.kind is "embedded", which is on one device; remove them'
+    if engine.urls and (given or server.arguments or server.host):
+        yield f"{at} has a host, devices or arguments, and engine.urls are of a server that runs already; remove them"
+    if given and not local:
+        yield f"{at}.devices ({given}) are chosen by Ray on a cluster; remove them: it is given as many as the sizes ask for"
+    elif given and engine.device != "cuda":
+        yield f'{at}.devices ({given}) are of engine.device = "cuda", which is {engine.device!r}; remove them, or set it'
+    if size != server.world_size and server.world_size > 1:
+        yield f"{at} and the server's arguments both say over how many GPUs it is laid ({server.world_size} and {size}); remove it from the arguments"
+    elif given and len(given) != size:
+        yield f"{at}.devices ({given}) are {len(given)}, and the server is laid over {size} (tensor x pipeline x data parallel); name as many"
 
 
 def cluster_contradictions(config: Config) -> Iterator[str]:
@@ -70,8 +195,9 @@ def cluster_contradictions(config: Config) -> Iterator[str]:
         yield f"cluster.engines_min ({least}) is more than the engines that the run asks for ({most}); lower it, or raise cluster.engines_max"
     if cluster.engines_min is not None and (apart := config.environment.untracked.engines) >= least:
         yield f"cluster.engines_min ({least}) leaves none for the policy beside environment.untracked.engines ({apart}); raise it"
-    if config.engine.urls and cluster.engines_max is not None:
-        yield f"cluster.engines_max ({cluster.engines_max}) does nothing beside engine.urls, which say how many there are; remove it"
+    if (config.engine.urls or config.engine.servers) and cluster.engines_max is not None:
+        which = "engine.urls" if config.engine.urls else "engine.servers"
+        yield f"cluster.engines_max ({cluster.engines_max}) does nothing beside {which}, which say how many there are; remove it"
     for key, device in (("engine.device", config.engine.device), ("trainer.device", config.trainer.device)):
         if ":" in device:
             yield f'{key} is {device!r}, and on a cluster a seat has GPUs of its own, numbered from 0; set it to "cuda"'

@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue
 
 from midflight.config.agents import McpSection, RewardSection, SandboxSection, UntrackedSection
 from midflight.config.cluster import ClusterSection
+from midflight.config.devices import ServerSection
 from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
 from midflight.config.sources import CurriculumSection, SourceSection
@@ -62,7 +63,7 @@ class EngineSection(Section):
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
     """Which inference server generates: our own, or one of other people, in an environment of its own (`make engines`)."""
     count: Positive = 1
-    """Engine processes; larger generates more when there are cores for it. With `urls` it is their number."""
+    """Engine processes; larger generates more when there are cores for it. With `urls` or `servers` it is their number."""
     python: Path | None = None
     """Interpreter of the environment that the server is installed in. Default `.venv-vllm/bin/python` or `.venv-sglang/bin/python`."""
     urls: tuple[str, ...] = ()
@@ -80,7 +81,11 @@ class EngineSection(Section):
     threads: Positive = 1
     """CPU threads of one engine process; more than the free cores makes all slower."""
     device: str = "cpu"
-    """Where the engine computes: `cpu` or `cuda`."""
+    """Where the engine computes: `cpu`, `cuda`, each then on GPUs of its own, or such as `cuda:1`."""
+    share_devices: bool = False
+    """Engines may be on GPUs that a trainer rank or another engine has, as on a machine with one; each then needs a part of its memory. Without it that is refused."""
+    servers: tuple[ServerSection, ...] = ()
+    """The engines one by one, in place of `count`: where each is, on which GPUs, and laid over how many."""
     deterministic: bool = False
     """An answer does not depend on what is generated beside it: vLLM's batch-invariant kernels, SGLang's deterministic inference with a seed for each request. On GPUs alone, and slower."""
     prefix_mb: Count = 256
@@ -279,7 +284,9 @@ class TrainerSection(Section):
     threads: Positive = 1
     """CPU threads of one trainer process."""
     device: str = "cpu"
-    """Where the trainer computes: `cpu` or `cuda`."""
+    """Where the trainer computes: `cpu`, `cuda`, each rank then on a GPU of its own, or such as `cuda:1`."""
+    devices: tuple[Count, ...] = ()
+    """Numbers of the ranks' GPUs on this machine, one for each rank. Default: what is free, the lowest first. On a cluster Ray chooses."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Positive = 2

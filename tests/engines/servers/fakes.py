@@ -202,15 +202,20 @@ class FakeVllm(Fake):
 
 
 @asynccontextmanager
-async def attached(fake: Fake, folder: Path) -> AsyncIterator[tuple[ServerEngine, MemoryReceiver]]:
-    """The adapter before the fake. Its failure to attach is raised."""
+async def attached(fake: Fake, folder: Path, *, num_workers: int | None = None) -> AsyncIterator[tuple[ServerEngine, MemoryReceiver]]:
+    """The adapter before the fake, which is to have so many workers. Its failure to attach is raised."""
     if not (folder / "model").exists():
         save_model(tiny_model(), folder / "model")
     fake.model = fake.model or str(folder / "model")
     receiver = MemoryReceiver()
     async with listening(fake.app()) as url:
         engine = ServerEngine(
-            "fake", url, fake.adapter(), tokenizer=TOKENIZER, model=folder / "model", receiver=receiver, staging=folder / "staging"
+            *("fake", url, fake.adapter()),
+            tokenizer=TOKENIZER,
+            model=folder / "model",
+            receiver=receiver,
+            staging=folder / "staging",
+            num_workers=num_workers,
         )
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(engine.run())

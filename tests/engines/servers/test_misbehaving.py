@@ -19,9 +19,9 @@ KINDS: list[type[Fake]] = [FakeSglang, FakeVllm]
 of_both = pytest.mark.parametrize("kind", KINDS)
 
 
-async def failure_to_attach(fake: Fake, folder: Path) -> str:
+async def failure_to_attach(fake: Fake, folder: Path, *, num_workers: int | None = None) -> str:
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with asyncio.timeout(10), attached(fake, folder):
+        async with asyncio.timeout(10), attached(fake, folder, num_workers=num_workers):
             pytest.fail("it was attached")
     found = caught.value.subgroup(EngineError)
     assert found is not None

@@ -210,6 +210,30 @@ def test_a_server_that_others_started_is_asked_how_many_requests_and_keys_it_hol
 
 
 @of_both
+def test_a_server_that_is_laid_over_another_number_of_processes_is_refused(kind: type[Fake], tmp_path: Path) -> None:
+    told: dict[str, object] = {"/metrics": VLLM_METRICS, "/collective_rpc": {"results": ["True"] * 2}}  # two replicas of two
+    if kind is FakeSglang:
+        told = {"tp_size": 2, "pp_size": 1, "dp_size": 2}
+
+    async def main() -> None:
+        for expected in (None, 4):
+            fake = kind()
+            fake.tells = told
+            async with attached(fake, tmp_path, num_workers=expected):
+                pass
+        fake = kind()
+        fake.tells = told
+        said = await failure_to_attach(fake, tmp_path, num_workers=8)
+        assert "4 processes compute for this server, and engine.servers says 8 (tensor x pipeline x data parallel)" in said
+        fake = kind()
+        fake.tells = {"tp_size": None, "/collective_rpc": {}}
+        async with attached(fake, tmp_path, num_workers=8):
+            pass  # one that does not say is believed
+
+    asyncio.run(main())
+
+
+@of_both
 def test_a_server_of_another_model_is_refused_where_its_folder_says_so(kind: type[Fake], tmp_path: Path) -> None:
     async def main() -> None:
         fake = kind()

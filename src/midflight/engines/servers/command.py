@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from midflight.config.devices import VISIBLE, ServerSection, visible
 from midflight.config.sections import EngineSection
 from midflight.types import Version
 from midflight.types.generation import MAX_TOP_LOGPROBS
@@ -49,11 +50,19 @@ class Served:
 
 
 def server_command(engine: EngineSection, model: Served, *, python: Path, port: int, inherited: Mapping[str, str]) -> Command:
-    """For a server on this machine at `HOST`; `inherited` is the environment that it starts from."""
+    """For a server on this machine at `HOST`, the first of `engine.servers` where there are any. It starts from the environment `inherited`."""
     words, settings = (_vllm if engine.kind == "vllm" else _sglang)(engine, model, port)
-    environ = {**_cleaned(inherited, python), **_device(engine.device, inherited), **settings}
+    server = engine.servers[0] if engine.servers else ServerSection()
+    environ = {**_cleaned(inherited, python), **_device(engine.device, server.devices, inherited), **settings}
     environ |= {"PYTHONPATH": str(INSIDE), "OMP_NUM_THREADS": str(engine.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return Command((str(python), "-m", *words, *engine.arguments), environ)
+    return Command((str(python), "-m", *words, *_laid(engine.kind, server), *engine.arguments, *server.arguments), environ)
+
+
+def _laid(kind: str, server: ServerSection) -> Sequence[str]:
+    """Over how many processes, in the server's own words; nothing where it is one."""
+    names = ("tensor-parallel", "pipeline-parallel", "data-parallel") if kind == "vllm" else ("tp", "pp", "dp")
+    sizes = (server.tensor_parallel, server.pipeline_parallel, server.data_parallel)
+    return [f"--{name}-size={size}" for name, size in zip(names, sizes, strict=True) if size > 1]
 
 
 def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
@@ -127,10 +136,8 @@ def _cleaned(inherited: Mapping[str, str], python: Path) -> Mapping[str, str]:
     return {**kept, "PATH": ":".join([str(python.parent), *places])}
 
 
-def _device(device: str, inherited: Mapping[str, str]) -> Mapping[str, str]:
-    """`cuda:N` is the Nth of the devices that we may use; the server sees it alone. `cuda` leaves the choice to the server."""
-    _, named, index = device.partition(":")
-    if not named:
-        return {}
-    visible = [one for one in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-    return {"CUDA_VISIBLE_DEVICES": visible[int(index)] if int(index) < len(visible) else index}
+def _device(device: str, devices: Sequence[int], inherited: Mapping[str, str]) -> Mapping[str, str]:
+    """`devices`, or the N of `cuda:N`, are of those that we may use; the server sees them alone. `cuda` leaves the choice to the server."""
+    _, _, number = device.partition(":")
+    named = (int(number),) if number else tuple(devices)
+    return {VISIBLE: visible(named, inherited)} if named else {}

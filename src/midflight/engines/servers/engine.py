@@ -52,8 +52,11 @@ class ServerEngine:
         receiver: WeightReceiver,
         staging: Path,
         version: types.Version = 0,
+        num_workers: int | None = None,
     ) -> None:
-        """`model`: the folder that holds the weights of `version`, which the server starts with (`first_folder`), or is given when attached."""
+        """`model`: the folder that holds the weights of `version`, which the server starts with (`first_folder`), or is given when attached.
+        `num_workers`: processes that are to compute for the server; None is as many as it has."""
+        self._num_workers = num_workers
         self._name, self._server, self.tokenizer = name, server, tokenizer
         self._client = ServerClient(name, url)
         self._area = StagingArea(staging, model=model, receiver=receiver)
@@ -350,6 +353,11 @@ class ServerEngine:
         with self._client.cold():
             found = await self._server.attach(self._client)
         check_same_model(found.model, self._first.folder, url=self._client.url)
+        if None not in (self._num_workers, found.num_workers) and self._num_workers != found.num_workers:
+            raise EngineError(
+                f"attaching to {self._client.url}: {found.num_workers} processes compute for this server, and engine.servers says "
+                f"{self._num_workers} (tensor x pipeline x data parallel); start it over as many, or mend engine.servers."
+            )
         self._found = found
         if found.label != str(self._live.version) or not self._live.fingerprint:
             await self._give_live_weights(found)

@@ -1,7 +1,6 @@
 """What a kind of inference server is to us: its wire, as a Protocol. `vllm.py` and `sglang.py` implement it.
 
-HTTP to it: JSON calls and server-sent events, with errors that name the server and the path. And one request at a server, with which
-version made which of its tokens (I6); that part is synchronous.
+HTTP to it, with errors that name the server and the path. And one request at it, with the versions of its tokens (I6), synchronous.
 """
 
 from __future__ import annotations
@@ -198,6 +197,7 @@ class Found:
     """Of the weights it serves; a version of ours where it is a number."""
     model: str
     """The folder that it says its weights are from."""
+    num_workers: int | None = None  # processes that compute for it, as far as it says: one for each GPU where there are any
 
     @property
     def untouched(self) -> bool:

@@ -3,6 +3,7 @@
 Tried with 0.5.23; spans of versions, which we need, came with 0.5.20. See docs/engines.md for how it is started and why.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -194,6 +195,7 @@ class SglangServer:
         features = self._features(cast(dict[str, object], info))
         self._room = min(_number_of(info, "max_req_input_len"), self._max_context)
         return Found(
+            num_workers=_workers(cast(dict[str, object], info)),
             capabilities=Capabilities(
                 pause_modes=frozenset(PauseMode),
                 logprob_kind=LogprobKind.TEMPERATURE,
@@ -288,6 +290,11 @@ def _sampling(request: GenerateRequest, ends: tuple[int, ...], *, room: int, see
     if s.logit_bias:
         given["logit_bias"] = {str(token_id): bias for token_id, bias in s.logit_bias}
     return given
+
+
+def _workers(info: Mapping[str, object]) -> int | None:
+    sizes = [info.get(name) for name in ("tp_size", "pp_size", "dp_size")]
+    return math.prod(size for size in sizes if isinstance(size, int)) if None not in sizes else None
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Tried with 0.32.0. Started with `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, 
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -155,9 +156,10 @@ class VllmServer:
         model = _part(await client.get("/v1/models"), "data", 0)
         if _part(await client.get("/is_paused"), "is_paused") is True:
             await self.resume(client)
-        await _check_loader(client)
+        num_workers = await _check_loader(client)
         self._seeds = await _says_yes(client, "midflight_seeds")
         return Found(
+            num_workers=num_workers,
             capabilities=types.Capabilities(
                 pause_modes=frozenset(types.PauseMode),
                 logprob_kind=await _logprob_kind(client),
@@ -238,18 +240,24 @@ async def _logprob_kind(client: ServerClient) -> types.LogprobKind:
 
 async def _keys(client: ServerClient) -> int | None:
     """Tokens that its blocks hold, of all its replicas; none where its metrics, which are in no description of its routes, do not say."""
-    try:
-        said = str(await client.get("/metrics"))
-    except EngineError:
-        return None
-    found = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(said)]
+    found = await _caches(client)
     return sum(int(cache.get("block_size", 0)) * int(cache.get("num_gpu_blocks", 0)) for cache in found) or None
 
 
-async def _check_loader(client: ServerClient) -> None:
-    """Before anything is generated: without the loader a run would get as far as its first new version."""
+async def _caches(client: ServerClient) -> Sequence[Mapping[str, str]]:
+    """What it says of the cache of each replica; nothing where it does not."""
     try:
-        await client.post("/collective_rpc", {"method": _LOADER_READY})
+        said = str(await client.get("/metrics"))
+    except EngineError:
+        return ()
+    return [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(said)]
+
+
+async def _check_loader(client: ServerClient) -> int | None:
+    """Before anything is generated: without the loader a run would get as far as its first new version. Returns how many workers have it,
+    of all replicas: those of the first one answer."""
+    try:
+        answer = await client.post("/collective_rpc", {"method": _LOADER_READY})
     except EngineUnavailable:
         raise
     except EngineError as error:
@@ -257,6 +265,14 @@ async def _check_loader(client: ServerClient) -> None:
             f"attaching to {client.url}: vLLM has not loaded what makes new weights live; start it with "
             f"--worker-extension-cls midflight_vllm.Loader and PYTHONPATH={INSIDE}. {error}"
         ) from error
+    workers = _results(answer)
+    return len(workers) * max(1, len(await _caches(client))) if workers else None
+
+
+def _results(answer: object) -> list[object]:
+    """Of a call of every worker, one each."""
+    results = cast(dict[str, object], answer).get("results") if isinstance(answer, dict) else None
+    return cast(list[object], results) if isinstance(results, list) else []
 
 
 async def _says_yes(client: ServerClient, method: str) -> bool:
@@ -267,8 +283,7 @@ async def _says_yes(client: ServerClient, method: str) -> bool:
         raise
     except EngineError:
         return False
-    results = cast(dict[str, object], answer).get("results") if isinstance(answer, dict) else None
-    return isinstance(results, list) and set(map(str, cast(list[object], results))) == {"True"}
+    return set(map(str, _results(answer))) == {"True"}
 
 
 def _shaped(shape: str) -> dict[str, object]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midflight.config.checks import TRACKERS
+from midflight.config.devices import num_present
 from midflight.errors import ConfigError, nearest
 from midflight.models.sizes import read_config, sizes_of
 
@@ -227,13 +229,14 @@ class AsyncGRPOConfig:
         """The configuration, by section. Options that were not given leave ours where trl's default is of another machinery."""
         steps = self.steps(num_rows)
         device = "cpu" if self.use_cpu or not Path("/dev/nvidiactl").exists() else "cuda"
+        shared = {"share_devices": True} if device == "cuda" and num_present(os.environ) == 1 else {}
         clip_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         staging = {"stage_seconds": float(self.weight_sync_timeout)} if "weight_sync_timeout" in self.given else {}
         name, stall = self.run_name or Path(self.output_dir or model).name, float(self.heartbeat_stale_after_s)
         return {
             "run": {"name": name, "steps": steps, "seed": self.seed, "stall_seconds": stall},
             "model": {"dtype": self._dtype(model)},
-            "engine": {"device": device, **self._server()},
+            "engine": {"device": device, **shared, **self._server()},
             "gateway": {"request_seconds": float(self.request_timeout)},
             "environment": self._environment(model),
             "rollout": self._rollout(),

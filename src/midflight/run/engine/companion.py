@@ -89,7 +89,13 @@ async def speak_for_server(
     server = started(config, first, name=name, version=version) if url is None else attached(config.engine, url, name=name)
     async with server as running:
         engine = ServerEngine(
-            name, running.url, wire, tokenizer=tokenizer, model=model, receiver=receiver(), staging=staging, version=version
+            *(name, running.url, wire),
+            tokenizer=tokenizer,
+            model=model,
+            receiver=receiver(),
+            staging=staging,
+            version=version,
+            num_workers=config.engine.servers[0].world_size if config.engine.servers else None,
         )
 
         async def serve_attached() -> None:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from midflight.config.derived import num_engines
-from midflight.config.seats import engines_min
+from midflight.config.seats import config_in_place, engine_resources, engines_min, server_of
 from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, PartLost, ProcessKind, Restarted, Spec, serve_while
-from midflight.run.places.port import Child, PartFailed, Place, Places
+from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
 
 if TYPE_CHECKING:
     from midflight.run.api.membership import MembershipClient
@@ -91,14 +91,19 @@ class Engines:
         urls = section.urls or (None,) * num_engines(section)
         least = engines_min(self._config)
         async with asyncio.TaskGroup() as group:
-            taken = [group.create_task(self._places.take(ProcessKind.ENGINE)) for _ in urls[:least]]
+            taken = [group.create_task(self._take(f"engine{index}")) for index in range(least)]
         first = [EnginePart(f"engine{index}", section.kind, place.result(), url=urls[index]) for index, place in enumerate(taken)]
         self._apart = {part.name for part in first[least - self._config.environment.untracked.engines :]}
         if teacher is not None and with_teacher:
-            first.append(EnginePart(TEACHER, "embedded", await self._places.take(ProcessKind.ENGINE), model=str(teacher)))
+            first.append(EnginePart(TEACHER, "embedded", await self._take(TEACHER), model=str(teacher)))
         self.parts = {part.name: part for part in first}
         later = [self.join(f"engine{index}", url) for index, url in enumerate(urls) if index >= least]
         return [*(self.keep(part) for part in first), *later]
+
+    def _take(self, name: str, *, for_ever: bool = False) -> Coroutine[Any, Any, Place]:
+        server = server_of(self._config, name)
+        wants = None if server is None else Wants(engine_resources(self._config, server), server.host)
+        return self._places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
 
     def addresses(self) -> dict[str, str]:
         return {part.name: part.address for part in self.parts.values()}
@@ -130,7 +135,7 @@ class Engines:
         death of the engine."""
         while True:
             try:
-                return await self._places.take(ProcessKind.ENGINE, for_ever=for_ever)
+                return await self._take(name, for_ever=for_ever)
             except PartFailed as failure:
                 await self._may_restart(PartFailed(str(failure), part=name))
             except RunFailed:
@@ -162,7 +167,7 @@ class Engines:
             return EngineSpec(
                 name=part.name,
                 model=part.model or model.folder,
-                config=self._config.model_dump_json(),
+                config=config_in_place(self._config, part.name).model_dump_json(),
                 socket_fd=part.place.fd,
                 token=self._access.engine_token,
                 segment=self._access.segment,

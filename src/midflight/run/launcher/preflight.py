@@ -26,6 +26,7 @@ from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.folders import check_tokenizer
 from midflight.config.formulas import OBJECTIVES
+from midflight.config.seats import device_map
 from midflight.config.sections import Config
 from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
 from midflight.errors import ConfigError, MidflightError
@@ -244,12 +245,11 @@ class Inspection:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        there = f"cpu, or cuda:0 to cuda:{count - 1}" if count else "cpu: torch sees no GPU"
         for key, device in wanted.items():
-            if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
-                self._problems.append(f"{key} is {device!r}, which this machine has not got; set it to {there}.")
-        if config.trainer.device == "cuda" and config.trainer.ranks > count > 0:
-            self._problems.append(f"trainer.ranks is {config.trainer.ranks}, each on a GPU of its own, and there are {count}; lower it.")
+            if device.startswith("cuda") and not count:
+                self._problems.append(f"{key} is {device!r}, which this machine has not got; set it to cpu: torch sees no GPU.")
+        if count:
+            device_map(config, number=count)
 
     def _disk(self) -> None:
         folder = Path(self._config.run.folder).absolute()

@@ -11,8 +11,9 @@ Torch-free: this process only watches.
 """
 
 import asyncio
+import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ import msgspec
 from midflight import given
 from midflight.config.agent import entries_of
 from midflight.config.derived import num_workers
+from midflight.config.devices import VISIBLE, num_present, visible
+from midflight.config.seats import config_in_place, device_map
 from midflight.config.sections import Config
 from midflight.errors import first_error
 from midflight.observe.logs import PROCESS_VARIABLE
@@ -99,6 +102,8 @@ class Ring:
         """The newest process of each part."""
         self._ready = set[str]()
         """Parts that have come up and not ended."""
+        self._devices: Mapping[str, tuple[int, ...]] = {}
+        """GPUs of this machine, by the part that is to see them."""
         self._rank_places: Sequence[Place] = ()
         self._is_done = False
         """Nothing is left to be rolled out: parts that end now have done so because the rollout process does."""
@@ -122,7 +127,8 @@ class Ring:
         return ray_places(self._config, say=lambda text: self._on_message(Words(text)))
 
     async def _run(self, purpose: Purpose, *, resume: bool) -> None:
-        gateway = self._config.gateway
+        gateway, trains, taught = self._config.gateway, purpose is Purpose.TRAIN, purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
+        self.lay_out(ranks=trains, teacher=taught)
         self._gateway = await self._places.take(ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port)
         access = Access(self.url, self._control_token, self._engine_token, self._segment)
         self._engines = Engines(
@@ -133,13 +139,13 @@ class Ring:
             start=self._start_engine,
             follow=self._brief_and_follow,
         )
-        engines = await self._engines.take(with_teacher=purpose in (Purpose.TRAIN, Purpose.ROLLOUTS))
+        engines = await self._engines.take(with_teacher=taught)
         remove_left()
         beside = [*engines, self._watch(), self._places.watch()]
         rollout = self._rollout(purpose)
         beside += [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
         try:
-            if purpose is Purpose.TRAIN:
+            if trains:
                 await serve_while(self._lives.lead(partial(self._trainer, resume), self._end_trainer), rollout, *beside)
             else:
                 await serve_while(rollout, *beside)
@@ -149,6 +155,11 @@ class Ring:
             finally:  # also when that is cut short
                 remove_left()
                 remove_endpoint(Path(self._config.run.folder), self._control_token)
+
+    def lay_out(self, *, ranks: bool, teacher: bool) -> None:
+        """Gives each process that computes on GPUs of this machine its own; a cluster gives each seat its own."""
+        laid = device_map(self._config, number=num_present(os.environ) or None, ranks=ranks, teacher=teacher)
+        self._devices = {part.who: part.devices for part in laid if part.devices}
 
     async def _end(self) -> None:
         """Waits for the parts' ends, and for what they still said; a cancellation kills them at once."""
@@ -187,7 +198,7 @@ class Ring:
         for place in self._rank_places:  # of an earlier life
             place.close()
         self._rank_places = first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
-        config, meeting = self._config.model_dump_json(), f"{first.host}:{first.port}"
+        config, meeting = config_in_place(self._config, "trainer").model_dump_json(), f"{first.host}:{first.port}"
         spec = TrainerSpec(config, self.url, self._control_token, self._segment, resume or life > 0, life, meeting=meeting)
         ranks = [self._rank(msgspec.structs.replace(spec, rank=rank), place) for rank, place in enumerate(others, start=1)]
         await serve_while(self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first), *ranks)
@@ -273,6 +284,8 @@ class Ring:
         """`writes`: into the run's folder, so that it holds that too."""
         threads = {ProcessKind.ENGINE: self._config.engine.threads, ProcessKind.TRAINER: self._config.trainer.threads}.get(part, 1)
         environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if name in self._devices:
+            environ[VISIBLE] = visible(self._devices[name], os.environ)
         if self._config.observe.log_format == "json":
             environ[PROCESS_VARIABLE] = name
         log = Path(self._config.run.folder) / "logs" / f"{name}.log"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.config.seats import engines_min, seat_resources
+from midflight.config.seats import engine_seats, engines_min, seat_resources
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.run.places.seat import MONITOR_VARIABLE, Greeting
@@ -35,7 +35,7 @@ NOT_THERE = ("No module named 'midflight", "cannot import name")
 async def check_cluster(cluster: Cluster, config: Config) -> None:
     """`ConfigError` with all that is wrong. Waits for an answer of each machine, at most `HELLO_SECONDS`."""
     machines = cluster.machines()
-    problems = [*_open(config, machines), *_transport(config, machines)]
+    problems = [*_open(config, machines), *_transport(config, machines), *_hosts(config, machines)]
     if not config.cluster.autoscaler:
         problems += [*_resources(config, machines)] or [*_room(config, machines)]
     nearest = _existing(Path(config.run.folder))
@@ -87,6 +87,9 @@ def _resources(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
 def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     """Whether all seats with which a run begins find room at once, whoever uses it now: exactly, over all ways to place them."""
     asked, ranks = seat_resources(config), config.trainer.ranks
+    if len({tuple(sorted(seat.items())) for seat in engine_seats(config)}) > 1:  # of engines that differ only the sum is looked at
+        yield from _sum(config, machines)
+        return
     engines = engines_min(config) + (config.distillation.teacher is not None)
     best = {(0, 0): 0}  # the most engines that there is room for beside so many gateways and ranks
     for machine in machines:
@@ -108,6 +111,15 @@ def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     )
 
 
+def _sum(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
+    asked = seat_resources(config)
+    seats = [*engine_seats(config)[: engines_min(config)], *[asked["trainer"]] * config.trainer.ranks, asked["rollout"]]
+    for name in sorted({name for seat in seats for name in seat}):
+        amount, there = (sum(each.get(name, 0.0) for each in of) for of in (seats, [machine.resources for machine in machines]))
+        if amount > there + ROUNDING:
+            yield f"the run begins with seats of {name}: {amount:g} in all, and the cluster has {said_of(machines)}. Ask for less, or add a machine."
+
+
 def _engines_beside(machine: Machine, asked: Mapping[str, Mapping[str, float]], gateways: int, ranks: int, *, most: int) -> int | None:
     """So many engines, `most` at most, have room there beside these; none where these have not."""
     fits = most
@@ -118,6 +130,12 @@ def _engines_beside(machine: Machine, asked: Mapping[str, Mapping[str, float]], 
         if each := asked["engine"].get(name, 0.0):
             fits = min(fits, int((left + ROUNDING) / each))
     return fits
+
+
+def _hosts(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
+    for index, server in enumerate(config.engine.servers):
+        if server.host and all(server.host != machine.address for machine in machines):
+            yield f"engine.servers.{index}.host is {server.host}, which is no machine of the cluster; name one of {_listed([m.address for m in machines])}."
 
 
 def _said(resources: Mapping[str, float]) -> str:

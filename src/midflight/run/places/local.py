@@ -8,7 +8,7 @@ from types import TracebackType
 
 from midflight import given
 from midflight.run import parts
-from midflight.run.places.port import HasDescriptor
+from midflight.run.places.port import HasDescriptor, Wants
 from midflight.run.places.process import LocalChild
 from midflight.wire.server import listen
 
@@ -68,7 +68,9 @@ class LocalPlaces:
     async def watch(self) -> None:
         """Nobody takes places away here."""
 
-    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False) -> LocalPlace:
+    async def take(
+        self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False, wants: Wants | None = None
+    ) -> LocalPlace:
         self._taken.append(LocalPlace(listen(host or HOST, port)))
         return self._taken[-1]
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from midflight.errors import ConfigError, MidflightError, RunFailed
 from midflight.run import parts
@@ -154,6 +154,14 @@ class Place(Protocol):
         ...
 
 
+class Wants(NamedTuple):
+    """What a seat on a cluster asks for, where that is not what all of its kind ask for."""
+
+    resources: Mapping[str, float]
+    machine: str
+    """Its address; empty is any."""
+
+
 class Places(AbstractAsyncContextManager["Places", None], Protocol):
     """Gives places to the parts of one attempt at a run. At its end all are closed, and nothing of them is left."""
 
@@ -166,7 +174,9 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         """Finds out which places are recalled, until it is cancelled; ends at once where none can be."""
         ...
 
-    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False) -> Place:
+    async def take(
+        self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False, wants: Wants | None = None
+    ) -> Place:
         """A place whose socket listens at `host`, by default where the other parts reach it and nobody else need. Waits until there is room
         for it; ended by that, by cancellation, or, unless `for_ever`, by a limit: `RunFailed`. `ConfigError` where it cannot listen there."""
         ...

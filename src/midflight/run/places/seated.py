@@ -22,7 +22,7 @@ import msgspec
 from midflight import given
 from midflight.errors import ConfigError, RunFailed
 from midflight.run import parts
-from midflight.run.places.port import HasDescriptor, PartFailed
+from midflight.run.places.port import HasDescriptor, PartFailed, Wants
 from midflight.run.places.process import last_lines
 from midflight.run.places.seat import Heard, Order, SeatOpened
 from midflight.wire.server import is_loopback
@@ -37,8 +37,6 @@ KILL_SECONDS = 5.0
 """For a seat to say that a process which was killed has ended: the end of a run waits for that, also where the machine is gone."""
 PATIENCE_SECONDS = 30.0
 """A seat is not there at once; after so long it is told that it is waited for, and again each time that has doubled."""
-
-
 OWN_RESOURCES = frozenset(("memory", "node", "object_store_memory", "accelerator_type"))
 """Ray's own of each machine, in bytes or as marks; nobody need be told of them."""
 
@@ -317,18 +315,28 @@ class RayPlaces:
                     place.recall()
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def take(self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False) -> SeatedPlace:
-        seat = self._cluster.seat(self._resources[part])
-        try:
-            async with self._patience(part, 1, for_ever=for_ever):
+    async def take(
+        self, part: parts.ProcessKind, *, host: str | None = None, port: int = 0, for_ever: bool = False, wants: Wants | None = None
+    ) -> SeatedPlace:
+        asked, machine = wants or Wants(self._resources[part], "")
+        async with self._patience(part, 1, asked, for_ever=for_ever):
+            seat = self._cluster.seat(asked, machine=await self._machine(machine))
+            try:
                 return await self._opened(part, seat, "" if host is None or is_loopback(host) else host, port)
-        except BaseException:
-            self._cluster.kill(seat)
-            raise
+            except BaseException:
+                self._cluster.kill(seat)
+                raise
+
+    async def _machine(self, address: str) -> str:
+        """Its id, or none of any. Waits until it is there."""
+        while address not in (ids := {"": ""} | {machine.address: machine.id for machine in self._cluster.machines()}):  # noqa: ASYNC110
+            await asyncio.sleep(AGAIN_SECONDS)
+        return ids[address]
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[SeatedPlace]:
-        async with self._patience(part, count):
-            seats, give_back = await self._cluster.group(self._resources[part], count)
+        asked = self._resources[part]
+        async with self._patience(part, count, asked):
+            seats, give_back = await self._cluster.group(asked, count)
         closed = 0
 
         def close() -> None:
@@ -338,7 +346,7 @@ class RayPlaces:
                 give_back()
 
         try:
-            async with self._patience(part, count):
+            async with self._patience(part, count, asked):
                 taken = [await self._opened(part, seat, "", 0, closed=close) for seat in seats]
         except BaseException:
             give_back()
@@ -362,9 +370,11 @@ class RayPlaces:
         return place
 
     @asynccontextmanager
-    async def _patience(self, part: parts.ProcessKind, count: int, *, for_ever: bool = False) -> AsyncGenerator[None]:
+    async def _patience(
+        self, part: parts.ProcessKind, count: int, resources: Mapping[str, float], *, for_ever: bool = False
+    ) -> AsyncGenerator[None]:
         """Of a wait for seats: what for is said again and again. `RunFailed` after `wait_seconds`, unless it may last `for_ever`."""
-        loop, asked = asyncio.get_running_loop(), ", ".join(f"{name}: {amount:g}" for name, amount in self._resources[part].items())
+        loop, asked = asyncio.get_running_loop(), ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())
         wanted = f"{count} x a machine with {asked or 'room'}"
 
         def say(seconds: float) -> None:
