@@ -73,6 +73,8 @@ def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]
         try:
             connection.isolation_level = None
             with naming(path):
+                if kind is Kind.TRAINING:
+                    _join_shards(connection, folder)
                 connection.execute("BEGIN")
             yield StoreReading(path, connection, kind)
         finally:
@@ -81,6 +83,23 @@ def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]
         if not path.is_file():
             raise _missing(folder, kind) from error
         raise
+
+
+def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
+    """Where several gateways have each a store: their tables, which share no group, are read as one. Leases are numbered by each."""
+    shards = sorted(folder.glob(f"shards/*/{STORE}"))
+    if not shards:
+        return
+    for number, path in enumerate(shards):
+        connection.execute(f"ATTACH ? AS shard{number}", (f"{path.resolve().as_uri()}?mode=ro",))
+    schemas = ["main", *(f"shard{number}" for number in range(len(shards)))]
+    for table in ("groups", "rollouts", "turns", "fates", "leases"):
+        columns = [name for _, name, *_ in connection.execute(f"PRAGMA main.table_info({table})")]
+        unions: list[str] = []
+        for number, schema in enumerate(schemas):
+            chosen = (f"lease * {len(schemas)} + {number} AS lease" if name == "lease" else name for name in columns)
+            unions.append(f"SELECT {', '.join(chosen)} FROM {schema}.{table}")
+        connection.execute(f"CREATE TEMP VIEW {table} AS {' UNION ALL '.join(unions)}")
 
 
 def store_folder_of(folder: Path) -> Path | None:

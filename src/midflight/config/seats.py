@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from midflight.config.derived import num_engines, num_workers
 from midflight.config.devices import DevicePool, DeviceRequest, ServerSection
 from midflight.config.sections import Config, EngineSection
+from midflight.config.shards import shard_contradictions
 from midflight.errors import ConfigError
 
 Resources = Mapping[str, float]
@@ -188,6 +189,7 @@ def _server_contradictions(engine: EngineSection, at: str, server: ServerSection
 
 def cluster_contradictions(config: Config) -> Iterator[str]:
     cluster = config.cluster
+    yield from shard_contradictions(config)
     if cluster.kind == "local":  # the rest then waits for the day when it is not
         return
     least, most = engines_min(config), num_engines(config.engine)

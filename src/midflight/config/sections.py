@@ -123,6 +123,8 @@ class GatewaySection(Section):
     """How the model writes tool calls; `auto` finds it in the chat template or the special tokens, else it is `hermes`; `none` reads no calls but forced ones, in Hermes form."""
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
     """Between which markers the model thinks before it answers; `auto` finds them as above, `none` leaves thinking in the content."""
+    shards: Positive = 1
+    """Rollout processes that `train` starts, each with a gateway, agents, buffer and store of its own and an equal part of the groups; larger serves more requests on more cores."""
     session_seconds: Seconds = 3600.0
     """A session opened over HTTP ends after this long without a request, and its record is kept as long for its owner; larger waits longer for late rewards."""
 

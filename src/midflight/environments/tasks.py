@@ -11,7 +11,7 @@ from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -117,6 +117,9 @@ def _check_apart(dataset: str, draws: Sequence[DrawnTasks]) -> None:
 
 
 NO_CURRICULUM = CurriculumSection()
+Shard: TypeAlias = tuple[int, int]
+"""(s, R): of the positions of all epochs, counted from 0, those that leave s when divided by R."""
+WHOLE: Shard = (0, 1)
 
 
 class SeededStream:
@@ -128,8 +131,12 @@ class SeededStream:
     A curriculum chooses for itself which task of a source has the source's turn.
     """
 
-    def __init__(self, sources: Sequence[Source], *, seed: int, curriculum: CurriculumSection = NO_CURRICULUM) -> None:
+    def __init__(
+        self, sources: Sequence[Source], *, seed: int, curriculum: CurriculumSection = NO_CURRICULUM, shard: Shard = WHOLE
+    ) -> None:
+        """`shard`: of all positions, it draws those of this one."""
         _check_sources(sources)
+        self._shard = shard
         self.curriculum = Curriculum([len(source.training) for source in sources], curriculum, seed=seed, place_at=self.place_at)
         self._sources = tuple(sources)
         self._seed = seed
@@ -152,13 +159,20 @@ class SeededStream:
     def next(self) -> tuple[GroupKey, Task]:
         if self._requeued:
             return self._requeued.popleft()
-        if self._index == self.epoch_length:
-            self.seek(self._epoch + 1, 0)
+        self._pass_over()
         key = GroupKey(self._epoch, self._index)
         self.curriculum.choose(int(self._order(self._epoch)[0][self._index]), self._epoch, self._index)
         task = self._task(self._epoch, self._index)
         self._index += 1
         return key, task
+
+    def _pass_over(self) -> None:
+        """Goes to the next position of this shard, in the next epoch where this one has none left."""
+        number, of = self._shard
+        self._index += (number - self._epoch * self.epoch_length - self._index) % of
+        if self._index >= self.epoch_length:
+            self.seek(self._epoch + 1, 0)
+            self._pass_over()
 
     def requeue(self, key: GroupKey, task: Task) -> GroupKey:
         """Puts a task before all new ones, behind those requeued earlier, with the attempt counted up. Returns its new key."""
@@ -340,9 +354,16 @@ class TaskStream:
     """New tasks of a run: what was posted before what the other sources have. It never waits; without a task to draw it says so."""
 
     def __init__(
-        self, sources: Sequence[Source], posted: PostedTasks | None, *, seed: int, curriculum: CurriculumSection = NO_CURRICULUM
+        self,
+        sources: Sequence[Source],
+        posted: PostedTasks | None,
+        *,
+        seed: int,
+        curriculum: CurriculumSection = NO_CURRICULUM,
+        shard: Shard = WHOLE,
     ) -> None:
-        self._seeded = None if posted is not None and not sources else SeededStream(sources, seed=seed, curriculum=curriculum)
+        without = posted is not None and not sources
+        self._seeded = None if without else SeededStream(sources, seed=seed, curriculum=curriculum, shard=shard)
         self.curriculum = None if self._seeded is None else self._seeded.curriculum
         self._posted = posted
 

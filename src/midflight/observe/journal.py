@@ -187,6 +187,10 @@ def read_journal(path: Path, *, until: Version | None = None) -> PastLines:
     return PastLines.of(line for line in found if until is None or line.version <= until)
 
 
+def newest_version(path: Path, *, otherwise: Version) -> Version:
+    return max((line.version for line in read_journal(path).steps), default=otherwise)
+
+
 def _decoded(path: Path, number: int, line: bytes) -> Line:
     try:
         return decode_line(line)

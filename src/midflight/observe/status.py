@@ -1,9 +1,14 @@
 """A snapshot of a run, for whoever shows it: small, typed, and the same after a trip through msgspec as before. And how its numbers read."""
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from typing import TypeVar
 
 from midflight.types import Accounts, facts
+
+K = TypeVar("K")
 
 
 class Phase(StrEnum):
@@ -219,6 +224,41 @@ class Status:
     """Which knob to turn, in a few words."""
     sample: facts.Shown | None = None
     """The last rollout that ended with tokens to train on, where it is to be shown."""
+
+
+def together(first: Status, others: Sequence[Status]) -> Status:
+    """Of several rollout processes: counts and rates of all, and the rest as the first says, which has its part of the rollouts."""
+    every = (first, *others)
+    counted = {name: sum(getattr(one.totals, name) for one in every) for name in asdict(first.totals)}
+    counted["max_token_staleness"] = max(one.totals.max_token_staleness for one in every)
+    accounts = [one.accounts for one in every if one.accounts is not None]
+    return replace(
+        first,
+        totals=Totals(**counted),
+        accounts=_summed(accounts) if accounts else None,
+        staleness=_sums(one.staleness for one in every),
+        failures=_sums(one.failures for one in every),
+        dropped=_sums(one.dropped for one in every),
+        generation_rate=sum(one.generation_rate for one in every),
+        training_rate=sum(one.training_rate for one in every),
+    )
+
+
+def _summed(accounts: Sequence[Accounts]) -> Accounts:
+    numbers = ("submitted", "running", "waiting", "leased", "trained", "received_tokens", "waiting_tokens", "trained_tokens")
+    return Accounts(
+        **{name: sum(getattr(one, name) for one in accounts) for name in numbers},
+        dropped=_sums(one.dropped for one in accounts),
+        masked_tokens=_sums(one.masked_tokens for one in accounts),
+        dropped_tokens=_sums(one.dropped_tokens for one in accounts),
+    )
+
+
+def _sums(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:
+    total = Counter[K]()
+    for one in counts:
+        total.update(one)
+    return dict(total.most_common())
 
 
 BALANCED = 0.1

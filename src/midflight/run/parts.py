@@ -90,6 +90,12 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     """Version of the checkpoint that the run goes on from; none starts a new one."""
     alarms: tuple[str, ...] = ()
     """That were told before this process was there."""
+    shard: int = 0
+    """Which of `gateway.shards`; `config` is its part."""
+    owner: str | None = None
+    """Of a shard that hands no versions over: URL of the one that does."""
+    again: bool = False
+    """It died, and goes on from its store, while the rest of the run went on."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, tag="worker"):
@@ -112,6 +118,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     segment: str
     """Begins the names of the files of shared memory; no other run has it."""
     resume: bool = False
+    further_urls: tuple[str, ...] = ()
+    """Of the rollout processes beside the first."""
     life: int = 0
     """Above 0 it goes on beside a rollout process and engines that have outlived so many trainers."""
     rank: int = 0

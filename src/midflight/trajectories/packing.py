@@ -112,6 +112,70 @@ def _experts(rows: list[Row]) -> UInt8 | None:
     return np.concatenate([there if has is None else has for has, there in zip(fits, unknown, strict=True)])
 
 
+def merged(lease: int, parts: Sequence[PackedBatch]) -> PackedBatch:
+    """One batch of several of the same step: what `pack` makes of all their groups, in the order of the parts. What only some have is filled in
+    for the others as `pack` does."""
+    groups, rollouts, tokens = (list(accumulate(numbers, initial=0)) for numbers in zip(*map(_numbers, parts), strict=True))
+    whole = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_TOKENS, "rewards", "truncated")}
+    return PackedBatch(
+        lease=lease,
+        train_version=parts[0].train_version,
+        **whole,
+        row_offsets=np.concatenate([np.zeros(1, np.int32), *(p.row_offsets[1:] + at for p, at in zip(parts, tokens, strict=False))]),
+        row_rollout=np.concatenate([p.row_rollout + at for p, at in zip(parts, rollouts, strict=False)]),
+        rollout_group=np.concatenate([p.rollout_group + at for p, at in zip(parts, groups, strict=False)]),
+        **_merged_records(parts),
+        **_merged_tables(parts),
+    )
+
+
+def _numbers(batch: PackedBatch) -> tuple[int, int, int]:
+    """Groups, rollouts and tokens."""
+    return int(batch.rollout_group.max(initial=-1)) + 1, len(batch.rewards), len(batch.token_ids)
+
+
+def _merged_records(parts: Sequence[PackedBatch]) -> dict[str, Any]:
+    """What each token or rollout may have."""
+    made: dict[str, Any] = {}
+    for name, nothing in (
+        ("teacher_logprobs", np.float32(0)),
+        ("room", np.int32(NO_ANSWER)),
+        ("turns", np.int32(0)),
+        ("kept_lengths", np.int32(0)),
+    ):
+        if any(getattr(part, name) is not None for part in parts):
+            sizes = (len(part.rewards if name == "room" else part.token_ids) for part in parts)
+            there = (getattr(part, name) for part in parts)
+            made[name] = np.concatenate([np.full(n, nothing) if has is None else has for has, n in zip(there, sizes, strict=True)])
+    if "kept_lengths" in made:
+        made["kept"] = np.concatenate([part.kept for part in parts if part.kept is not None])
+    records = [part.experts for part in parts if part.experts is not None]
+    if width := max((record.shape[1] for record in records), default=0):
+        fits = (part.experts if part.experts is not None and part.experts.shape[1] == width else None for part in parts)
+        unknown = (np.full((len(part.token_ids), width), 255, np.uint8) for part in parts)
+        made["experts"] = np.concatenate([there if has is None else has for has, there in zip(fits, unknown, strict=True)])
+    return made
+
+
+def _merged_tables(parts: Sequence[PackedBatch]) -> dict[str, Any]:
+    """What rewards are made of: a column for each name, and for as many answers as any rollout had."""
+    made: dict[str, Any] = {}
+    tables = [None if part.turn_rewards is None else part.turn_rewards.reshape(len(part.rewards), -1) for part in parts]
+    if width := max((table.shape[1] for table in tables if table is not None), default=0):
+        padded = [np.zeros((len(part.rewards), width), np.float32) for part in parts]
+        for into, table in zip(padded, tables, strict=True):
+            if table is not None:
+                into[:, : table.shape[1]] = table
+        made["turn_rewards"] = np.concatenate(padded).ravel()
+    if names := sorted({name for part in parts for name in part.component_names}):
+        columns = [np.full((len(part.rewards), len(names)), np.nan, np.float32) for part in parts]
+        for into, part in zip(columns, parts, strict=True):
+            if part.components is not None:
+                into[:, [names.index(name) for name in part.component_names]] = part.components.reshape(len(part.rewards), -1)
+        made.update(components=np.concatenate(columns).ravel(), component_names=tuple(names))
+    return made
+
+
 def to_bytes(packed: PackedBatch) -> bytes:
     """A safetensors file whose metadata names the format, the lease and the version it trains at."""
     parts = {**_ARRAYS, **{name: dtype for name, dtype in _OPTIONAL.items() if getattr(packed, name) is not None}}

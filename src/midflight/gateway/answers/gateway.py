@@ -55,6 +55,8 @@ class PassedOver(Protocol):
 class Gateway:
     """Implements `ports.Sessions`. Bounded by `max_sessions` and `max_requests`."""
 
+    _stopping = False
+
     def __init__(
         self,
         generator: Generator,
@@ -73,10 +75,10 @@ class Gateway:
         count_all_choices: bool = False,
         message_format: MessageFormat | None = None,
         apart: Generator | None = None,
+        shard: int | None = None,
     ) -> None:
         """`apart`: of the engines that answer what no run records nor trains, if there are any. `anonymous`: requests without a session's token are answered, untracked. `strict`: what has no effect is refused."""
-        self.tokenizer = tokenizer
-        self.message_format = message_format or MessageFormat(tokenizer)
+        self.tokenizer, self.message_format = tokenizer, message_format or MessageFormat(tokenizer)
         self.model = model
         self.limits = limits
         self.address = "http://127.0.0.1"
@@ -90,8 +92,8 @@ class Gateway:
         self._recorded: dict[RolloutKey, RecordedTurns] = {}
         self._generator, self._apart, self._record = generator, apart, record
         self._planner = Planner(tokenizer, self.message_format, model=model, limits=limits, run=(run_name, run_seed), strict=strict)
-        self._anonymous, self._strict, self._count_all_choices, self._stopping = anonymous, strict, count_all_choices, False
-        self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format)
+        self._anonymous, self._strict, self._count_all_choices = anonymous, strict, count_all_choices
+        self._sessions = SessionRegistry(tokenizer, max_sessions=max_sessions, message_format=self.message_format, shard=shard)
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Cancellation of the calls running in each session."""
         self._anonymous_kept: OrderedDict[str, KeptResponses] = OrderedDict()

@@ -48,6 +48,8 @@ class Fleet:
         """Told whenever `served_version` has changed, by a commit, a quarantine or a rejoin; set by the part whose admission depends on it."""
         self.on_changed: Callable[[], None] | None = None
         """Told after every change that may be one of who takes requests."""
+        self.on_any: Callable[[], None] | None = None
+        """Told after every change of an engine."""
         self._members: dict[str, Member] = {}
         self._loads = Loads()
         """Of the engines that take requests of training: out of quarantine, not reserved, not held by name."""
@@ -328,6 +330,8 @@ class Fleet:
                 _run_or_stand(lease.allowance, stands=self._holds.held(member.name))
         if self.on_changed is not None and (had_reservation or self._reserved is not None or any(others) or not engines):
             self.on_changed()
+        if self.on_any is not None:
+            self.on_any()
 
     def _enter(self, name: str) -> bool:
         """Counts an engine as what it is now. Says whether it takes requests of training and did not, or the other way round."""

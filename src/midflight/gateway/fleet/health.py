@@ -55,8 +55,9 @@ class HealthWatch:
     One that is in quarantine for its weights rejoins only through a handover (I7).
     """
 
-    def __init__(self, fleet: Fleet, *, interval_seconds: float, stall_seconds: float) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, *, interval_seconds: float, stall_seconds: float, ends_pauses: bool = True) -> None:
+        """`ends_pauses`: a pause of an engine that rejoins is nobody's, and is ended. Beside another gateway it may be a commit's."""
+        self._fleet, self._ends_pauses = fleet, ends_pauses
         self._interval_seconds = interval_seconds
         self._progress = StallWatch(stall_seconds=stall_seconds)
         self._lapses: dict[str, int] = {}
@@ -116,6 +117,8 @@ class HealthWatch:
     async def _readmit(self, engine: Engine, health: EngineHealth) -> None:
         """An engine that answers again, on the weights the fleet serves. A pause without an owner is ended first."""
         if asyncio.get_running_loop().time() < self._retry_after(engine.name) or health.version != self._fleet.current_version():
+            return
+        if health.paused and not self._ends_pauses:
             return
         if health.paused:
             try:

@@ -41,7 +41,11 @@ class _Secrets:
 
 
 class SessionRegistry:
-    def __init__(self, tokenizer: Tokenizer, *, max_sessions: int, message_format: MessageFormat | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_sessions: int, message_format: MessageFormat | None = None, shard: int | None = None
+    ) -> None:
+        """`shard`: which of several gateways this is; then ids begin with it."""
+        self._prefix = PREFIX if shard is None else f"{PREFIX}s{shard}-"
         self._tokenizer = tokenizer
         self._matcher = Matcher(tokenizer, message_format)
         self._max_sessions = max_sessions
@@ -63,7 +67,7 @@ class SessionRegistry:
         if len(self._live) >= self._max_sessions:
             raise Overloaded(f"opening a session: {len(self._live)} are open, the most allowed. Close some, or raise gateway.max_sessions.")
         self._serial += 1
-        session_id = f"{PREFIX}{key}-{self._serial}"
+        session_id = f"{self._prefix}{key}-{self._serial}"
         self._live[session_id] = Session(
             session_id,
             self._tokenizer,

@@ -30,7 +30,7 @@ from midflight.run.api.session_routes import WaitSeconds, batch_as_lists
 from midflight.run.heart import Heart
 from midflight.run.parts import TEACHER
 from midflight.trajectories.packing import teacher_is_finite, to_bytes
-from midflight.types import Delta, Float32, Int32, PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.types import Batch, Delta, Float32, Int32, PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.weights.transports.files import check_readable, manifest_of
 from midflight.wire.edge import JSON, PACKED, StrictBody, body_of, json_answer, route, wants, with_client
 
@@ -50,6 +50,11 @@ class OfLease(StrictBody, frozen=True):
 
 class AtVersion(StrictBody, frozen=True):
     version: Annotated[Version, Meta(ge=0)]
+
+
+class RestartBody(AtVersion, frozen=True):
+    least: Annotated[Version, Meta(ge=0)] = 0
+    """The number under which the weights go on is not below this one."""
 
 
 class AheadBody(AtVersion, frozen=True):
@@ -129,11 +134,15 @@ class TrainerRoutes:
         start_version: Version,
         served: Callable[[], Version],
         finished: Callable[[], None] | None = None,
+        goes_on: tuple[Sequence[Batch], Version] | None = None,
     ) -> None:
-        """`finished` is called when the answer to `finish` has been sent."""
+        """`finished` is called when the answer to `finish` has been sent. `goes_on`: beside a trainer that did not die, with the batches that it
+        has and the version of the next."""
         self._service, self._token, self._model = service, token, model
         self._served, self._finished = served, finished
         self._book = StepBook(start_version=start_version)
+        if goes_on is not None:
+            self._book.go_on(goes_on[0], next_version=goes_on[1], now=time.monotonic())
         self._tensors: ModelTensors | None = None
 
     def routes(self) -> Sequence[BaseRoute]:
@@ -196,9 +205,9 @@ class TrainerRoutes:
 
     async def _restart(self, request: Request) -> Response:
         """The answer's version is the one that the next step begins at, and whose weights must be published first."""
-        body = await body_of(request, AtVersion)
+        body = await body_of(request, RestartBody)
         self._book.check_restart(body.version)
-        version = await self._service.restart(body.version)
+        version = await self._service.restart(body.version, least=body.least)
         self._book.restarted(version, life=_life(request))
         return json_answer(WentOn(version, self._service.over))
 

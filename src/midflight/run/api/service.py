@@ -6,8 +6,9 @@ A version is one step: it begins at `train_version` and makes `train_version + 1
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol, Self
@@ -20,15 +21,19 @@ from midflight.errors import OutOfTurn, RequestRejected, UnknownLease, nearest
 from midflight.models.sizes import served_weights
 from midflight.run.parts import PartLost
 from midflight.trajectories.packing import from_bytes
-from midflight.types import PackedBatch, TensorSpec, Version, WeightManifest
+from midflight.types import Batch, PackedBatch, TensorSpec, Version, WeightManifest
 from midflight.types.facts import Stepped
 from midflight.weights.transports.files import read_specs
-from midflight.wire.client import HttpClient
+from midflight.wire.client import Answered, HttpClient
 
 PREFIX = "/midflight/v1"
 """Of the routes by which a trainer, a harness or a worker asks."""
 LIFE = "x-midflight-life"
 """Header: which trainer of the run speaks, counted from 0. One that was given up, and is not dead but cut off, is not heard any more."""
+
+
+AGAIN_SECONDS = 0.2
+"""Before a rollout process that is being started again is asked again."""
 
 
 class RolloutService(Protocol):
@@ -75,11 +80,11 @@ class TrainerService(RolloutService, Protocol):
         """The step of a lease will not be made: its groups wait again. `UnknownLease` if it is not open."""
         ...
 
-    async def restart(self, checkpoint: Version) -> Version:
+    async def restart(self, checkpoint: Version, *, least: Version = 0) -> Version:
         """The trainer goes on from its checkpoint: groups of later steps wait again, exactly once (I8).
 
-        Returns the number under which the checkpoint's weights go on: its own, or one that no other weights have had. `OutOfTurn` when the
-        last step was made and this is not its checkpoint.
+        Returns the number under which the checkpoint's weights go on: its own, or one that no other weights have had, and `least` at least.
+        `OutOfTurn` when the last step was made and this is not its checkpoint.
         """
         ...
 
@@ -104,9 +109,9 @@ class RolloutClient:
     """`RolloutService` of another process. A lost connection is made anew once, because every verb may be said again: after this process
     has stood still, the connections it had are closed. What fails again is `PartLost`; the launcher ends this process with a dead one."""
 
-    def __init__(self, url: str, *, token: str, life: int = 0) -> None:
-        """`life`: see `LIFE`."""
-        self._headers = {LIFE: str(life)}
+    def __init__(self, url: str, *, token: str, life: int = 0, patient: bool = False) -> None:
+        """`life`: see `LIFE`. `patient`: the process is started again when it dies, and is asked for as long as that takes."""
+        self._headers, self._patient = {LIFE: str(life)}, patient
         # A batch may take as long as its slowest rollout, so answers have no deadline; connecting has one.
         self._http = HttpClient(url, lost=_lost, token=token, connect_seconds=60)
 
@@ -136,9 +141,9 @@ class RolloutClient:
     async def finish(self, version: Version) -> None:
         await self._post("finish", {"version": version})
 
-    async def restart(self, checkpoint: Version) -> WentOn:
+    async def restart(self, checkpoint: Version, *, least: Version = 0) -> WentOn:
         """As `TrainerService`. Said twice, the second number is the one that holds."""
-        return msgspec.json.decode(await self._post("restart", {"version": checkpoint}), type=WentOn)
+        return msgspec.json.decode(await self._post("restart", {"version": checkpoint, "least": least}), type=WentOn)
 
     async def copy_store(self, version: Version) -> Copied:
         return msgspec.json.decode(await self._post("store", {"version": version}), type=Copied)
@@ -148,10 +153,20 @@ class RolloutClient:
         try:
             answer = await self._http.call("POST", path, content, headers=self._headers)
         except PartLost:
-            answer = await self._http.call("POST", path, content, headers=self._headers)
+            answer = await self._again(path, content)
         if answer.status not in (200, 204):
             raise PartLost(f"the rollout process answered {verb} with {answer.status}: {answer.content[:500].decode(errors='replace')}")
         return answer.content
+
+    async def _again(self, path: str, content: bytes) -> Answered:
+        """Waits for the process where it is started again; ended by its answer, or with this process."""
+        while True:
+            try:
+                return await self._http.call("POST", path, content, headers=self._headers)
+            except PartLost:
+                if not self._patient:
+                    raise
+            await asyncio.sleep(AGAIN_SECONDS)
 
 
 def _lost(what: str) -> PartLost:
@@ -186,6 +201,16 @@ class StepBook:
         self._life = 0
         self._published: tuple[Version, str] | None = None
         self._clock = SenderClock()
+        self._forgot = False
+
+    def go_on(self, leased: Sequence[Batch], *, next_version: Version, now: float) -> None:
+        """After the death of this process, while the trainer goes on: it has these batches, and has made what it was given before them. Which
+        reports were answered is not known any more, so one of an earlier lease counts as a repetition."""
+        self._forgot = True
+        self._made = self._newest_taken = next_version
+        for batch in leased:
+            tokens = sum(trajectory.num_trainable for group in batch.groups for trajectory in group.trajectories)
+            self._open[batch.lease] = _Taken(batch.train_version, now, tokens)
 
     def check_life(self, life: int) -> None:
         """`OutOfTurn` for a trainer in whose place another goes on."""
@@ -229,7 +254,7 @@ class StepBook:
 
     def repeats(self, said: DoneBody) -> bool:
         """Whether this was the last report: its answer did not arrive, and it is said again."""
-        return said == self._last_said
+        return said == self._last_said or (self._forgot and said.lease not in self._open and said.version <= self._made)
 
     def done(self, step: Stepped, said: DoneBody | None = None) -> None:
         self._open.pop(step.lease, None)

@@ -44,7 +44,7 @@ PRODUCTS = (
     "view.json",
     ROWS,
 )
-TRACKED = ("trackers", "tensorboard", "wandb", "mlruns", "trackio")
+TRACKED = ("shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
 LOGS = "logs"
 ENDING_SECONDS = 5.0
@@ -77,6 +77,10 @@ def check_kept(config: Config, *, resume: bool, overwrite: bool, resumable: bool
     if resume:
         if not can_go_on(folder):
             raise ConfigError(f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew.")
+        if (began := 1 + len([*folder.glob("shards/*/store.sqlite")])) != config.gateway.shards:
+            raise ConfigError(
+                f"resuming {folder}: its rollouts lie in {began} stores, and gateway.shards is {config.gateway.shards}; set it to {began}."
+            )
         return
     if (found := kept(folder)) is None:
         return

@@ -13,6 +13,7 @@ Torch-free: this process only watches.
 import asyncio
 import os
 import secrets
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,12 +27,14 @@ from midflight.config.derived import num_workers
 from midflight.config.devices import VISIBLE, num_present, visible
 from midflight.config.seats import config_in_place, device_map
 from midflight.config.sections import Config
+from midflight.config.shards import shard_of, unsharded
 from midflight.errors import first_error
 from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.observe.status import Phase
 from midflight.run.heart import Beat
 from midflight.run.launcher.budgets import Budgets
 from midflight.run.launcher.engines import Access, EnginePart, Engines
+from midflight.run.launcher.gateways import GatewayPart, Statuses
 from midflight.run.launcher.lives import Lives
 from midflight.run.launcher.watchdog import LOOK_SECONDS, Hung, Watchdog
 from midflight.run.parts import (
@@ -68,6 +71,7 @@ MAX_FAILED_STARTS = 3
 """Of one worker in a row, before the run fails: its connection is refused, or the machine has no room for it."""
 LAST_WORDS_SECONDS = 0.5
 """To read what ended processes left in their pipes."""
+OTHERS_STAY = "It goes on from its store; trainer, engines and the other gateways stay."
 OWN_REASON_SECONDS = 5.0
 """For a part that was lost to say why itself, or to be seen to end: its connections break first, and a busy machine takes seconds more."""
 
@@ -107,6 +111,7 @@ class Ring:
         self._rank_places: Sequence[Place] = ()
         self._is_done = False
         """Nothing is left to be rolled out: parts that end now have done so because the rollout process does."""
+        self._told = Statuses()
         self.memory: dict[str, int] = {}
         """Bytes of the parts that this process cannot look at, as each told last."""
 
@@ -129,7 +134,10 @@ class Ring:
     async def _run(self, purpose: Purpose, *, resume: bool) -> None:
         gateway, trains, taught = self._config.gateway, purpose is Purpose.TRAIN, purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
         self.lay_out(ranks=trains, teacher=taught)
+        config = self._config if trains else unsharded(self._config)
         self._gateway = await self._places.take(ProcessKind.ROLLOUT, host=gateway.host, port=gateway.port)
+        beside = [await self._places.take(ProcessKind.ROLLOUT, host=gateway.host) for _ in range(1, config.gateway.shards)]
+        self._gateways = [GatewayPart(shard, place, shard_of(config, shard)) for shard, place in enumerate([self._gateway, *beside])]
         access = Access(self.url, self._control_token, self._engine_token, self._segment)
         self._engines = Engines(
             *(self._config, self._places, access),
@@ -141,14 +149,15 @@ class Ring:
         )
         engines = await self._engines.take(with_teacher=taught)
         remove_left()
-        beside = [*engines, self._watch(), self._places.watch()]
-        rollout = self._rollout(purpose)
-        beside += [self._worker(f"worker{index}") for index in range(self._num_workers(purpose))]
+        running = [*engines, self._watch(), self._places.watch()]
+        rollout, *rollouts = [self._rollout(purpose, part) for part in self._gateways]
+        workers = [part for part in self._gateways for _ in range(self._num_workers(purpose))]
+        running += [*rollouts, *(self._worker(f"worker{index}", part) for index, part in enumerate(workers))]
         try:
             if trains:
-                await serve_while(self._lives.lead(partial(self._trainer, resume), self._end_trainer), rollout, *beside)
+                await serve_while(self._lives.lead(partial(self._trainer, resume), self._end_trainer), rollout, *running)
             else:
-                await serve_while(rollout, *beside)
+                await serve_while(rollout, *running)
         finally:
             try:
                 await self._end()
@@ -163,7 +172,7 @@ class Ring:
 
     async def _end(self) -> None:
         """Waits for the parts' ends, and for what they still said; a cancellation kills them at once."""
-        for place in (self._gateway, *(part.place for part in self._engines.parts.values())):
+        for place in (part.place for part in (*self._gateways, *self._engines.parts.values())):
             place.refuse()
         await stop_all([*self.children.values()], seconds=max(0.5, self._config.run.stop_seconds - WRITING_SECONDS))
         await self._last_words()
@@ -191,15 +200,13 @@ class Ring:
 
     @property
     def url(self) -> str:
-        return f"http://{self._gateway.host}:{self._gateway.port}"
+        return self._gateways[0].url
 
     async def _trainer(self, resume: bool, life: int) -> None:
         """The first rank's end is the trainer's. The others end with it, and if one fails all do."""
         for place in self._rank_places:  # of an earlier life
             place.close()
         self._rank_places = first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
-        config, meeting = config_in_place(self._config, "trainer").model_dump_json(), f"{first.host}:{first.port}"
-        spec = TrainerSpec(config, self.url, self._control_token, self._segment, resume or life > 0, life, meeting=meeting)
         ranks = [self._rank(msgspec.structs.replace(spec, rank=rank), place) for rank, place in enumerate(others, start=1)]
         await serve_while(self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first), *ranks)
 
@@ -217,19 +224,36 @@ class Ring:
             await asyncio.sleep(OWN_REASON_SECONDS)
             raise PartFailed(str(lost), part=trainer.name) from lost
 
-    async def _rollout(self, purpose: Purpose) -> None:
+    async def _rollout(self, purpose: Purpose, part: GatewayPart) -> None:
+        """With several, one that dies is started again alone, within its budget, and goes on from its store."""
+        again = False
+        while True:
+            try:
+                await self._rollout_life(purpose, part, again=again)
+                return
+            except PartFailed as failure:
+                possible = len(self._gateways) > 1 and part.name in self._ready
+                said = self._budgets.spend_on(failure, now=asyncio.get_running_loop().time(), possible=possible)
+            self._on_message(msgspec.structs.replace(said, error=f"{said.error}\n{OTHERS_STAY}"))
+            self._ready.discard(part.name)
+            self.children[part.name].signal(signal.SIGKILL)  # a failed one may linger, and its successor listens on the same socket
+            await self.children[part.name].ended()
+            await asyncio.sleep(said.seconds)
+            again = True
+
+    async def _rollout_life(self, purpose: Purpose, part: GatewayPart, *, again: bool) -> None:
         has_agents = purpose is not Purpose.SERVE and not self._num_workers(purpose)
         entries = entries_of(self._config.environment) if has_agents else ()
-        rollout = await self._start(ProcessKind.ROLLOUT, "rollout", self._gateway, listens=True, writes=True, arguments=entries)
+        rollout = await self._start(ProcessKind.ROLLOUT, part.name, part.place, listens=True, writes=True, arguments=entries)
         addresses = self._engines.addresses()
         teacher = addresses.pop(TEACHER, None)
 
         def spec(model: ModelReady) -> Spec:
             return RolloutSpec(
-                config=self._config.model_dump_json(),
+                config=part.config.model_dump_json(),
                 model=model.folder,
-                socket_fd=self._gateway.fd,
-                url=self.url,
+                socket_fd=part.place.fd,
+                url=part.url,
                 token=self._engine_token,
                 control_token=self._control_token,
                 engines=addresses,
@@ -237,8 +261,11 @@ class Ring:
                 worker_token=self._worker_token if self._num_workers(purpose) else None,
                 purpose=purpose,
                 version=model.version,
-                checkpoint=model.checkpoint,
-                alarms=model.alarms,
+                checkpoint=None if again else model.checkpoint,
+                alarms=() if again else model.alarms,
+                shard=part.shard,
+                owner=self.url if part.shard else None,
+                again=again,
             )
 
         await self._brief_and_follow(rollout, spec)
@@ -246,17 +273,18 @@ class Ring:
             raise PartFailed("the rollout process ended before the trainer did", part=rollout.name)
 
     def _num_workers(self, purpose: Purpose) -> int:
-        return 0 if purpose is Purpose.SERVE else num_workers(self._config.environment)
+        """Of each gateway."""
+        return 0 if purpose is Purpose.SERVE else num_workers(self._gateways[0].config.environment)
 
-    async def _worker(self, name: str) -> None:
+    async def _worker(self, name: str, part: GatewayPart) -> None:
         """Runs one process of agents, and starts it again whenever it dies, as agents may have it. `PartFailed` if it does not come up."""
         failed_starts, num_ended, error = 0, 0, ""
         while failed_starts < MAX_FAILED_STARTS:
-            worker = await self._start(ProcessKind.WORKER, name, self._gateway, arguments=entries_of(self._config.environment))
+            worker = await self._start(ProcessKind.WORKER, name, part.place, arguments=entries_of(self._config.environment))
             try:
                 await worker.tell(
                     WorkerSpec(
-                        name, self.url, self._worker_token, self._config.environment.model_dump_json(), self._config.gateway.public_url
+                        name, part.url, self._worker_token, self._config.environment.model_dump_json(), self._config.gateway.public_url
                     )
                 )
                 await self._follow(worker)
@@ -318,7 +346,7 @@ class Ring:
                 for child in (child for child in self.children.values() if child.was_started):
                     async for message in child.messages():
                         if isinstance(message, Progress):  # that connections break now alarms nobody
-                            self._on_message(message)
+                            self._on_message(Progress(self._told.whole(child.name, message.status)))
 
     async def _follow(self, child: Child) -> None:
         """Hears the child until it ends; its failure is ours, with its traceback (I9). Ended by the child."""
@@ -353,6 +381,7 @@ class Ring:
             case Condemned(part, why):  # a worker that hangs
                 self.children[part].condemn(why)
             case Progress(status):
+                message = Progress(status := self._told.whole(name, status))
                 totals, self._is_done = status.totals, status.phase is Phase.DONE
                 self._watchdog.progress((status.phase, status.step, status.evaluated, totals.generated_tokens, totals.rollouts))
             case WarmStart():

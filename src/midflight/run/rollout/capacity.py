@@ -58,7 +58,8 @@ class Capacity:
 
     def training(self) -> InFlight:
         """A group fits in any case. Rollouts of an evaluation on the same engines are counted off."""
-        slots, reason = self._holds(evaluates=False)
+        held, reason = self._holds(evaluates=False)
+        slots = -(-held // self._config.gateway.shards)  # an equal part: the other gateways use the same engines
         beside = self.evaluations.num_running if self._fleet.shares_evaluations() else 0
         number = in_flight(self._config, self._rollouts(slots) - beside)
         if self._config.rollout.max_in_flight is not None:

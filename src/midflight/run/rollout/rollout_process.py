@@ -29,7 +29,7 @@ from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
-from midflight.observe.journal import Journal, Observers
+from midflight.observe.journal import Journal, Observers, newest_version
 from midflight.observe.memory import resident
 from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
@@ -42,6 +42,7 @@ from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import TEACHER, Alarm, Condemned, Launcher, Progress, Purpose, Ready, RolloutSpec, Words, serve_while
 from midflight.run.rollout.members import Connections, Members, Terms, settings_of, standing
+from midflight.run.rollout.served import OwnerClient, ShardRole, served_route
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
@@ -103,7 +104,9 @@ class RolloutProcess:
         of: dict[type, facts.Record] = {}
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             folder = Path(config.run.folder)
-            observers.append(Journal(folder / "metrics.jsonl", self._state, resume_at=spec.checkpoint).apply)
+            folder.mkdir(parents=True, exist_ok=True)  # of a further shard
+            at = newest_version(folder / "metrics.jsonl", otherwise=spec.version) if spec.again else spec.checkpoint
+            observers.append(Journal(folder / "metrics.jsonl", self._state, resume_at=at).apply)
             of[facts.EvaluationKept] = HeldoutStore(folder / HELDOUT, run=config.run.name).apply
         rollout = config.rollout
         if rollout.show_every:
@@ -138,7 +141,7 @@ class RolloutProcess:
             agents = Agents(self._config, serving, hosting.host, self._record)
             system = RolloutSystem(
                 agents,
-                sources=sources,
+                sources=sources if self._spec.owner is None else [replace(source, heldout=()) for source in sources],
                 store=Store(await asyncio.to_thread(self._store), run=self._config.run.name),
                 phases=self,
                 version=self._spec.version,
@@ -156,6 +159,7 @@ class RolloutProcess:
                 start_version=self._spec.version,
                 served=serving.fleet.served_version,
                 finished=finished.set,
+                goes_on=(system.leased, system.next_version) if self._spec.again else None,
             )
             token = self._spec.control_token
             routes = [*trainer.routes(), score_route(teacher, token=token), tasks_route(system.post, token=token), *hosting.routes]
@@ -214,6 +218,7 @@ class RolloutProcess:
                 await remote.connect(seconds=ATTACH_SECONDS + starting)
         tokenizer = Tokenizer.load(Path(self._spec.model))
         wants_masks = derived.trains_truncated(self._config, trainer_is_ours=self._spec.purpose is Purpose.TRAIN)
+        owner = None if self._spec.owner is None else OwnerClient(self._spec.owner, token=self._spec.control_token)
         serving = Serving(
             self._config,
             tokenizer,
@@ -222,7 +227,10 @@ class RolloutProcess:
             version=self._spec.version,
             anonymous=anonymous,
             without=frozenset() if wants_masks else frozenset({Feature.SAMPLING_MASKS}),
+            role=ShardRole(self._spec.shard, owner, self._spec.again),
         )
+        if self._spec.again and owner is None:
+            await serving.adopt()
         serving.gateway.address = self._spec.url
         self._standing = RolloutStanding(serving)
         self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.states()}
@@ -275,7 +283,7 @@ class RolloutProcess:
                 *member_routes(members, token=self._spec.control_token),
             ],
         )
-        address = None if self._spec.purpose is Purpose.EVALUATE else serving.gateway.address
+        address = None if self._spec.purpose is Purpose.EVALUATE or self._spec.shard else serving.gateway.address
         await serve_while(
             serve_app(
                 guarded(app, host=self._listener.getsockname()[0], names=gateway.names),
@@ -326,7 +334,8 @@ class RolloutProcess:
             served=served,
             token=token,
         )
-        return [info, dashboard_route(Path(self._config.run.folder)), *sessions.routes()]
+        news = [] if serving.news is None else [served_route(serving.news, token=token)]
+        return [info, dashboard_route(Path(self._config.run.folder)), *sessions.routes(), *news]
 
     def _sampling(self, serving: Serving) -> SamplingParams:
         """Defaults of a session opened over HTTP: the environment's in a run; when serving, an answer may use all the room."""

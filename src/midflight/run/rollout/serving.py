@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
@@ -25,6 +26,7 @@ from midflight.gateway.http.control import Control
 from midflight.ports import Engine, Sessions
 from midflight.run.rollout.capacity import Capacity
 from midflight.run.rollout.rollouts import Fates
+from midflight.run.rollout.served import Follower, ServedNews, ShardRole
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import Feature, Version
@@ -37,10 +39,19 @@ STALL_SECONDS = 30.0
 """Without a token while it has work, an engine counts as stalled: far above one step of a large model."""
 
 
+ALONE = ShardRole()
+
+
+class Readmission(Protocol):
+    """Who may let an engine in again."""
+
+    async def rejoin(self, engine: str) -> bool: ...
+
+
 class Rejoin:
     """Brings engines in quarantine back: one that was restarted serves old weights and must first be given the current ones (I7)."""
 
-    def __init__(self, fleet: Fleet, handover: Handover) -> None:
+    def __init__(self, fleet: Fleet, handover: Readmission) -> None:
         self._fleet, self._handover = fleet, handover
 
     async def run(self) -> None:
@@ -71,19 +82,20 @@ class Serving:
         version: Version,
         anonymous: bool,
         without: frozenset[Feature] = frozenset(),
+        role: ShardRole = ALONE,
     ) -> None:
         """`without`: what engines can do and is not wanted. `anonymous` serving has no rollouts, and so no engines apart."""
-        num_apart = 0 if anonymous else config.environment.untracked.engines
+        self.role, num_apart = role, 0 if anonymous else config.environment.untracked.engines
         self.fleet, self.apart = Fleet(record=record), Fleet(record=record)
         """Those that are trained, and those that keep their weights for judges and simulated users: no handover knows these."""
         self._names_apart = frozenset(engine.name for engine in engines[len(engines) - num_apart :])
-        for engine in engines:
-            self.home(engine.name).attach(engine, version=version)
-        self.generator, self.beside = (Generator(each, request_seconds=config.gateway.request_seconds) for each in (self.fleet, self.apart))
+        self._attach(engines, version)
+        seconds, shares = config.gateway.request_seconds, config.gateway.shards > 1
+        self.generator, self.beside = (Generator(each, request_seconds=seconds) for each in (self.fleet, self.apart))
         self.control = Control(self.fleet, self.generator, beside=(self.beside,))
         self.handover = self._handover(config, record)
-        self.rejoin = Rejoin(self.fleet, self.handover)
-        self.capacity = Capacity(config, self.fleet)
+        self.news, self.follower = self._shared() if shares else (None, None)
+        self.rejoin, self.capacity = Rejoin(self.fleet, self.follower or self.handover), Capacity(config, self.fleet)
         self.gateway = Gateway(
             self.generator,
             tokenizer,
@@ -100,13 +112,39 @@ class Serving:
             count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(tokenizer, tools=config.gateway.tool_format, reasoning=config.gateway.reasoning_format),
             apart=self.beside if num_apart else None,
+            shard=role.number if shares else None,
         )
 
+    def _attach(self, engines: Sequence[Engine], version: Version) -> None:
+        unknown = EngineError("this gateway was started again") if self.role.again else None
+        for engine in engines:
+            home = self.home(engine.name)
+            home.attach(engine, version=version, error=unknown if home is self.fleet else None)
+
+    def _shared(self) -> tuple[ServedNews, None] | tuple[None, Follower]:
+        return (ServedNews(self.fleet), None) if self.role.ask is None else (None, Follower(self.fleet, self.role.ask))
+
     async def watch(self) -> None:
-        """Reads all engines' health; ended by its task group."""
+        """Reads all engines' health, and hears the gateway that hands versions over, where another does; ended by its task group."""
+        owns = self.follower is None
         async with asyncio.TaskGroup() as watches:
             for fleet in (self.fleet, self.apart):
-                watches.create_task(HealthWatch(fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS).run())
+                watch = HealthWatch(fleet, interval_seconds=HEALTH_SECONDS, stall_seconds=STALL_SECONDS, ends_pauses=owns)
+                watches.create_task(watch.run())
+            if self.follower is not None:
+                watches.create_task(self.follower.run())
+
+    async def adopt(self) -> None:
+        """After the death of the process that handed versions over: the newest version that an engine serves is the one that all do or are
+        about to, and each verified it whole. The others get it, or the next, by a handover. Waits for their answers."""
+        found: dict[str, Version] = {}
+        for engine in self.fleet.engines():
+            with suppress(EngineError, OSError):
+                async with asyncio.timeout(HEALTH_SECONDS):
+                    found[engine.name] = (await engine.health()).version
+        for name, version in found.items():
+            if version == max(found.values()):
+                self.fleet.served(name, version)
 
     def home(self, engine: str) -> Fleet:
         """Where an engine of that name belongs, in all its lives. Those that join under new names are trained."""

@@ -86,9 +86,18 @@ def resumed(books: Books, groups: Iterable[GroupScores], unfinished: Iterable[Un
     return facts.Resumed(accounts(books), sum(len(turn.output_ids) for turn in turns), scored, failed, rewards)
 
 
+def task_stream(agents: Agents, sources: Sequence[Source], posted: PostedTasks | None) -> TaskStream:
+    config, number = agents.config, agents.serving.role.number
+    return TaskStream(sources, posted, seed=config.run.seed, curriculum=config.curriculum, shard=(number, config.gateway.shards))
+
+
 class RolloutSystem:
     """Implements `TrainerService`. Built complete, so that it runs alike over real engines and simulated ones, real time and virtual."""
 
+    leased: Sequence[Batch] = ()
+    """That a trainer had when this process died and went on."""
+    next_version: Version
+    """Of the next batch, when it began."""
     _last_version: Version | None = None
     """That of the last step, once the trainer has said `finish`."""
 
@@ -107,19 +116,19 @@ class RolloutSystem:
         config, serving = agents.config, agents.serving
         self._teacher, self._version, self._folder = teacher, version, Path(config.run.folder)
         self._observe, self._phases_told = agents.record, phases
-        self._writer = StoreWriter(store)
-        self._gateway, self._handover = serving.gateway, serving.handover
+        self._writer, self._gateway, self._handover = StoreWriter(store), serving.gateway, serving.handover
         self._gateway.on_turn = self.record
         self._ages = GroupAges(serving.gateway)
         self.books = Books(buffer_limits(config.rollout), start_version=version)
         self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group, full=serving.capacity.full)
         serving.capacity.on_changed = self.queue.wake
         serving.fleet.on_served = lambda version: self.record(facts.VersionServed(version))
-        self._stream = TaskStream(sources, posted, seed=config.run.seed, curriculum=config.curriculum)
+        self._stream = task_stream(agents, sources, posted)
         fates = Fates()
         recorded = Recorded(agents.runner(self._ages, fates, tracked=True), fates, self.record, kept=serving.capacity.kept)
-        if checkpoint is not None:
-            self._restore(store, recorded, checkpoint=checkpoint, passes=config.curriculum.passes)
+        self._again, self.next_version = serving.role.again, version
+        if self._again or checkpoint is not None:
+            self._restore(agents, store, recorded, checkpoint=checkpoint)
         self._rollouts = self._rolling_out(agents, recorded, fates)
         self._evaluations = Evaluations(
             agents.evaluator,
@@ -150,13 +159,25 @@ class RolloutSystem:
             passes=agents.config.curriculum.passes,
         )
 
-    def _restore(self, store: Store, recorded: Recorded, *, checkpoint: Version, passes: float) -> None:
-        """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8). `passes`: the
-        reward of a pass."""
-        for fact in (facts.Interrupted(), facts.WentBack(checkpoint, self._version, store.groups_after(checkpoint))):
-            store.apply(fact)
+    def _restore(self, agents: Agents, store: Store, recorded: Recorded, *, checkpoint: Version | None) -> None:
+        """Goes on after a crash of the ring: what the checkpoint has is final, everything else waits or runs again (I8). Without a checkpoint
+        after one of this process alone: what was leased or trained still is."""
+        serving, passes = agents.serving, agents.config.curriculum.passes
+        store.apply(facts.Interrupted())
+        if checkpoint is not None:
+            store.apply(facts.WentBack(checkpoint, self._version, store.groups_after(checkpoint)))
+        open_leases: dict[int, Batch] = {}
         for fact in store.facts():
             self.books.apply(fact)
+            if isinstance(fact, facts.Leased):
+                open_leases[fact.batch.lease] = fact.batch
+            elif isinstance(fact, facts.Stepped):
+                del open_leases[fact.lease]
+            elif isinstance(fact, facts.CarriedOver):
+                self.next_version = fact.next_version or self.next_version
+        self.leased = tuple(open_leases.values())
+        if self._again and serving.routable():
+            self.record(facts.VersionServed(serving.fleet.served_version()))
         if self._stream.curriculum is not None:
             self._stream.curriculum.restore(store.scores(passes=passes))
         self._stream.seek(*store.next_position(), posted=store.next_posted())
@@ -194,7 +215,7 @@ class RolloutSystem:
             self._writer.close()
 
     async def _phases(self) -> None:
-        if self._version == 0:
+        if self._version == 0 and not self._again:
             await self._evaluations.evaluate()
         self._phases_told.begin_phase(Phase.TRAINING)
         await serve_while(self._rolled_out(), self._evaluations.run())
@@ -236,7 +257,7 @@ class RolloutSystem:
         self.record(facts.TakenBack(lease))
         await self._writer.flush()
 
-    async def restart(self, checkpoint: Version) -> Version:
+    async def restart(self, checkpoint: Version, *, least: Version = 0) -> Version:
         """Reads the groups again if a step was reported meanwhile. Ended by the writer."""
         if self.over and checkpoint != self._last_version:
             raise OutOfTurn(f"going back to version {checkpoint}: version {self._last_version} was the last, and its rollouts have ended.")
@@ -244,7 +265,7 @@ class RolloutSystem:
             groups = await self._writer.read(lambda store: store.groups_after(checkpoint))
             if frozenset(group.key for group in groups) == self.books.learnt_after(checkpoint):
                 break
-        version = self.books.resumed_as(checkpoint)
+        version = max(least, self.books.resumed_as(checkpoint))
         self.record(facts.WentBack(checkpoint, version, groups))
         await self._writer.flush()
         return version

@@ -23,7 +23,11 @@ def roll_back(folder: Path, to: Version, *, run: str, store_folder: Path | None 
         raise ConfigError(f"rolling {folder} back to version {to}: there is no checkpoint of it. Those that there are: {known}.")
     verified(there[to])
     set_newest(root, there[to])
-    path = store_path(folder, store_folder)
+    stores = [store_path(folder, store_folder), *sorted(folder.glob("shards/*/store.sqlite"))]
+    return sum(_stored_back(path, to, folder=folder, run=run) for path in stores)
+
+
+def _stored_back(path: Path, to: Version, *, folder: Path, run: str) -> int:
     if not path.exists():  # on another machine, which goes on from the checkpoint's copy
         return 0
     store = Store(path, run=run)

@@ -21,6 +21,7 @@ from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.run.api.service import RolloutClient, WentOn
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import Alarm, Launcher, ModelReady, TrainerSpec
+from midflight.run.trainer.shards import ShardedRollouts
 from midflight.run.trainer.team import Team, follow
 from midflight.run.trainer.training import TrainingLoop
 from midflight.run.trainer.warm_start import lessons_of, warm_start
@@ -148,8 +149,11 @@ async def _ready(
     return team, resumed, goes_on.over
 
 
-def _service(spec: TrainerSpec) -> RolloutClient:
-    return RolloutClient(spec.rollout_url, token=spec.token, life=spec.life)
+def _service(spec: TrainerSpec) -> RolloutClient | ShardedRollouts:
+    if not spec.further_urls:
+        return RolloutClient(spec.rollout_url, token=spec.token, life=spec.life)
+    urls = (spec.rollout_url, *spec.further_urls)
+    return ShardedRollouts([RolloutClient(url, token=spec.token, life=spec.life, patient=True) for url in urls])
 
 
 async def _first(config: Config, launcher: Launcher, alarm: Callable[[str], None]) -> tuple[PreTrainedModel, Layout]:
@@ -297,7 +301,9 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
         section.transport, name=spec.segment, folder=folder, host=sending_host(config.gateway.host, spec.host), full_every=full_every
     ) as weights:
         async with _service(spec) as service:
-            stage = partial(team.stage, beside=_pairing(config, service, launcher)) if config.run.store_folder else team.stage
+            stage = team.stage
+            if config.run.store_folder is not None and isinstance(service, RolloutClient):
+                stage = partial(team.stage, beside=_pairing(config, service, launcher))
             loop = TrainingLoop(
                 team,
                 ModelWeights(team.weights, weights, published, dtype=served_dtype(config)),

@@ -1,0 +1,102 @@
+"""Several rollout processes as the trainer sees them: one. Each gives an equal part of every batch; the first hands versions over for all."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+import msgspec
+
+from midflight.run.api.service import RolloutService, WentOn
+from midflight.trajectories.packing import merged
+from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.types.facts import Stepped
+
+T = TypeVar("T")
+
+
+class Shard(RolloutService, Protocol):
+    """One of them."""
+
+    async def __aenter__(self) -> object: ...
+    async def __aexit__(self, *exc: object) -> None: ...
+    async def restart(self, checkpoint: Version, *, least: Version = 0) -> WentOn: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePart:
+    """What one shard gave of a batch."""
+
+    lease: int
+    num_tokens: int
+
+
+class ShardedRollouts:
+    """Implements `RolloutService`. A step is of all of them or of none, so the batch of a version is leased when the last has given its part.
+
+    I2: a step at v takes B/R groups of each of R shards, which holds the bound for itself (`buffer.staleness`), so no token of the batch is
+    too old. It waits for the slowest shard, as it would for that shard's stragglers if there were one.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._parts: dict[int, list[LeasePart]] = {}
+        """Of each lease; its number is that of the version."""
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for shard in self._shards:
+            await self._open.enter_async_context(shard)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._open.aclose()
+
+    async def take(self, train_version: Version) -> PackedBatch:
+        """Waits for the parts of all; asked again, each gives the same."""
+        batches = await self._all(lambda shard: shard.take(train_version))
+        self._parts[train_version] = [LeasePart(batch.lease, int(batch.loss_mask.sum())) for batch in batches]
+        return merged(train_version, batches)
+
+    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
+        """None: of a batch of several nothing is begun before it is whole."""
+        return None
+
+    async def done(self, step: Stepped) -> None:
+        """Each hears of its own part."""
+        parts = dict(zip(self._shards, self._parts[step.lease], strict=True))
+
+        def own(part: LeasePart) -> Stepped:
+            return msgspec.structs.replace(step, lease=part.lease, num_tokens=0 if step.skipped else part.num_tokens)
+
+        await self._all(lambda shard: shard.done(own(parts[shard])))
+        del self._parts[step.lease]
+
+    async def publish(self, manifest: WeightManifest) -> None:
+        await self._shards[0].publish(manifest)
+
+    async def checkpointed(self, version: Version) -> None:
+        await self._all(lambda shard: shard.checkpointed(version))
+
+    async def finish(self, version: Version) -> None:
+        await self._all(lambda shard: shard.finish(version))
+
+    async def restart(self, checkpoint: Version) -> WentOn:
+        """All go on under one number: where one has leased further than others, above what it was for."""
+        self._parts.clear()
+        said = await self._all(lambda shard: shard.restart(checkpoint))
+        if len({one.version for one in said}) > 1:
+            least = max(one.version for one in said) + 1
+            said = await self._all(lambda shard: shard.restart(checkpoint, least=least))
+        return WentOn(max(one.version for one in said), all(one.over for one in said))
+
+    async def _all(self, ask: Callable[[Shard], Awaitable[T]]) -> list[T]:
+        """Waits for all; the failure of one cancels the others."""
+
+        async def answer(shard: Shard) -> T:
+            return await ask(shard)
+
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(answer(shard)) for shard in self._shards]
+        return [task.result() for task in asked]
