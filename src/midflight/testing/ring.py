@@ -27,7 +27,8 @@ from midflight.ports import Engine, SessionHandle
 from midflight.run.api.routes import Teacher
 from midflight.run.api.service import RolloutService
 from midflight.run.parts import serve_while
-from midflight.run.rollout.serving import Agents, Serving
+from midflight.run.rollout.served import ShardRole
+from midflight.run.rollout.serving import ALONE, Agents, Serving
 from midflight.run.rollout.system import RolloutSystem
 from midflight.run.trainer.training import Stage, Steps, TrainingLoop, WeightsOutlet
 from midflight.text.tokenizer import Tokenizer
@@ -215,13 +216,16 @@ async def open_ring(
     client_for: Callable[[Serving, SessionHandle], AsyncOpenAI] | None = None,
     teacher: Teacher | None = None,
     posted: PostedTasks | None = None,
+    role: ShardRole = ALONE,
 ) -> AsyncGenerator[SmallRing]:
     """Assembles a ring whose store is in `folder`; nothing runs yet. The engines serve `version`; with `checkpoint` it goes on after a crash.
 
     `client_for` may give agents another client than the SDK's, such as one that calls the gateway without HTTP.
     Waits at its end for requests that are still being answered; those of ended rollouts are cancelled.
     """
-    serving = Serving(config, tokenizer, engines, record=record, version=version, anonymous=False)
+    serving = Serving(config, tokenizer, engines, record=record, version=version, anonymous=False, role=role)
+    if role.again and role.ask is None:
+        await serving.adopt()
     serving.gateway.address = "http://ring"
     phases = PhaseLog()
     app, untracked = build_app(serving.gateway, serving.control), config.environment.untracked

@@ -88,8 +88,7 @@ class Serving:
         self.role, num_apart = role, 0 if anonymous else config.environment.untracked.engines
         self.fleet, self.apart = Fleet(record=record), Fleet(record=record)
         """Those that are trained, and those that keep their weights for judges and simulated users: no handover knows these."""
-        self._names_apart = frozenset(engine.name for engine in engines[len(engines) - num_apart :])
-        self._attach(engines, version)
+        self._attach(engines, version, frozenset(engine.name for engine in engines[len(engines) - num_apart :]))
         seconds, shares = config.gateway.request_seconds, config.gateway.shards > 1
         self.generator, self.beside = (Generator(each, request_seconds=seconds) for each in (self.fleet, self.apart))
         self.control = Control(self.fleet, self.generator, beside=(self.beside,))
@@ -115,7 +114,8 @@ class Serving:
             shard=role.number if shares else None,
         )
 
-    def _attach(self, engines: Sequence[Engine], version: Version) -> None:
+    def _attach(self, engines: Sequence[Engine], version: Version, apart: frozenset[str]) -> None:
+        self._names_apart = apart
         unknown = EngineError("this gateway was started again") if self.role.again else None
         for engine in engines:
             home = self.home(engine.name)
