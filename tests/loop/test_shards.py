@@ -34,7 +34,7 @@ from midflight.types.facts import Evaluated, Fact, Leased, RequestFailed, Steppe
 from .site import TOKENIZER, Agents, config, direct_client, fast_engines, source
 
 T = TypeVar("T")
-STEPS, GROUPS, SHARDS = 8, 4, 2
+STEPS, GROUPS, SHARDS = 6, 4, 2
 HELD_OUT = tuple(Task(f"h{i}", "numbers", {"question": f"held out {i}"}) for i in range(2))
 
 
@@ -218,8 +218,7 @@ class Whole:
         assert set(places.values()) == {1}, "a prompt was trained twice"
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize(("staleness", "seed"), [(0, 0), (2, 1)])
 def test_i2_the_bound_on_age_holds_shard_by_shard(tmp_path: Path, staleness: int, seed: int) -> None:
     whole = run_virtual(lambda: Whole(tmp_path, staleness=staleness).run(), seed=seed, max_seconds=3600)
     whole.check()
@@ -231,8 +230,7 @@ def test_i2_the_bound_on_age_holds_shard_by_shard(tmp_path: Path, staleness: int
     assert found.balanced and found.accounts.trained == STEPS * GROUPS, "both stores are read as one"
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("dies", range(SHARDS))
+@pytest.mark.parametrize(("dies", "seed"), [(0, 0), (1, 1)])
 def test_i8_a_shard_that_dies_goes_on_from_its_store_and_the_other_never_notices(tmp_path: Path, dies: int, seed: int) -> None:
     deaths = {dies: [random.Random(seed).uniform(0.2, 2.0), 2.5 + seed]}
     folder = tmp_path / "run"

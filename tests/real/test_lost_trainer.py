@@ -27,14 +27,15 @@ STAY = ("engine", "rollout")
 
 
 class Stream:
-    """An answer of `NUM_TOKENS` tokens, as it comes."""
+    """An answer of so many tokens, as it comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int = NUM_TOKENS) -> None:
+        self.num_tokens = num_tokens
         self.num_chunks, self.ended = 0, ""
 
     async def read(self, client: openai.AsyncOpenAI) -> None:
-        extra = {"min_tokens": NUM_TOKENS, "ignore_eos": True}
-        stream = await client.completions.create(model="policy", prompt="go", max_tokens=NUM_TOKENS, stream=True, extra_body=extra)
+        extra = {"min_tokens": self.num_tokens, "ignore_eos": True}
+        stream = await client.completions.create(model="policy", prompt="go", max_tokens=self.num_tokens, stream=True, extra_body=extra)
         async for chunk in stream:
             self.num_chunks += 1
             self.ended = chunk.choices[0].finish_reason or "" if chunk.choices else self.ended

@@ -1,6 +1,7 @@
 """The rollout processes of a ring, where there are several."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from midflight.config.sections import Config
 from midflight.observe.status import Status, together
@@ -18,6 +19,10 @@ class GatewayPart:
     @property
     def name(self) -> str:
         return f"rollout{self.shard or ''}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.folder)
 
     @property
     def url(self) -> str:

@@ -163,7 +163,8 @@ class Ring:
                 await self._end()
             finally:  # also when that is cut short
                 remove_left()
-                remove_endpoint(Path(self._config.run.folder), self._control_token)
+                for part in self._gateways:
+                    remove_endpoint(part.folder, self._control_token)
 
     def lay_out(self, *, ranks: bool, teacher: bool) -> None:
         """Gives each process that computes on GPUs of this machine its own; a cluster gives each seat its own."""
@@ -377,7 +378,10 @@ class Ring:
                 self._engines.came_up(name)
                 if url is not None:  # written before the address is announced: whoever waits for one may then read the other
                     model = str(Path(self._model.result().folder).resolve())
-                    write_endpoint(Path(self._config.run.folder), Endpoint(url, self._control_token, self._config.run.name, model))
+                    folder = next(part.folder for part in self._gateways if part.name == name)
+                    write_endpoint(folder, Endpoint(url, self._control_token, self._config.run.name, model))
+                    if folder != Path(self._config.run.folder):
+                        return
             case Condemned(part, why):  # a worker that hangs
                 self.children[part].condemn(why)
             case Progress(status):

@@ -283,7 +283,7 @@ class RolloutProcess:
                 *member_routes(members, token=self._spec.control_token),
             ],
         )
-        address = None if self._spec.purpose is Purpose.EVALUATE or self._spec.shard else serving.gateway.address
+        address = None if self._spec.purpose is Purpose.EVALUATE else serving.gateway.address
         await serve_while(
             serve_app(
                 guarded(app, host=self._listener.getsockname()[0], names=gateway.names),
