@@ -118,8 +118,6 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     segment: str
     """Begins the names of the files of shared memory; no other run has it."""
     resume: bool = False
-    further_urls: tuple[str, ...] = ()
-    """Of the rollout processes beside the first."""
     life: int = 0
     """Above 0 it goes on beside a rollout process and engines that have outlived so many trainers."""
     rank: int = 0
@@ -129,6 +127,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, tag="trainer"):
     """`host:port` of the first rank, where several find each other."""
     meeting_fd: int | None = None
     """The first rank's socket there, inherited; no other rank has it."""
+    further_urls: tuple[str, ...] = ()
+    """Of the rollout processes beside the first."""
 
 
 Spec = EngineSpec | WorkerSpec | RolloutSpec | TrainerSpec

@@ -224,8 +224,7 @@ async def open_ring(
     Waits at its end for requests that are still being answered; those of ended rollouts are cancelled.
     """
     serving = Serving(config, tokenizer, engines, record=record, version=version, anonymous=False, role=role)
-    if role.again and role.ask is None:
-        await serving.adopt()
+    await serving.adopt()
     serving.gateway.address = "http://ring"
     phases = PhaseLog()
     app, untracked = build_app(serving.gateway, serving.control), config.environment.untracked

@@ -208,6 +208,9 @@ class Ring:
         for place in self._rank_places:  # of an earlier life
             place.close()
         self._rank_places = first, *others = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
+        config, meeting = config_in_place(self._config, "trainer").model_dump_json(), f"{first.host}:{first.port}"
+        spec = TrainerSpec(config, self.url, self._control_token, self._segment, resume or life > 0, life, meeting=meeting)
+        spec = msgspec.structs.replace(spec, further_urls=tuple(part.url for part in self._gateways[1:]))
         ranks = [self._rank(msgspec.structs.replace(spec, rank=rank), place) for rank, place in enumerate(others, start=1)]
         await serve_while(self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first), *ranks)
 

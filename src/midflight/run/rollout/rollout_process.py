@@ -229,8 +229,7 @@ class RolloutProcess:
             without=frozenset() if wants_masks else frozenset({Feature.SAMPLING_MASKS}),
             role=ShardRole(self._spec.shard, owner, self._spec.again),
         )
-        if self._spec.again and owner is None:
-            await serving.adopt()
+        await serving.adopt()
         serving.gateway.address = self._spec.url
         self._standing = RolloutStanding(serving)
         self._metrics.requests = lambda: {state.name: state.num_requests for state in serving.states()}

@@ -91,8 +91,7 @@ class Serving:
         self._attach(engines, version, frozenset(engine.name for engine in engines[len(engines) - num_apart :]))
         seconds, shares = config.gateway.request_seconds, config.gateway.shards > 1
         self.generator, self.beside = (Generator(each, request_seconds=seconds) for each in (self.fleet, self.apart))
-        self.control = Control(self.fleet, self.generator, beside=(self.beside,))
-        self.handover = self._handover(config, record)
+        self.control, self.handover = Control(self.fleet, self.generator, beside=(self.beside,)), self._handover(config, record)
         self.news, self.follower = self._shared() if shares else (None, None)
         self.rejoin, self.capacity = Rejoin(self.fleet, self.follower or self.handover), Capacity(config, self.fleet)
         self.gateway = Gateway(
@@ -138,6 +137,8 @@ class Serving:
         """After the death of the process that handed versions over: the newest version that an engine serves is the one that all do or are
         about to, and each verified it whole. The others get it, or the next, by a handover. Waits for their answers."""
         found: dict[str, Version] = {}
+        if not self.role.again or self.follower is not None:
+            return
         for engine in self.fleet.engines():
             with suppress(EngineError, OSError):
                 async with asyncio.timeout(HEALTH_SECONDS):
