@@ -19,6 +19,14 @@ from midflight.errors import ConfigError
         ),
         (["rollout.buffer_groups=15"], "rollout.buffer_groups (15) is less than the 16 groups of one step"),
         (["rollout.max_in_flight=7"], "rollout.max_in_flight (7) is less than rollout.group_size (8)"),
+        (["gateway.shards=3"], "rollout.groups_per_step (16) can't be shared out equally by gateway.shards (3)"),
+        (
+            ["gateway.shards=2", "rollout.max_in_flight=15"],
+            "rollout.max_in_flight (15) leaves no group of 8 for each of gateway.shards (2)",
+        ),
+        (["gateway.shards=2", "cluster.kind=ray"], "gateway.shards is 2, which needs one machine"),
+        (["gateway.shards=2", "run.store_folder=/x"], "each has a store in the run's folder"),
+        (["gateway.shards=2", "environment.entry=midflight.environments.claimed:claimed"], "rollouts that are claimed go to one gateway"),
         (["rollout.min_group_size=9"], "rollout.min_group_size (9) is more than rollout.group_size (8)"),
         (
             ["weights.every=6"],

@@ -106,3 +106,13 @@ def test_sources_that_cannot_be_streamed_are_refused_by_name(sources: list[Sourc
 def test_a_position_outside_the_epoch_is_refused(epoch: int, index: int):
     with pytest.raises(ConfigError, match="an epoch has 5 positions"):
         SeededStream([source("a", 5)], seed=0).seek(epoch, index)
+
+
+def test_shards_of_a_stream_have_every_position_once_also_from_any_position_on_and_across_epochs_of_odd_length():
+    whole = take(SeededStream([source("a", 5)], seed=1), 30)
+    shards = [SeededStream([source("a", 5)], seed=1, shard=(number, 3)) for number in range(3)]
+    parts = [take(shard, 10) for shard in shards]
+    assert parts == [whole[number::3] for number in range(3)]
+    again = SeededStream([source("a", 5)], seed=1, shard=(1, 3))
+    again.seek(0, 5)
+    assert take(again, 3) == whole[7:16:3]

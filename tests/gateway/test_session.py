@@ -256,3 +256,10 @@ def test_tokens_are_numbered_by_the_answer_that_they_are_of() -> None:
     record = sessions.close(handle.session_id)
     assert record.num_answers == 2
     assert [row.turns[row.generated].tolist() for row in record.rows if row.turns is not None] == [[0], [1, 1]]
+
+
+def test_ids_of_one_of_several_gateways_begin_with_it_and_those_of_one_alone_as_ever() -> None:
+    alone, second = SessionRegistry(TOKENIZER, max_sessions=1), SessionRegistry(TOKENIZER, max_sessions=1, shard=1)
+    names = [of.open(KEY, sampling=DEFAULTS, tracked=True, address="http://x").session_id for of in (alone, second)]
+    assert names == [f"mf-{KEY}-1", f"mf-s1-{KEY}-1"]
+    assert second.is_session_token(f"{names[1]}.secret")

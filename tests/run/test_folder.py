@@ -58,6 +58,8 @@ def test_a_run_that_has_finished_or_can_go_on_is_kept_unless_one_of_two_words_is
     with pytest.raises(ConfigError, match=r"a finished run.*--resume.*--overwrite.*--folder"):
         check_kept(config, resume=False, overwrite=False)
     check_kept(config, resume=True, overwrite=False)
+    with pytest.raises(ConfigError, match=r"it began with 1 gateways, and gateway\.shards is 2; set it to 1"):
+        check_kept(config_of(tmp_path, "gateway.shards=2"), resume=True, overwrite=False)
     check_kept(config, resume=False, overwrite=True)
     (tmp_path / "model" / "config.json").unlink()
     (tmp_path / "model").rmdir()

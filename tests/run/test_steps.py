@@ -17,7 +17,7 @@ from midflight.models.load import save_model
 from midflight.models.names import named_tensors
 from midflight.models.sizes import FOLDER, WEIGHTS
 from midflight.run.api.service import DoneBody, ModelTensors, StepBook
-from midflight.types import PackedBatch, TensorSpec, WeightManifest
+from midflight.types import Batch, PackedBatch, TensorSpec, WeightManifest
 from midflight.weights.transports.files import manifest_of, read_specs
 
 
@@ -160,3 +160,18 @@ def test_a_file_of_adapters_that_peft_saved_fits_a_model_with_adapters_and_whole
     assert {spec.name for spec in manifest.tensors} == named_tensors(tiny_adapted()).keys()
     with pytest.raises(RequestRejected, match=r"no tensor 'model\.embed_tokens\.weight'"):
         manifest_of(tmp_path / "model" / "model.safetensors", version=1, fitting=tensors.fitting)
+
+
+def test_a_gateway_that_died_knows_its_leases_again_and_takes_a_report_that_it_had_answered_for_a_repetition() -> None:
+    book = StepBook(start_version=0)
+    book.go_on([Batch(3, 6, ())], next_version=7, now=50.0)
+    assert book.repeats(DoneBody(2, 6)) and not book.repeats(DoneBody(3, 7))
+    step = book.report(DoneBody(3, 7), now=52.0)
+    assert (step.started, step.num_tokens) == (50.0, 0)
+    book.done(step)
+    assert book.repeats(DoneBody(3, 7))
+    book.check_take(8)
+    with pytest.raises(OutOfTurn, match="ask for 8 at most"):
+        book.check_take(9)
+    book.check_saved(7)
+    assert not StepBook(start_version=7).repeats(DoneBody(2, 6)), "one that began anew answers for every lease"

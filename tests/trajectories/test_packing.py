@@ -12,7 +12,7 @@ from safetensors.numpy import load, save
 
 from midflight.errors import BatchCorrupt
 from midflight.trajectories.database import decode_rows, encode_rows
-from midflight.trajectories.packing import NO_ANSWER, from_bytes, pack, to_bytes
+from midflight.trajectories.packing import NO_ANSWER, from_bytes, merged, pack, to_bytes
 from midflight.types import Batch, Group, PackedBatch, RolloutKey, Trajectory
 
 from .making import group, key, row
@@ -218,3 +218,21 @@ def test_a_record_of_experts_that_is_not_as_long_as_the_tokens_is_refused() -> N
         from_bytes(to_bytes(replace(pack(batch()), experts=np.zeros((6, 2), np.uint8))))
     with pytest.raises(BatchCorrupt, match="two dimensions"):
         from_bytes(to_bytes(replace(pack(batch()), experts=np.zeros(7, np.uint8))))
+
+
+def test_the_parts_of_a_batch_that_several_gateways_gave_are_together_what_one_would_have_packed() -> None:
+    """Also where only one of them has rewards of turns and of components, or records of experts."""
+    whole = batch()
+    first, last = whole.groups
+    (told,) = last.trajectories
+    rows = tuple(replace(r, turns=int32(*range(len(r.token_ids))), experts=np.ones((len(r.token_ids), 2), np.uint8)) for r in told.rows)
+    told = replace(told, rows=rows, turn_rewards=(0.5, 0.25), components={"form": 1.0})
+    groups = (first, replace(last, trajectories=(told,)))
+    for order in (groups, groups[::-1]):
+        parts = [pack(Batch(lease, 4, (group,))) for lease, group in enumerate(order)]
+        assert_same(merged(12, [from_bytes(to_bytes(part)) for part in parts]), pack(Batch(12, 4, order)))
+    scored = [
+        replace(pack(Batch(1, 4, (group,))), teacher_logprobs=np.full(n, -n, np.float32)) for group, n in zip(groups, (5, 2), strict=True)
+    ]
+    teacher = merged(12, scored).teacher_logprobs
+    assert teacher is not None and teacher.tolist() == [-5.0] * 5 + [-2.0] * 2

@@ -14,7 +14,7 @@ from midflight.observe.failures import failure_class
 from midflight.observe.status import duration
 from midflight.trajectories.database import Value, decode_task, look, naming
 from midflight.trajectories.heldout import HELDOUT
-from midflight.trajectories.pairs import STORE, readable
+from midflight.trajectories.pairs import STORE, readable, shard_stores
 from midflight.types import GroupKey, Kind, RolloutKey, Task
 
 Decoded = TypeVar("Decoded")
@@ -87,7 +87,7 @@ def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReading]
 
 def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
     """Where several gateways have each a store: their tables, which share no group, are read as one. Leases are numbered by each."""
-    shards = sorted(folder.glob(f"shards/*/{STORE}"))
+    shards = shard_stores(folder)
     if not shards:
         return
     for number, path in enumerate(shards):

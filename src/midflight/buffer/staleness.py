@@ -42,6 +42,11 @@ Only a group that runs across the restart may come in excess: it was admitted fo
 Engines that outlive the trainer serve a version v < r until r is handed over. It counts as v + r - c, along the steps, and admission by
 v_served = v grants less than that, so the bound holds meanwhile; r is the first that the trainer publishes, so it does not last.
 
+Several rollout processes share the groups of each step. Each of R holds both rules for itself, with B / R in place of B, over groups that no
+other has: its own running and waiting, and v_served as it was told, late and never early. So the claim holds in each with B / R, and a step
+that takes B / R groups of each takes all in time, whatever the others do. It goes on because each has its part as shown, later at most by
+the news of versions, or by its restart: from its store, in which what was leased still is.
+
 What the proof needs from outside: tokens are known here before v_served rises past their version, and steps are taken in the
 order of their versions. Where that fails (a token overtaken by its engine's attestation), more groups can be due than batches are
 left. `surplus` names them; they are closed, and never trained too old: the last to finish, so that what finished before is kept.

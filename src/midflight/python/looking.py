@@ -12,6 +12,7 @@ from midflight.archive.stored import file_of
 from midflight.errors import ConfigError
 from midflight.observe.journal import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store
 from midflight.types import Json, Kind, Row, Task, Version
 from midflight.types.rollouts import spans
@@ -72,11 +73,16 @@ class RolloutSeen:
 
 
 def rollouts_of(folder: Path) -> Iterator[RolloutSeen]:
-    """Those of the run in a folder, in the order of its tasks. Reads only, also while the run goes on."""
+    """Those of the run in a folder, in the order of its tasks, and of its gateways. Reads only, also while the run goes on."""
     path = file_of(folder, Kind.TRAINING)
     if not path.exists():
         raise ConfigError(f"{folder} has no rollouts yet; train first.")
     tokenizer = Tokenizer.load(folder / "start")
+    for one in (path, *shard_stores(folder)):
+        yield from _seen(one, tokenizer)
+
+
+def _seen(path: Path, tokenizer: Tokenizer) -> Iterator[RolloutSeen]:
     with closing(Store(path, run=None)) as store:
         for of, task, state, version in store.ended():
             versions = {int(v) for row in of.rows for v in np.unique(row.versions[row.generated])}

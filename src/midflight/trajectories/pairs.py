@@ -32,6 +32,11 @@ NETWORKED = frozenset(
 LAYERED = frozenset(("fuse.fuse-overlayfs", "fuseblk", "fuse.mergerfs"))
 
 
+def shard_stores(folder: Path) -> list[Path]:
+    """Of the gateways of a run beside the first."""
+    return sorted(folder.glob(f"shards/*/{STORE}"))
+
+
 def store_path(folder: Path, store_folder: Path | None) -> Path:
     """Of the run in `folder`: there, or in `store_folder` under a name that no other run has. `ConfigError` where that depends on who asks."""
     if store_folder is None:

@@ -23,6 +23,7 @@ from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.journal import write_whole
 from midflight.observe.machine import MACHINE, machine
+from midflight.trajectories.pairs import shard_stores
 
 CONFIG = "config.toml"
 ROWS = "data.jsonl"
@@ -77,9 +78,9 @@ def check_kept(config: Config, *, resume: bool, overwrite: bool, resumable: bool
     if resume:
         if not can_go_on(folder):
             raise ConfigError(f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew.")
-        if (began := 1 + len([*folder.glob("shards/*/store.sqlite")])) != config.gateway.shards:
+        if (began := 1 + len(shard_stores(folder))) != config.gateway.shards:
             raise ConfigError(
-                f"resuming {folder}: its rollouts lie in {began} stores, and gateway.shards is {config.gateway.shards}; set it to {began}."
+                f"resuming {folder}: it began with {began} gateways, and gateway.shards is {config.gateway.shards}; set it to {began}."
             )
         return
     if (found := kept(folder)) is None:

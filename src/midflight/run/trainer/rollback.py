@@ -5,7 +5,7 @@ from pathlib import Path
 from midflight.errors import ConfigError
 from midflight.run.trainer.trainer_process import PublishedVersions
 from midflight.trainer.folders import checkpoints, set_newest, verified, version_of
-from midflight.trajectories.pairs import store_path
+from midflight.trajectories.pairs import shard_stores, store_path
 from midflight.trajectories.store import Store
 from midflight.types import Version
 from midflight.types.facts import Interrupted, WentBack
@@ -23,7 +23,7 @@ def roll_back(folder: Path, to: Version, *, run: str, store_folder: Path | None 
         raise ConfigError(f"rolling {folder} back to version {to}: there is no checkpoint of it. Those that there are: {known}.")
     verified(there[to])
     set_newest(root, there[to])
-    stores = [store_path(folder, store_folder), *sorted(folder.glob("shards/*/store.sqlite"))]
+    stores = [store_path(folder, store_folder), *shard_stores(folder)]
     return sum(_stored_back(path, to, folder=folder, run=run) for path in stores)
 
 
