@@ -81,6 +81,26 @@ class WeightReceiver(Protocol):
         ...
 
 
+class ServerWorkers(Protocol):
+    """The workers of one server, which receive a version by themselves. Each call waits for the server's answer."""
+
+    async def states(self) -> Sequence[types.WorkerState]:
+        """One for each worker, in order: so there are as many as the server has."""
+        ...
+
+    async def receive(self, order: types.TransferOrder) -> None:
+        """Returns when they have begun. `EngineError` where they refuse."""
+        ...
+
+
+class WorkerFeed(Protocol):
+    """The way from a publisher into a server's workers."""
+
+    async def bring(self, manifest: types.WeightManifest, workers: ServerWorkers) -> None:
+        """Returns when each worker holds just what was sent. `EngineUnavailable` when the publisher or the way to it is gone."""
+        ...
+
+
 class SessionHandle(Protocol):
     """An open session, as an environment's runner sees it. `base_url` and `api_key` are what the agent gets."""
 

@@ -1,6 +1,6 @@
 """The nouns that cross from one station to another: frozen, slotted, without behaviour beyond what they can derive."""
 
-from midflight.types.engines import Attestation, Capabilities, Delta, EngineHealth, TensorSpec, WeightManifest
+from midflight.types.engines import Attestation, Capabilities, Delta, EngineHealth, TensorSpec, TransferOrder, WeightManifest, WorkerState
 from midflight.types.generation import Chunk, Finish, GenerateRequest, Grammar, SamplingParams, Segment, Turn, TurnTimes
 from midflight.types.names import (
     Bool,
@@ -60,10 +60,12 @@ __all__ = [
     "Task",
     "TensorSpec",
     "Trajectory",
+    "TransferOrder",
     "Turn",
     "TurnTimes",
     "UInt8",
     "Version",
     "WeightManifest",
+    "WorkerState",
     "fill_unknown",
 ]

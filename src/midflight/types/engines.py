@@ -82,7 +82,7 @@ class WeightManifest:
     fingerprint: str
     """Of names, dtypes, shapes and bytes: `models.sizes`. What an engine serves is compared with it (I7)."""
     transport: str
-    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file) or `collective` (tcp://host:port/secret)."""
+    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file), `collective` or `direct` (tcp://host:port/secret)."""
     location: str
     tensors: tuple[TensorSpec, ...]
     deltas: tuple[Delta, ...] = ()
@@ -96,3 +96,42 @@ class Attestation:
 
     version: Version
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOrder:
+    """What a server's workers are told of a version that comes straight to them. They meet in `group`, through the store at `host` and `port`."""
+
+    version: Version
+    group: str
+    again: bool
+    """They are in that group already."""
+    host: str
+    port: int
+    rank: int
+    """Of the first worker; the others follow."""
+    workers: int
+    world: int
+    """Members of the group: the trainer, and the workers of all servers."""
+    backend: str
+    bucket_bytes: int
+    deadline_seconds: float
+    """For making the group, and for each bucket."""
+    num_bytes: int
+    tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
+    """Name, safetensors dtype, shape, offset, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What one worker of a server says of itself."""
+
+    version: Version | None
+    """Ordered last; of a worker that was never given an order, none."""
+    done: bool
+    """It has received it whole and laid it out, or has given up."""
+    digests: tuple[str, ...]
+    """Of the buckets that came."""
+    error: str
+    live: Version | None
+    """What it serves, where that came straight to it."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from midflight import types
 from midflight.engines.embedded.grammar import Grammars
+from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.server import Attempt, Found, Server, ServerClient, ServerRequest, check_same_model, mode_at_server
 from midflight.engines.servers.staged import StagedFolder, StagingArea
 from midflight.engines.streams import ChunkStream, check_features, check_request
@@ -53,12 +54,13 @@ class ServerEngine:
         staging: Path,
         version: types.Version = 0,
         num_workers: int | None = None,
+        direct: DirectWay | None = None,
     ) -> None:
         """`model`: the folder that holds the weights of `version`, which the server starts with (`first_folder`), or is given when attached.
         `num_workers`: processes that are to compute for the server; None is as many as it has."""
         self._num_workers = num_workers
         self._name, self._server, self.tokenizer = name, server, tokenizer
-        self._client = ServerClient(name, url)
+        self._client, self._direct = ServerClient(name, url), direct
         self._area = StagingArea(staging, model=model, receiver=receiver)
         self._first = StagedFolder(version, "", self._area.first)
         self._live = self._first
@@ -283,10 +285,14 @@ class ServerEngine:
     # --- Weights -----------------------------------------------------------------------------------------------------
 
     async def stage(self, manifest: types.WeightManifest) -> None:
-        """Waits for a worker thread, which the transport feeds; the server generates meanwhile and knows nothing of it."""
+        """Waits for a worker thread, which the transport feeds, or for the server's own workers; the server generates meanwhile."""
         async with self._staging:
-            self._next = None
-            self._next = await asyncio.to_thread(self._area.write, manifest, beside=self._live.folder)
+            self._next, direct = None, self._direct
+            if direct is not None and await direct.opens(self._client, manifest, same_names=self._area.is_in_files(manifest)):
+                await direct.bring(self._client, manifest)
+                self._next = StagedFolder(manifest.version, manifest.fingerprint, None)
+            else:
+                self._next = await asyncio.to_thread(self._area.write, manifest, beside=self._live.folder)
 
     async def commit(self, version: types.Version) -> types.Attestation:
         """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own."""
@@ -313,9 +319,9 @@ class ServerEngine:
         self._whole = False
         recomputed = self._paused is types.PauseMode.RECOMPUTE
         try:
-            await self._server.load(self._client, staged.folder, staged.version, recompute=recomputed)
+            await self._give(staged, recompute=recomputed)
         except EngineError as error:
-            await self._server.load(self._client, self._live.folder, self._live.version, recompute=recomputed)
+            await self._give(self._live, recompute=recomputed)
             self._whole = True
             raise EngineError(f"{error} It serves version {self._live.version} again.") from error
         self._whole = True
@@ -324,6 +330,12 @@ class ServerEngine:
                 late = 0 if recomputed else self._server.late_labels
                 running.attempt.changed(staged.version, recomputed=recomputed, late=late)
         self._live = staged
+
+    async def _give(self, staged: StagedFolder, *, recompute: bool) -> None:
+        if staged.folder is not None:
+            await self._server.load(self._client, staged.folder, staged.version, recompute=recompute)
+        elif self._direct is not None:
+            await self._direct.take(self._client, staged.version, recompute=recompute)
 
     # --- Health ------------------------------------------------------------------------------------------------------
 
@@ -377,4 +389,4 @@ class ServerEngine:
         self._whole = False
         self._gate.clear()
         await self._server.pause(self._client, types.PauseMode.RECOMPUTE)
-        await self._server.load(self._client, self._live.folder, self._live.version, recompute=True)
+        await self._give(self._live, recompute=True)

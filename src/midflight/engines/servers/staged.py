@@ -37,8 +37,8 @@ REST = "model-rest.safetensors"
 class StagedFolder:
     version: Version
     fingerprint: str
-    folder: Path
-    """A Hugging Face model folder with these weights."""
+    folder: Path | None
+    """A Hugging Face model folder with these weights; none where they are with the server's workers already."""
 
 
 class StagingArea:
@@ -76,6 +76,13 @@ class StagingArea:
                     f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
                 ) from error
         return StagedFolder(manifest.version, manifest.fingerprint, folder)
+
+    def is_in_files(self, manifest: WeightManifest) -> bool:
+        """Whether a version has just the tensors of the server's model folder. `WeightsCorrupt` where it does, in other shapes."""
+        if self._adapter is not None or self._shapes.keys() != {spec.name for spec in manifest.tensors}:
+            return False
+        self._check(manifest)
+        return True
 
     def remove(self) -> None:
         shutil.rmtree(self._place, ignore_errors=True)

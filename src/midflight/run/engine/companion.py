@@ -26,6 +26,7 @@ from midflight.config.sections import Config, EngineSection
 from midflight.engines.about import about_route
 from midflight.engines.app import build_app, relay
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
+from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
@@ -38,6 +39,7 @@ from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
 from midflight.run.scratch import remove_left, scratch_folder
 from midflight.text.tokenizer import Tokenizer
+from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.select import receiver
 from midflight.wire.server import serve_app
 
@@ -96,6 +98,7 @@ async def speak_for_server(
             staging=staging,
             version=version,
             num_workers=config.engine.servers[0].world_size if config.engine.servers else None,
+            direct=DirectWay(config.engine.kind, DirectFeed()),
         )
 
         async def serve_attached() -> None:

@@ -30,7 +30,7 @@ from midflight.run.rollout.serving import Serving
 from midflight.types.facts import EngineJoined, EngineLeft, Record
 from midflight.version import __version__
 from midflight.weights.transports.files import SHARED
-from midflight.weights.transports.receive import Address
+from midflight.weights.transports.receive import BROADCAST, Address
 from midflight.wire.server import is_loopback
 
 LEAVING = "leaving"
@@ -298,7 +298,7 @@ class Members:
         transport, folder, location = self._terms.transport, self._terms.weights, ""
         if current is not None:
             transport, location = current.transport, current.location
-            folder = folder if transport == "collective" else Path(location).parent
+            folder = folder if transport in BROADCAST else Path(location).parent
         with _nonce(folder if transport == "file" else SHARED) as nonce:
             about = await self._ask(address, nonce, current is None)
             seen = nonce is None or about.sees == _word(nonce)
@@ -373,6 +373,6 @@ def _obstacle(transport: str | None, folder: Path, location: str) -> str:
         return 'weights.transport is "shared_memory", and it runs on another machine; set it to "collective".'
     if transport == "file":
         return f'they are files in {folder}, which it does not see; share that folder, or set weights.transport to "collective".'
-    if transport == "collective" and location and is_loopback(host := Address.parse(location).host):
+    if transport in BROADCAST and location and is_loopback(host := Address.parse(location).host):
         return f"the trainer sends them from {host}, which other machines do not reach; set gateway.host to an address of its machine."
     return ""

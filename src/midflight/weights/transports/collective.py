@@ -5,6 +5,7 @@ The service does that in a thread of its own: receivers come, ask for a version,
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import mmap
 import secrets
@@ -26,7 +27,7 @@ from midflight.weights.manifest import MAX_HELD, extent, layout
 from midflight.weights.transports import receive
 from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken, listen, serve_store
 from midflight.weights.transports.publish import copy_into, named_shapes
-from midflight.weights.transports.receive import Address, Again, Answer, Ask, Backend, Gathering, Join, Refused, WaitingReceiver
+from midflight.weights.transports.receive import Address, Again, Answer, Ask, Backend, Gathering, Join, Refused, Sent, WaitingReceiver
 from midflight.wire.edge import same_token
 
 T = TypeVar("T")
@@ -178,16 +179,22 @@ class CollectiveService:
             group = await self._meet(members)
         else:
             _answer(members, Again())
-        await self._in_thread(self._broadcast, group, data)
+        hashed = any(m.ask.workers is not None for m in members)
+        digests = await self._in_thread(self._broadcast, group, data, hashed)
         self._keep(members, group)
+        if self._data(members[0].ask) is data:  # else it was released, and what was hashed may not be what was sent
+            _answer([m for m in members if m.ask.workers is not None], Sent(digests))
 
-    def _broadcast(self, group: BroadcastGroup, data: Tensor) -> None:
+    def _broadcast(self, group: BroadcastGroup, data: Tensor, hashed: bool) -> tuple[str, ...]:
+        digests: list[str] = []
         for part in receive.buckets(data.numel(), self._bucket_bytes):
             if self._closing.is_set():
                 group.close()
                 raise GroupBroken("the publisher is closing")
             self.num_bytes_broadcast += part.stop - part.start
             group.broadcast(data[part])
+            digests += [hashlib.sha256(data[part].numpy()).hexdigest()[: receive.DIGEST_DIGITS]] if hashed else []
+        return tuple(digests)
 
     async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
         """Runs what blocks in the service's one thread; each call has its deadlines."""
@@ -214,14 +221,14 @@ class CollectiveService:
         terms = Join(
             group=secrets.token_hex(8),
             rank=0,
-            world=1 + len(members),
+            world=1 + sum(m.ask.ranks for m in members),
             port=store.port,
             backend=self._backend,
             bucket_bytes=self._bucket_bytes,
             deadline_seconds=self._deadline_seconds,
         )
-        for rank, member in enumerate(members, start=1):
-            member.answer(msgspec.structs.replace(terms, rank=rank))
+        for i, member in enumerate(members):
+            member.answer(msgspec.structs.replace(terms, rank=1 + sum(m.ask.ranks for m in members[:i])))
         self.num_groups += 1
         return await self._in_thread(lambda: BroadcastGroup(terms, store, interface=self._host))
 
@@ -259,14 +266,15 @@ class CollectivePublisher:
         quiet_seconds: float = 0.05,
         deadline_seconds: float = 10.0,
         threads: int = 1,
+        transport: str = receive.TRANSPORT,
     ) -> None:
-        """`host`: the address of this machine that engines reach it by; it listens there only. The bytes are not encrypted.
+        """`transport` is the word in its manifests: `direct` where a server's own workers are to receive. `host`: the address of this machine that engines reach it by; it listens there only. The bytes are not encrypted.
 
         Receivers begin at once when there are as many as were told to come; else those that came begin when `quiet_seconds` passed without
         another. `deadline_seconds` bounds the making of a group and each bucket: 10 s for 64 MiB is a network of
         50 Mbit/s. `nccl` sends from GPU to GPU, which must be different ones.
         """
-        self._threads, self._num_slots = threads, num_slots
+        self._threads, self._num_slots, self._transport = threads, num_slots, transport
         self._held: dict[Version, Published] = {}
         self._buffers: dict[Version, mmap.mmap] = {}
         self._free: list[mmap.mmap] = []
@@ -296,7 +304,7 @@ class CollectivePublisher:
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers[version] = buffer
         self._held[version] = Published(torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest)
-        return WeightManifest(version, digest, receive.TRANSPORT, str(self._address), specs)
+        return WeightManifest(version, digest, self._transport, str(self._address), specs)
 
     def release(self, version: Version) -> None:
         if self._held.pop(version, None) is not None:

@@ -22,8 +22,7 @@ from midflight.errors import ConfigError, RequestRejected, nearest
 from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, check_extents, extent, is_sound, views
-from midflight.weights.transports.receive import TRANSPORT as COLLECTIVE
-from midflight.weights.transports.receive import TRANSPORTS, Address
+from midflight.weights.transports.receive import BROADCAST, TRANSPORTS, Address
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +66,7 @@ def check_readable(manifest: WeightManifest) -> None:
     check_extents(manifest)
     for location, specs in ((manifest.location, manifest.tensors), *((d.location, (d.payload,)) for d in manifest.deltas)):
         try:
-            if manifest.transport == COLLECTIVE:
+            if manifest.transport in BROADCAST:
                 Address.parse(location)
             elif (size := _size(Path(location))) < extent(specs):
                 raise ValueError(f"it has {size} bytes of {extent(specs)}")

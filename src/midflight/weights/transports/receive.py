@@ -28,8 +28,13 @@ from midflight.weights.manifest import Frames, check_extents, repacked, set_asid
 
 
 TRANSPORT = "collective"
-MAX_LINE = 4096
+DIRECT = "direct"
+"""The same, where a server's own workers take the bytes in: its companion asks for them."""
+MAX_LINE = 2**16
 """Bytes of a message with its newline: no participant sends a longer one."""
+
+DIGEST_DIGITS = 32
+"""Of a bucket's hash, in hex."""
 
 Backend = Literal["gloo", "nccl"]
 
@@ -46,6 +51,12 @@ class Ask(msgspec.Struct, frozen=True):
     """The group it was last in, if it knows of no failure there."""
     expected: int | None = None
     """How many receivers were told to come, where it knows."""
+    workers: int | None = None
+    """Of a server: so many ranks will come from there, and who asks is not one of them."""
+
+    @property
+    def ranks(self) -> int:
+        return self.workers or 1
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +80,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Answer = Join | Again | Refused
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """To who asked for workers, after the last bucket: the beginning of the SHA-256 of each."""
+
+    digests: tuple[str, ...]
+
+
+Answer = Join | Again | Refused | Sent
 
 _ask, _answer = msgspec.json.Decoder(Ask), msgspec.json.Decoder(Answer)
 
@@ -177,7 +194,8 @@ class Gathering:
 
 
 FILES = frozenset({"shared_memory", "file"})
-TRANSPORTS = FILES | {"collective"}
+BROADCAST = frozenset({TRANSPORT, DIRECT})
+TRANSPORTS = FILES | BROADCAST
 
 
 class FileReceiver:

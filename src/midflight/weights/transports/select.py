@@ -10,15 +10,14 @@ from midflight.errors import ConfigError, nearest
 from midflight.ports import WeightReceiver
 from midflight.types import WeightManifest
 from midflight.weights.manifest import MAX_HELD
-from midflight.weights.transports.receive import TRANSPORT as COLLECTIVE
-from midflight.weights.transports.receive import TRANSPORTS, DeltaReceiver, FileReceiver
+from midflight.weights.transports.receive import BROADCAST, TRANSPORTS, DeltaReceiver, FileReceiver
 
 if TYPE_CHECKING:
     from midflight.weights.transports.publish import Publisher
 
 
 def receiver(*, threads: int = 1) -> WeightReceiver:
-    """One receiver for all transports; without torch, until a manifest says `collective`."""
+    """One receiver for all transports; without torch, until a manifest says `collective` or `direct`."""
     return DeltaReceiver(ByTransport(threads=threads), threads=threads)
 
 
@@ -30,7 +29,7 @@ class ByTransport:
         self._collective: WeightReceiver | None = None
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        if manifest.transport != COLLECTIVE:
+        if manifest.transport not in BROADCAST:
             return self._files.fetch(manifest)
         if self._collective is None:
             from midflight.weights.transports.process_group import CollectiveReceiver
@@ -48,7 +47,7 @@ def publisher(
     full_every: int = 1,
     threads: int = 1,
 ) -> Publisher:
-    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, `collective` listens on `host`. Imports torch, which the
+    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, `collective` and `direct` listen on `host`. Imports torch, which the
     trainer has anyway.
 
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
@@ -63,8 +62,8 @@ def publisher(
         made = SegmentPublisher(name, threads=threads) if differences else SharedMemoryPublisher(name, threads=threads)
     elif kind == "file":
         made = FilePublisher(folder, keep=kept, threads=threads)
-    elif kind == COLLECTIVE:
-        made = CollectivePublisher(host, num_slots=kept, threads=threads)
+    elif kind in BROADCAST:
+        made = CollectivePublisher(host, num_slots=kept, threads=threads, transport=kind)
     else:
         raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
     return DeltaPublisher(made, full_every=full_every, threads=threads) if differences else made

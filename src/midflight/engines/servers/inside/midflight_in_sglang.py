@@ -3,15 +3,22 @@
 SGLang finds it by the entry point beside it. The backend takes an answer's grammar from any token of the answer on.
 
 On a CPU requests may also have seeds, which SGLang of itself heeds only with kernels for GPUs.
+
+And weights that come straight from the trainer: `/init_weights_update_group` for a group of our name begins to receive while SGLang
+generates, `/server_info` says what each worker holds, and `/update_weights_from_distributed` in a pause only swaps it in.
 """
+
+import json
 
 import torch
 from llguidance.torch import fill_next_token_bitmask
+from midflight_direct import Landing, beside, can_stand_beside, exchange
 from midflight_seed import mixed
 from midflight_shape import Shapes
 from sglang.srt.arg_groups.choices import add_grammar_backend_choices
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, register_grammar_backend
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend, GuidanceGrammar
+from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqOutput, UpdateWeightsFromDistributedReqOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
@@ -104,6 +111,75 @@ def _draw(draw, logprobs, seed, positions):
     return (logprobs - noise.clamp_min_(torch.finfo(torch.float32).tiny).log_()).argmax(-1, keepdim=True)
 
 
+GROUP = "midflight:"
+"""How the name of a group begins that is ours: an order follows, as JSON."""
+_landings = []
+"""One, from when it is first asked for: a process has one manager of weights."""
+
+
+def _landing(manager):
+    if not _landings:
+        runner = manager.tp_worker.model_runner
+        _landings.append(Landing(lambda tensors: _prepared(runner.model, tensors), lambda ready: _swapped(runner, ready)))
+    return _landings[0]
+
+
+def _prepared(model, tensors):
+    if not can_stand_beside(model):
+        return tensors
+    ready = beside(model)
+    ready.load_weights(tensors)
+    return ready
+
+
+def _swapped(runner, ready):
+    if not isinstance(ready, list):
+        return exchange(runner.model, ready)
+    runner.weight_updater.begin_weight_update()
+    runner.model.load_weights(ready)
+    runner.weight_updater.end_weight_update(run_post_load=False)
+    return None
+
+
+def _each(manager, value):
+    """What each worker says, in their order. All of them heed requests in the same order, so they all come here."""
+    count = torch.distributed.get_world_size(group=manager.tp_cpu_group)
+    said = [value] * count
+    if count > 1:
+        torch.distributed.all_gather_object(said, value, group=manager.tp_cpu_group)
+    return said
+
+
+def _begin(original, manager, asked):
+    if not asked.group_name.startswith(GROUP):
+        return original(manager, asked)
+    try:
+        group = manager.tp_cpu_group
+        index, count = torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
+        _landing(manager).begin(json.loads(asked.group_name.removeprefix(GROUP)), index=index, workers=count)
+    except ValueError as error:
+        return InitWeightsUpdateGroupReqOutput(success=False, message=str(error))
+    return InitWeightsUpdateGroupReqOutput(success=True, message="receiving")
+
+
+def _take(original, manager, asked):
+    """All workers swap, or none does."""
+    if not asked.group_name.startswith(GROUP):
+        return original(manager, asked)
+    landing, version = _landing(manager), int(asked.weight_version)
+    if not all(_each(manager, landing.holds(version))):
+        return UpdateWeightsFromDistributedReqOutput(success=False, message=f"version {version} is not with every worker")
+    landing.take(version)
+    manager.record_weight_version_after_update(asked.weight_version)
+    success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
+    return UpdateWeightsFromDistributedReqOutput(success=success, message=message)
+
+
+def _told(said, scheduler, asked):
+    said.internal_state["midflight"] = _each(scheduler.weight_updater, _landing(scheduler.weight_updater).state())
+    return said
+
+
 def register():
     """Called by SGLang at the start of each process."""
     add_grammar_backend_choices(["midflight"])
@@ -116,3 +192,7 @@ def register():
         "multinomial_with_seed": _draw,
     }.items():
         HookRegistry.register(f"sglang.srt.layers.sampler.{name}", hook, HookType.AROUND)
+    manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    HookRegistry.register(f"{manager}.init_weights_update_group", _begin, HookType.AROUND)
+    HookRegistry.register(f"{manager}.update_weights_from_distributed", _take, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _told, HookType.AFTER)

@@ -1,0 +1,113 @@
+"""Weights that come straight into a server's workers, by the server's own routes, which our plugin inside it makes wait for nothing.
+
+The companion gives orders and asks what the workers hold. In the pause they only swap what has come for what they serve.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from midflight.engines.servers.server import ServerClient, part
+from midflight.errors import EngineError, EngineUnavailable
+from midflight.ports import ServerWorkers, WorkerFeed
+from midflight.types import TransferOrder, Version, WeightManifest, WorkerState
+
+_log = logging.getLogger(__name__)
+TRANSPORT = "direct"
+_OF = "a server that Midflight's plugin is in"
+
+
+class DirectServer(ServerWorkers, Protocol):
+    async def take(self, version: Version, *, recompute: bool) -> None:
+        """In a pause: what came, or what was served before it, becomes what is served, in all workers or in none."""
+        ...
+
+
+class VllmWorkers:
+    """vLLM's weight-transfer engine, for which our plugin has registered a backend."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+
+    async def states(self) -> Sequence[WorkerState]:
+        answer = await self._client.post("/collective_rpc", {"method": "midflight_landed"})
+        return _states(part(answer, "results", of=_OF))
+
+    async def receive(self, order: TransferOrder) -> None:
+        await self._client.post("/init_weight_transfer_engine", {"init_info": {"order": msgspec.to_builtins(order)}})
+
+    async def take(self, version: Version, *, recompute: bool) -> None:
+        """Caches were cleared by the pause, where they had to be."""
+        await self._client.post("/start_weight_update")
+        await self._client.post("/update_weights", {"update_info": {"version": version}})
+        await self._client.post("/finish_weight_update", {"weight_version": str(version)})
+
+
+class SglangWorkers:
+    """SGLang's update by a group, whose group our plugin joins in the background."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+
+    async def states(self) -> Sequence[WorkerState]:
+        return _states(part(await self._client.get("/server_info"), "internal_states", 0, "midflight", of=_OF))
+
+    async def receive(self, order: TransferOrder) -> None:
+        body = {"master_address": order.host, "master_port": order.port, "rank_offset": order.rank, "world_size": order.world}
+        said = f"midflight:{msgspec.json.encode(order).decode()}"
+        await self._client.post("/init_weights_update_group", {**body, "group_name": said, "backend": order.backend})
+
+    async def take(self, version: Version, *, recompute: bool) -> None:
+        """Clearing its cache is refused while requests hold keys: only retracted ones hold none."""
+        nothing: Mapping[str, list[str]] = {"names": [], "dtypes": [], "shapes": []}
+        body = {**nothing, "group_name": "midflight:", "weight_version": str(version), "flush_cache": recompute}
+        await self._client.post("/update_weights_from_distributed", body)
+
+
+def _states(said: object) -> Sequence[WorkerState]:
+    try:
+        return msgspec.convert(said, tuple[WorkerState, ...])
+    except msgspec.ValidationError as error:
+        raise EngineError(f"reading {str(said)[:200]!r}: {error}. Attach to {_OF}.") from error
+
+
+WORKERS = {"vllm": VllmWorkers, "sglang": SglangWorkers}
+
+
+class DirectWay:
+    """Which versions come to one server in this way, and how."""
+
+    def __init__(self, kind: str, feed: WorkerFeed) -> None:
+        self._make, self._feed = WORKERS[kind], feed
+        self._is_open: bool | None = None
+        """Whether the server can; known after the first version."""
+
+    async def opens(self, client: ServerClient, manifest: WeightManifest, *, same_names: bool) -> bool:
+        """Whether this version comes by it. Where it does not, it is written as a folder like every other, and the log says why."""
+        if manifest.transport != TRANSPORT:
+            return False
+        if not same_names or manifest.deltas:
+            return self._closed(client, "its tensors have other names, or are adapters or differences")
+        if not self._is_open:
+            try:
+                self._is_open = len(await self._make(client).states()) > 0
+            except EngineUnavailable:
+                raise
+            except EngineError as error:
+                return self._closed(client, str(error))
+        return True
+
+    async def bring(self, client: ServerClient, manifest: WeightManifest) -> None:
+        """Waits until each worker holds it; the server generates meanwhile."""
+        await self._feed.bring(manifest, self._make(client))
+
+    async def take(self, client: ServerClient, version: Version, *, recompute: bool) -> None:
+        await self._make(client).take(version, recompute=recompute)
+
+    def _closed(self, client: ServerClient, why: str) -> bool:
+        if self._is_open is None:
+            _log.warning("engine %s gets its weights from a folder and not straight from the trainer: %s", client.name, why)
+            self._is_open = False
+        return False

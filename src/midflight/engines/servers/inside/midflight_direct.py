@@ -1,0 +1,185 @@
+"""Runs inside vLLM's and SGLang's workers: a version comes straight from the trainer while the server generates, and a pause only swaps it in.
+
+Torch and the standard library only. A thread meets the trainer in a process group of its own, receives bucket by bucket, and lays the
+tensors out as the model has its own, beside those that are served. Every wait has a deadline, and whatever fails leaves what is served as it is.
+"""
+
+import hashlib
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""Ways of computing that keep nothing of a layer's weights but what `exchange` exchanges."""
+HEX = 32
+"""Digits of a bucket's SHA-256 that are told."""
+
+
+class Seat:
+    """One worker's place in a group of the trainer and all workers that receive."""
+
+    def __init__(self, order, rank):
+        self.name, self._seconds = order["group"], order["deadline_seconds"]
+        within, at = timedelta(seconds=self._seconds), (order["host"], order["port"])
+        with socket.create_connection(at, timeout=self._seconds) as reached:
+            own = reached.getsockname()[0]
+        self._store = TCPStore(*at, timeout=within, wait_for_workers=False)  # lives as long as the group, which is made through it
+        named = PrefixStore(self.name, self._store)
+        if order["backend"] == "nccl":
+            from torch.distributed import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = 3 * within  # its watchdog would end the server
+            self._group = ProcessGroupNCCL(named, rank, order["world"], options)
+            self._staged = torch.empty(order["bucket_bytes"], dtype=torch.uint8, device="cuda")
+        else:
+            options = ProcessGroupGloo._Options()
+            options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=own)], within
+            self._group, self._staged = ProcessGroupGloo(named, rank, order["world"], options), None
+
+    def receive(self, part):
+        """Fills `part`, at most a bucket, or fails by the deadline; at once when the trainer's connection closes."""
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        if self._staged is None:
+            self._group.broadcast([part], options).wait()
+            return
+        staged = self._staged[: part.numel()]
+        work, late = self._group.broadcast([staged], options), time.monotonic() + self._seconds
+        while not work.is_completed():
+            if time.monotonic() > late:
+                self._group.abort()
+                raise TimeoutError(f"NCCL did not bring a bucket within {self._seconds:g} s")
+            time.sleep(0.0005)
+        part.copy_(staged)
+
+
+class Coming:
+    """A version on its way. Written by its own thread alone until `done`."""
+
+    def __init__(self, order):
+        self.order, self.digests, self.error, self.ready, self.done = order, [], "", None, False
+
+
+class Landing:
+    """What a worker holds: the version that came last, and the one that is served. Its methods never wait."""
+
+    def __init__(self, prepare, swap):
+        """`prepare` makes of named tensors what `swap` takes, which returns what was served before, or `None` where that is gone."""
+        self._prepare, self._swap = prepare, swap
+        self._seat = self._coming = self._live = None
+
+    def begin(self, order, *, index, workers):
+        """Starts to receive. What came before is forgotten, also where it is still on its way: its thread ends by its deadline."""
+        if order["workers"] != workers:
+            raise ValueError(f"this server has {workers} workers, and the order is for {order['workers']}")
+        before, self._coming = [self._coming], Coming(order)
+        given = (self._coming, order["rank"] + index, before)
+        threading.Thread(target=self._receive, args=given, name="midflight-direct", daemon=True).start()
+
+    def state(self):
+        """For the companion: `done` also where it failed."""
+        coming = self._coming
+        if coming is None:
+            return {"version": None, "done": True, "digests": [], "error": "nothing was ordered", "live": self._live}
+        version = coming.order["version"]
+        return {"version": version, "done": coming.done, "digests": coming.digests, "error": coming.error, "live": self._live}
+
+    def holds(self, version):
+        coming = self._coming
+        has = coming is not None and coming.done and coming.ready is not None and coming.order["version"] == version
+        return has or self._live == version
+
+    def take(self, version):
+        """Between two steps: what was received becomes what is served, and the other way round, so that it can be taken back."""
+        coming = self._coming
+        if not self.holds(version):
+            raise ValueError(f"version {version} is not here; here are {coming and coming.order['version']}, and {self._live} is served")
+        if coming is not None and coming.ready is not None and coming.order["version"] == version:
+            coming.ready = self._swap(coming.ready)
+            coming.order, self._live = {**coming.order, "version": self._live}, version
+
+    def _receive(self, coming, rank, before):
+        """In its thread. Lets go of what came before first: to give much memory back takes time."""
+        before.clear()
+        try:
+            order = coming.order
+            seat, self._seat = self._seat, None  # a round that fails leaves no group
+            if order["again"] and (seat is None or seat.name != order["group"]):
+                raise ValueError(f"this worker was never in group {order['group']}")
+            seat = seat if order["again"] else Seat(order, rank)
+            data = torch.empty(order["num_bytes"], dtype=torch.uint8)
+            for start in range(0, len(data), order["bucket_bytes"]):
+                part = data[start : start + order["bucket_bytes"]]
+                seat.receive(part)
+                coming.digests.append(hashlib.sha256(part.numpy()).hexdigest()[:HEX])
+            self._seat = seat
+            with torch.no_grad():
+                coming.ready = self._prepare([(name, _view(data, *where)) for name, *where in order["tensors"]])
+        except Exception as error:
+            coming.error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        coming.done = True
+
+
+def _view(data, dtype, shape, offset, num_bytes):
+    return data[offset : offset + num_bytes].view(DTYPES[dtype]).view(shape)
+
+
+# --- A model beside the one that is served ----------------------------------------------------------------------------
+
+
+def can_stand_beside(model):
+    """Whether a model's weights may be made ready in other memory and exchanged: on a GPU, recorded graphs hold the old addresses, and
+    what packs its weights keeps them in places of its own."""
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return False
+    methods = {type(m.quant_method).__name__ for m in model.modules() if getattr(m, "quant_method", None) is not None}
+    return methods <= PLAIN and not any(getattr(m, "use_intel_amx_backend", False) for m in model.modules())
+
+
+def beside(model):
+    """The same modules around parameters and buffers of their own. Loaders stay those of the model that is served, so that what is
+    exchanged holds nothing alive."""
+    modules, tensors = {}, {}
+
+    def tensor(old):
+        if old is not None and id(old) not in tensors:
+            new = torch.empty_like(old.data) if isinstance(old, nn.Parameter) else old.data.clone()
+            new.__class__ = old.__class__
+            new.__dict__.update(old.__dict__)
+            tensors[id(old)] = new
+        return None if old is None else tensors[id(old)]
+
+    def module(old):
+        if id(old) not in modules:
+            new = modules[id(old)] = object.__new__(type(old))
+            vars(new).update(vars(old))
+            vars(new)["_parameters"] = {name: tensor(p) for name, p in old._parameters.items()}
+            vars(new)["_buffers"] = {name: tensor(b) for name, b in old._buffers.items()}
+            vars(new)["_modules"] = {name: m and module(m) for name, m in old._modules.items()}
+        return modules[id(old)]
+
+    return module(model)
+
+
+EXCHANGED = ("_parameters", "_buffers", "cpu_linear")
+"""The last is vLLM's: on a CPU a layer computes with a packed copy of its weight."""
+
+
+def exchange(model, other):
+    """Each has what the other had. No byte is copied."""
+    for ours, theirs in zip(model.modules(), other.modules(), strict=True):
+        a, b = vars(ours), vars(theirs)
+        for name in EXCHANGED:
+            if name in a:
+                a[name], b[name] = b[name], a[name]
+    return other

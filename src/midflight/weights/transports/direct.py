@@ -1,0 +1,146 @@
+"""The companion's end of the direct transport: it asks the publisher for its server's workers, and hears of both whether all came.
+
+`DirectRound` is the state: what was asked, answered, sent and held. It never waits. `DirectFeed` waits, and decides nothing. The bytes
+pass neither: they go from the trainer's memory into the workers.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
+from midflight.ports import ServerWorkers
+from midflight.types import TransferOrder, WeightManifest, WorkerState
+from midflight.weights.manifest import extent, repacked
+from midflight.weights.transports.receive import MAX_LINE, Address, Again, Answer, Ask, Join, Refused, Sent, line, read_answer
+
+ATTEMPTS = 2
+"""A server that dies breaks its group for the others too, who meet again without it. A second failure goes to the handover."""
+LOOK_SECONDS = 0.01
+"""Between two questions whether the last bucket is laid out. The workers have no way to say so unasked."""
+
+
+class RoundBroken(Exception):
+    """Nothing that is served has changed, and the group is useless. The next round makes another."""
+
+
+class DirectRound:
+    """One version on its way into one server's workers: asked, ordered, sent, held.
+
+    | state | entered by | what may come |
+    |---|---|---|
+    | asked | `ask` | the publisher's answer: `order` |
+    | ordered | `order` | the publisher's word that all is sent: `sent` |
+    | sent | `sent` | what the workers hold: `landed` |
+
+    What fails raises `RoundBroken`, or `WeightsCorrupt` where another round would end in the same way.
+    """
+
+    def __init__(self, manifest: WeightManifest, *, member: str, group: str | None, workers: int) -> None:
+        """`group`: the one that these workers were in last, where it did not break. `member` names the server to the publisher."""
+        self._manifest, self._member, self._group, self._workers = manifest, member, group, workers
+        self._terms: Join | None = None
+        self._digests: tuple[str, ...] = ()
+
+    def ask(self, token: str) -> Ask:
+        m = self._manifest
+        return Ask(token, m.version, m.fingerprint, self._member, self._group, m.receivers, workers=self._workers)
+
+    def order(self, answer: Answer, known: Join | None, *, host: str) -> TransferOrder:
+        """`known`: the terms of the group that they were in last. What the workers are to be told."""
+        match answer:
+            case Join():
+                self._terms = answer
+            case Again() if known is not None and known.group == self._group:
+                self._terms = known
+            case Refused(reason):
+                raise WeightsCorrupt(f"fetching version {self._manifest.version}: {reason}; publish a version again.")
+            case _:
+                raise RoundBroken("the publisher names a group that was never made")
+        specs, terms = repacked(self._manifest.tensors), self._terms
+        return TransferOrder(
+            version=self._manifest.version,
+            group=terms.group,
+            again=isinstance(answer, Again),
+            host=host,
+            port=terms.port,
+            rank=terms.rank,
+            workers=self._workers,
+            world=terms.world,
+            backend=terms.backend,
+            bucket_bytes=terms.bucket_bytes,
+            deadline_seconds=terms.deadline_seconds,
+            num_bytes=extent(specs),
+            tensors=tuple((s.name, s.dtype, s.shape, s.offset, s.num_bytes) for s in specs),
+        )
+
+    def sent(self, answer: Answer | None) -> None:
+        if not isinstance(answer, Sent):
+            raise RoundBroken("the broadcast did not come to its end")
+        self._digests = answer.digests
+
+    def landed(self, states: Sequence[WorkerState]) -> Join | None:
+        """The terms of the group, which stands, when each worker holds just what was sent; `None` while one still lays it out."""
+        if len(states) != self._workers:
+            raise RoundBroken(f"the server has {len(states)} workers and had {self._workers}")
+        for index, state in enumerate(states):
+            if state.error or state.version != self._manifest.version:
+                raise RoundBroken(f"worker {index} has none of it: {state.error or 'it was started again'}")
+            if state.done and state.digests != self._digests:
+                wrong = next((i for i, (a, b) in enumerate(zip(state.digests, self._digests, strict=False)) if a != b), len(state.digests))
+                raise RoundBroken(f"bucket {wrong} of worker {index} is not what was sent")
+        return self._terms if all(state.done for state in states) else None
+
+
+class DirectFeed:
+    """Implements `ports.WorkerFeed` for one server. It keeps the group for the next version, because making one takes time."""
+
+    def __init__(self, *, answer_seconds: float = 60.0) -> None:
+        """`answer_seconds`: how long the publisher may be busy with the rounds before ours. A group's own deadlines come from it."""
+        self._answer_seconds = answer_seconds
+        self._member = secrets.token_hex(8)
+        self._group: Join | None = None
+        """The terms of the group that the workers are in, which no round has broken."""
+
+    async def bring(self, manifest: WeightManifest, workers: ServerWorkers) -> None:
+        """Waits for the publisher and the workers; ended by their deadlines, or by the caller's."""
+        broken: Exception | None = None
+        for _ in range(ATTEMPTS):
+            known, self._group = self._group, None  # a round that fails, or is cancelled, leaves no group
+            try:
+                # Also shows that they answer: for a server that was stopped nobody meets a group, which would wait for it.
+                count = len(await workers.states())
+                at = DirectRound(manifest, member=self._member, group=known and known.group, workers=count)
+                self._group = await self._round(at, manifest, workers, known)
+                return
+            except (RoundBroken, EngineError) as error:
+                if isinstance(error, (EngineUnavailable, WeightsCorrupt)):
+                    raise
+                broken = error
+        raise EngineUnavailable(
+            f"bringing version {manifest.version} to the server's workers: it broke {ATTEMPTS} times ({broken}); stage it again."
+        ) from broken
+
+    async def _round(self, at: DirectRound, manifest: WeightManifest, workers: ServerWorkers, known: Join | None) -> Join:
+        try:
+            address = Address.parse(manifest.location)
+            async with asyncio.timeout(self._answer_seconds):
+                reader, writer = await asyncio.open_connection(address.host, address.port, limit=MAX_LINE)
+            try:
+                writer.write(line(at.ask(address.token)))
+                async with asyncio.timeout(self._answer_seconds):
+                    answer = read_answer(await reader.readline())
+                await workers.receive(at.order(answer, known, host=writer.get_extra_info("peername")[0]))
+                ended = await reader.readline()  # it hangs up where the round failed
+                at.sent(read_answer(ended) if ended else None)
+            finally:
+                writer.close()
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise EngineUnavailable(
+                f"fetching version {manifest.version}: the publisher does not answer ({error}); publish the version again."
+            ) from error
+        while (terms := at.landed(await workers.states())) is None:
+            await asyncio.sleep(LOOK_SECONDS)
+        return terms
