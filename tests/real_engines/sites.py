@@ -17,6 +17,7 @@ from tests.engines.sites import ModelSite
 from tests.real_engines.process import MAX_CONTEXT, MAX_RUNNING, Kind, ServerProcess
 from transformers import PreTrainedModel
 
+from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
@@ -79,7 +80,9 @@ def adapter(kind: Kind) -> Server:
 
 
 @asynccontextmanager
-async def attached(server: ServerProcess, models: Callable[[Version], PreTrainedModel] = tied) -> AsyncIterator[ModelSite]:
+async def attached(
+    server: ServerProcess, models: Callable[[Version], PreTrainedModel] = tied, *, direct: DirectWay | None = None
+) -> AsyncIterator[ModelSite]:
     """A new adapter: it gives the server the weights that it started with, whatever it served before."""
     receiver = MemoryReceiver()
     with tempfile.TemporaryDirectory(dir=STAGING, prefix="midflight-test-") as staging:
@@ -91,6 +94,7 @@ async def attached(server: ServerProcess, models: Callable[[Version], PreTrained
             model=server.model,
             receiver=receiver,
             staging=Path(staging),
+            direct=direct,
         )
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(engine.run())

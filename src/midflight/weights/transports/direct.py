@@ -141,6 +141,6 @@ class DirectFeed:
             raise EngineUnavailable(
                 f"fetching version {manifest.version}: the publisher does not answer ({error}); publish the version again."
             ) from error
-        while (terms := at.landed(await workers.states())) is None:
+        while (terms := at.landed(await workers.states())) is None:  # noqa: ASYNC110 (the event is another program's)
             await asyncio.sleep(LOOK_SECONDS)
         return terms

@@ -28,7 +28,7 @@ class Seat:
     """One worker's place in a group of the trainer and all workers that receive."""
 
     def __init__(self, order, rank):
-        self.name, self._seconds = order["group"], order["deadline_seconds"]
+        self.name, self.rank, self._seconds = order["group"], rank, order["deadline_seconds"]
         within, at = timedelta(seconds=self._seconds), (order["host"], order["port"])
         with socket.create_connection(at, timeout=self._seconds) as reached:
             own = reached.getsockname()[0]

@@ -82,29 +82,29 @@ def _reload(model: nn.Module, model_config: object, tensors: Iterable[tuple[str,
 
 
 @dataclass
-class Order:
+class OrderBody:
     """The body of `/init_weight_transfer_engine`."""
 
     order: dict
 
 
 @dataclass
-class Taken:
+class TakeBody:
     """The body of `/update_weights`."""
 
     version: int
 
 
-class Direct(WeightTransferEngine):
+class DirectTransfer(WeightTransferEngine):
     """vLLM's end of a way for weights: what is ordered comes in the background, and an update swaps it in."""
 
-    init_info_cls, update_info_cls = Order, Taken
+    init_info_cls, update_info_cls = OrderBody, TakeBody
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
         self.landing = Landing(self._prepared, self._swapped)
 
-    def init_transfer_engine(self, init_info: Order) -> None:
+    def init_transfer_engine(self, init_info: OrderBody) -> None:
         parallel = self.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self.landing.begin(init_info.order, index=index, workers=parallel.world_size_across_dp)
@@ -112,7 +112,7 @@ class Direct(WeightTransferEngine):
     def start_weight_update(self) -> None:
         pass
 
-    def receive_weights(self, update_info: Taken) -> None:
+    def receive_weights(self, update_info: TakeBody) -> None:
         self.landing.take(update_info.version)
 
     def finish_weight_update(self) -> None:
@@ -142,7 +142,7 @@ class Direct(WeightTransferEngine):
         return None
 
 
-WeightTransferEngineFactory.register_engine("midflight", Direct)
+WeightTransferEngineFactory.register_engine("midflight", DirectTransfer)
 
 
 def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):

@@ -1,0 +1,121 @@
+"""What real servers must keep where weights come straight into their workers: tokens, and what they serve when the way breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from tests.engines.contract_weights import check_labels
+from tests.engines.models import ask
+from tests.engines.reading import collect, ids, labels, logprobs, until_tokens
+from tests.engines.sites import ModelSite
+from tests.real_engines.process import ServerProcess
+from tests.real_engines.sites import attached, tied
+from torch import Tensor
+
+from midflight.engines.servers.direct import DirectWay
+from midflight.errors import EngineUnavailable
+from midflight.models.names import named_tensors
+from midflight.weights.transports.collective import CollectivePublisher
+from midflight.weights.transports.direct import DirectFeed
+from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken
+
+GREEDY = {"temperature": 0.0, "max_tokens": 30}
+PROMPT = "The quick brown fox"
+GIVE_UP_SECONDS = 0.5
+"""A caller's patience with a server that was stopped."""
+_BROADCAST = BroadcastGroup.broadcast
+Test = Callable[[ModelSite, CollectivePublisher], Awaitable[None]]
+
+
+class Breaking:
+    """Stands for `BroadcastGroup.broadcast`: the trainer's connections close in the middle of the next `rounds` versions."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self._whole, self._sent = rounds, _BROADCAST, 0
+
+    def __call__(self, group: BroadcastGroup, part: Tensor) -> None:
+        self._sent += 1
+        if self.rounds and self._sent == 2:
+            self.rounds, self._sent = self.rounds - 1, 0
+            group.close()
+            raise GroupBroken("cut off")
+        self._whole(group, part)
+
+
+async def update(site: ModelSite, sender: CollectivePublisher, version: int) -> None:
+    """It comes while the server generates, and nothing of it lies in a folder."""
+    manifest = sender.publish(version, named_tensors(tied(version)))
+    await site.engine.stage(manifest)
+    attestation = await site.engine.commit(version)
+    assert (attestation.version, attestation.fingerprint) == (version, manifest.fingerprint)
+
+
+async def serves(site: ModelSite, version: int) -> bool:
+    answer = await collect(site.engine, ask(PROMPT, **GREEDY))
+    return all(site.chosen(version, ask(PROMPT, **GREEDY), ids(answer))) and {v for v, _ in labels(answer)} == {version}
+
+
+class DirectContract:
+    server: ServerProcess
+
+    def _on(self, test: Test) -> None:
+        async def main() -> None:
+            with CollectivePublisher(bucket_bytes=50_000, transport="direct") as sender:
+                way = DirectWay(self.server.kind, DirectFeed())
+                async with asyncio.timeout(100), attached(self.server, direct=way) as site:
+                    await test(site, sender)
+
+        asyncio.run(main())
+
+    def test_i6_weights_that_come_straight_are_served_as_if_they_were_loaded_from_a_folder(self) -> None:
+        async def test(site: ModelSite, sender: CollectivePublisher) -> None:
+            request = ask(PROMPT, max_tokens=150, temperature=0.0)
+            chunks = site.engine.generate(request)
+            got = await until_tokens(chunks, 3)
+            await update(site, sender, 1)
+            got += [c async for c in chunks]
+            check_labels(got)
+            changed = [v for v, _ in labels(got)].index(1)
+            assert all(site.chosen(0, request, ids(got))[:changed])
+            await update(site, sender, 2)
+            await update(site, sender, 3)
+            assert sender.service.num_groups == 1
+            straight = await collect(site.engine, ask(PROMPT, **GREEDY))
+            await site.engine.stage(site.receiver.publish_tensors(4, named_tensors(tied(3))))
+            await site.engine.commit(4)
+            loaded = await collect(site.engine, ask(PROMPT, **GREEDY))
+            assert ids(straight) == ids(loaded) and logprobs(straight) == pytest.approx(logprobs(loaded), abs=1e-6)
+            assert all(site.chosen(3, ask(PROMPT, **GREEDY), ids(straight)))
+
+        self._on(test)
+
+    def test_i7_a_way_that_breaks_in_mid_update_hangs_nobody_and_the_last_whole_version_is_served(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def test(site: ModelSite, sender: CollectivePublisher) -> None:
+            breaking = Breaking(0)
+            monkeypatch.setattr(BroadcastGroup, "broadcast", lambda group, part: breaking(group, part))
+            await update(site, sender, 1)
+            breaking.__init__(1)
+            await update(site, sender, 2)  # broken once, it comes in a new group
+            assert sender.service.num_groups == 2 and await serves(site, 2)
+            breaking.__init__(2)
+            manifest = sender.publish(3, named_tensors(tied(3)))
+            with pytest.raises(EngineUnavailable, match="it broke 2 times"):
+                await site.engine.stage(manifest)
+            assert await serves(site, 2)
+            self.server.freeze()
+            try:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(GIVE_UP_SECONDS):
+                        await site.engine.stage(manifest)
+            finally:
+                self.server.thaw()
+            assert await serves(site, 2)
+            await site.engine.stage(manifest)
+            await site.engine.commit(3)
+            assert await serves(site, 3)
+
+        self._on(test)

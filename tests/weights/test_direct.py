@@ -1,0 +1,231 @@
+"""The direct transport: a server's own workers take part in the broadcast, and its companion knows what each of them holds.
+
+The workers here are the plugin's own code around a small model of torch; real servers have it in `tests/real_engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from midflight.engines.servers.command import INSIDE
+from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
+from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
+from midflight.weights.transports.collective import CollectivePublisher
+from midflight.weights.transports.direct import DirectFeed, DirectRound, RoundBroken
+from midflight.weights.transports.receive import Again, Join, Refused, Sent
+
+sys.path.append(str(INSIDE))
+import midflight_direct
+
+DEADLINE = 0.6
+"""Seconds: what a peer that stopped costs the others."""
+SPECS = (TensorSpec("a", "F32", (3,), 128, 12), TensorSpec("b", "BF16", (2, 2), 192, 8))
+MANIFEST = WeightManifest(7, "ffff", "direct", "tcp://127.0.0.1:5000/secret", SPECS, receivers=2)
+TERMS = Join(group="g", rank=3, world=5, port=6000, backend="gloo", bucket_bytes=64, deadline_seconds=2.0)
+HELD = WorkerState(version=7, done=True, digests=("x", "y"), error="", live=6)
+
+
+def ordered(group: str | None = None) -> DirectRound:
+    """Two workers that are told to meet in group g, as ranks 3 and 4."""
+    at = DirectRound(MANIFEST, member="m", group=group, workers=2)
+    at.order(TERMS, None, host="10.0.0.1")
+    at.sent(Sent(("x", "y")))
+    return at
+
+
+def test_a_server_asks_for_its_workers_and_tells_them_where_the_bytes_go() -> None:
+    at = DirectRound(MANIFEST, member="m", group=None, workers=2)
+    ask = at.ask("secret")
+    assert (ask.fingerprint, ask.workers, ask.ranks, ask.group, ask.expected) == ("ffff", 2, 2, None, 2)
+    order = at.order(TERMS, None, host="10.0.0.1")
+    # Packed anew: the second tensor begins at the next multiple of 64, and the last ends 8 bytes after it.
+    assert order.tensors == (("a", "F32", (3,), 0, 12), ("b", "BF16", (2, 2), 64, 8)) and order.num_bytes == 72
+    assert (order.rank, order.workers, order.world, order.again) == (3, 2, 5, False)
+
+
+def test_what_each_worker_holds_decides_and_nothing_else() -> None:
+    assert ordered().landed((HELD, replace(HELD, done=False, digests=("x",)))) is None
+    assert ordered().landed((HELD, HELD)) == TERMS
+
+
+@pytest.mark.parametrize(
+    ("states", "why"),
+    [
+        ((HELD,), "has 1 workers and had 2"),
+        ((HELD, HELD, HELD), "has 3 workers and had 2"),
+        ((HELD, replace(HELD, version=None)), "worker 1 has none of it: it was started again"),
+        ((replace(HELD, error="gone"), HELD), "worker 0 has none of it: gone"),
+        ((HELD, replace(HELD, digests=("x", "z"))), "bucket 1 of worker 1 is not what was sent"),
+        ((HELD, replace(HELD, digests=("x",))), "bucket 1 of worker 1 is not what was sent"),
+    ],
+)
+def test_i7_workers_that_do_not_hold_just_what_was_sent_break_the_round(states: Sequence[WorkerState], why: str) -> None:
+    with pytest.raises(RoundBroken, match=why):
+        ordered().landed(states)
+
+
+def test_a_group_that_the_workers_were_never_in_a_broadcast_that_ends_early_and_a_refusal_end_the_round() -> None:
+    at = DirectRound(MANIFEST, member="m", group="g", workers=2)
+    with pytest.raises(RoundBroken, match="never made"):
+        at.order(Again(), None, host="h")
+    assert at.order(Again(), TERMS, host="h").again
+    with pytest.raises(RoundBroken, match="did not come to its end"):
+        at.sent(None)
+    with pytest.raises(WeightsCorrupt, match="was released"):
+        at.order(Refused("it was released"), None, host="h")
+
+
+# --- With a publisher and the plugin's own code ------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """A layer whose weight is fused of two tensors, as servers have them, and an output head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Linear(2, 4, bias=False)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.fused.weight
+
+    def load_weights(self, tensors: list[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.fused.weight.data[slice(0, 2) if name == "a" else slice(2, 4)].copy_(tensor)
+
+
+class Workers:
+    """Of one server. `said` is how many it says to them that they are."""
+
+    def __init__(self, count: int) -> None:
+        self.models = [Small() for _ in range(count)]
+        self.landings = [self._landing(model) for model in self.models]
+        self.said = count
+        self.orders: list[TransferOrder] = []
+
+    def _landing(self, model: Small) -> Any:
+        def prepare(tensors: list[tuple[str, Tensor]]) -> Small:
+            ready = midflight_direct.beside(model)
+            ready.load_weights(tensors)
+            return ready
+
+        return midflight_direct.Landing(prepare, lambda ready: midflight_direct.exchange(model, ready))
+
+    def restart(self) -> None:
+        self.landings = [self._landing(model) for model in self.models]
+
+    async def states(self) -> Sequence[WorkerState]:
+        return msgspec.convert([landing.state() for landing in self.landings], tuple[WorkerState, ...])
+
+    async def receive(self, order: TransferOrder) -> None:
+        self.orders.append(order)
+        try:
+            for index, landing in enumerate(self.landings):
+                landing.begin(msgspec.to_builtins(order), index=index, workers=self.said)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+
+    def serves(self, version: int) -> bool:
+        return all(torch.equal(m.head.weight, m.fused.weight) and bool((m.fused.weight == version).all()) for m in self.models)
+
+    def take(self, version: int) -> None:
+        for landing in self.landings:
+            landing.take(version)
+
+
+def tensors(version: int) -> dict[str, Tensor]:
+    return {name: torch.full((2, 2), float(version)) for name in "ab"}
+
+
+@pytest.fixture
+def sender() -> Iterator[CollectivePublisher]:
+    with CollectivePublisher(bucket_bytes=20, quiet_seconds=0.02, deadline_seconds=DEADLINE, transport="direct") as made:
+        yield made
+
+
+async def bring_all(feeds: list[DirectFeed], manifest: WeightManifest, servers: list[Workers]) -> list[BaseException | None]:
+    manifest = replace(manifest, receivers=len(servers))
+    return await asyncio.gather(*(f.bring(manifest, s) for f, s in zip(feeds, servers, strict=True)), return_exceptions=True)
+
+
+def test_the_workers_of_all_servers_get_a_version_in_one_broadcast_and_swap_it_with_what_they_serve(sender: CollectivePublisher) -> None:
+    servers, feeds = [Workers(2), Workers(1)], [DirectFeed(), DirectFeed()]
+
+    async def main() -> None:
+        for version in (1, 2):
+            assert await bring_all(feeds, sender.publish(version, tensors(version)), servers) == [None, None]
+            assert not any(s.serves(version) for s in servers)
+            for server in servers:
+                server.take(version)
+            assert all(s.serves(version) for s in servers)
+
+    asyncio.run(main())
+    assert sender.service.num_groups == 1  # the trainer and three workers, who meet again
+    assert [order.world for order in servers[0].orders] == [4, 4]
+    # What was served before is beside it, and can be taken back.
+    servers[0].take(1)
+    assert servers[0].serves(1) and {s.live for s in asyncio.run(servers[0].states())} == {1}
+
+
+def test_a_worker_that_dies_in_mid_broadcast_holds_up_nobody_and_leaves_what_is_served(
+    sender: CollectivePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers, feeds = [Workers(1), Workers(2)], [DirectFeed(), DirectFeed()]
+    parts = list[int]()
+    received = midflight_direct.Seat.receive
+
+    def receive(seat: Any, part: Tensor) -> None:
+        parts.append(seat.rank)
+        if seat.rank == dying_rank() and parts.count(seat.rank) == 2:
+            seat._group = seat._store = None  # its connections are closed, as by its death
+            raise ConnectionError("killed")
+        received(seat, part)
+
+    def dying_rank() -> int:
+        return servers[1].orders[0].rank + 1
+
+    monkeypatch.setattr(midflight_direct.Seat, "receive", receive)
+
+    async def main() -> None:
+        assert await bring_all(feeds, sender.publish(1, tensors(1)), servers) == [None, None]
+
+    asyncio.run(main())
+    assert sender.service.num_groups == 2  # the second is whole
+    assert not any(s.serves(1) for s in servers)
+    for server in servers:
+        server.take(1)
+    assert all(s.serves(1) for s in servers)
+
+
+def test_a_server_that_was_started_again_is_met_in_a_new_group_and_one_of_another_size_is_refused(sender: CollectivePublisher) -> None:
+    server, feed = Workers(2), DirectFeed()
+
+    async def main() -> None:
+        await feed.bring(sender.publish(1, tensors(1)), server)
+        server.restart()
+        await feed.bring(sender.publish(2, tensors(2)), server)
+        assert [order.again for order in server.orders] == [False, True, False]
+        server.take(2)
+        assert server.serves(2)
+        with pytest.raises(ValueError, match="version 1 is not here"):
+            server.take(1)
+        server.said = 3
+        with pytest.raises(EngineUnavailable, match="this server has 3 workers, and the order is for 2"):
+            await feed.bring(sender.publish(3, tensors(3)), server)
+        assert server.serves(2)
+
+    asyncio.run(main())
+
+
+def test_a_publisher_that_is_gone_is_an_error_at_once(sender: CollectivePublisher) -> None:
+    manifest = sender.publish(1, tensors(1))
+    sender.close()
+    with pytest.raises(EngineUnavailable, match="the publisher does not answer"):
+        asyncio.run(DirectFeed().bring(manifest, Workers(1)))
