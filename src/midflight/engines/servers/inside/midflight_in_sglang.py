@@ -18,7 +18,6 @@ from midflight_shape import Shapes
 from sglang.srt.arg_groups.choices import add_grammar_backend_choices
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, register_grammar_backend
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend, GuidanceGrammar
-from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqOutput, UpdateWeightsFromDistributedReqOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
@@ -153,30 +152,35 @@ def _each(manager, value):
 def _begin(original, manager, asked):
     if not asked.group_name.startswith(GROUP):
         return original(manager, asked)
+    from sglang.srt.managers import io_struct  # too early when plugins are read
+
     try:
         group = manager.tp_cpu_group
         index, count = torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
         _landing(manager).begin(json.loads(asked.group_name.removeprefix(GROUP)), index=index, workers=count)
     except ValueError as error:
-        return InitWeightsUpdateGroupReqOutput(success=False, message=str(error))
-    return InitWeightsUpdateGroupReqOutput(success=True, message="receiving")
+        return io_struct.InitWeightsUpdateGroupReqOutput(success=False, message=str(error))
+    return io_struct.InitWeightsUpdateGroupReqOutput(success=True, message="receiving")
 
 
 def _take(original, manager, asked):
     """All workers swap, or none does."""
     if not asked.group_name.startswith(GROUP):
         return original(manager, asked)
+    from sglang.srt.managers import io_struct
+
     landing, version = _landing(manager), int(asked.weight_version)
     if not all(_each(manager, landing.holds(version))):
-        return UpdateWeightsFromDistributedReqOutput(success=False, message=f"version {version} is not with every worker")
+        return io_struct.UpdateWeightsFromDistributedReqOutput(success=False, message=f"version {version} is not with every worker")
     landing.take(version)
     manager.record_weight_version_after_update(asked.weight_version)
     success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
-    return UpdateWeightsFromDistributedReqOutput(success=success, message=message)
+    return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
 
 
-def _told(said, scheduler, asked):
-    said.internal_state["midflight"] = _each(scheduler.weight_updater, _landing(scheduler.weight_updater).state())
+def _told(said, controller, asked):
+    manager = controller.scheduler.weight_updater
+    said.internal_state["midflight"] = _each(manager, _landing(manager).state())
     return said
 
 
@@ -192,7 +196,7 @@ def register():
         "multinomial_with_seed": _draw,
     }.items():
         HookRegistry.register(f"sglang.srt.layers.sampler.{name}", hook, HookType.AROUND)
-    manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    HookRegistry.register(f"{manager}.init_weights_update_group", _begin, HookType.AROUND)
-    HookRegistry.register(f"{manager}.update_weights_from_distributed", _take, HookType.AROUND)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _told, HookType.AFTER)
+    parts = "sglang.srt.managers.scheduler_components"
+    for name, hook in {"init_weights_update_group": _begin, "update_weights_from_distributed": _take}.items():
+        HookRegistry.register(f"{parts}.weight_updater.SchedulerWeightUpdaterManager.{name}", hook, HookType.AROUND)
+    HookRegistry.register(f"{parts}.internal_state.SchedulerInternalStateController.get_internal_state", _told, HookType.AFTER)
