@@ -179,7 +179,7 @@ def test_a_worker_that_dies_in_mid_broadcast_holds_up_nobody_and_leaves_what_is_
 ) -> None:
     servers, feeds = [Workers(1), Workers(2)], [DirectFeed(), DirectFeed()]
     parts = list[int]()
-    received = midflight_direct.Seat.receive
+    received = midflight_direct.GroupSeat.receive
 
     def receive(seat: Any, part: Tensor) -> None:
         parts.append(seat.rank)
@@ -191,7 +191,7 @@ def test_a_worker_that_dies_in_mid_broadcast_holds_up_nobody_and_leaves_what_is_
     def dying_rank() -> int:
         return servers[1].orders[0].rank + 1
 
-    monkeypatch.setattr(midflight_direct.Seat, "receive", receive)
+    monkeypatch.setattr(midflight_direct.GroupSeat, "receive", receive)
 
     async def main() -> None:
         assert await bring_all(feeds, sender.publish(1, tensors(1)), servers) == [None, None]

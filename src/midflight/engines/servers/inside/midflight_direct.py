@@ -24,7 +24,7 @@ HEX = 32
 """Digits of a bucket's SHA-256 that are told."""
 
 
-class Seat:
+class GroupSeat:
     """One worker's place in a group of the trainer and all workers that receive."""
 
     def __init__(self, order, rank):
@@ -116,7 +116,7 @@ class Landing:
             seat, self._seat = self._seat, None  # a round that fails leaves no group
             if order["again"] and (seat is None or seat.name != order["group"]):
                 raise ValueError(f"this worker was never in group {order['group']}")
-            seat = seat if order["again"] else Seat(order, rank)
+            seat = seat if order["again"] else GroupSeat(order, rank)
             data = torch.empty(order["num_bytes"], dtype=torch.uint8)
             for start in range(0, len(data), order["bucket_bytes"]):
                 part = data[start : start + order["bucket_bytes"]]
