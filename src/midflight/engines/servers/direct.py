@@ -4,7 +4,7 @@ The companion gives orders and asks what the workers hold. In the pause they onl
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -73,7 +73,7 @@ def _states(said: object) -> Sequence[WorkerState]:
         raise EngineError(f"reading {str(said)[:200]!r}: {error}. Attach to {_OF}.") from error
 
 
-WORKERS = {"vllm": VllmWorkers, "sglang": SglangWorkers}
+WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {"vllm": VllmWorkers, "sglang": SglangWorkers}
 
 
 class DirectWay:

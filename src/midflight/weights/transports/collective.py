@@ -193,7 +193,9 @@ class CollectiveService:
                 raise GroupBroken("the publisher is closing")
             self.num_bytes_broadcast += part.stop - part.start
             group.broadcast(data[part])
-            digests += [hashlib.sha256(data[part].numpy()).hexdigest()[: receive.DIGEST_DIGITS]] if hashed else []
+            if hashed:
+                sent: memoryview = data[part].numpy().data
+                digests.append(hashlib.sha256(sent).hexdigest()[: receive.DIGEST_DIGITS])
         return tuple(digests)
 
     async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
