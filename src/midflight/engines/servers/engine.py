@@ -364,7 +364,7 @@ class ServerEngine:
         """Makes the server serve the weights that we say it serves, whatever it served before and however it was left."""
         with self._client.cold():
             found = await self._server.attach(self._client)
-        check_same_model(found.model, self._first.folder, url=self._client.url)
+        check_same_model(found.model, self._area.first, url=self._client.url)
         if None not in (self._num_workers, found.num_workers) and self._num_workers != found.num_workers:
             raise EngineError(
                 f"attaching to {self._client.url}: {found.num_workers} processes compute for this server, and engine.servers says "
@@ -382,7 +382,7 @@ class ServerEngine:
 
     async def _give_live_weights(self, found: Found) -> None:
         """Gives the server the live weights, in a pause; only a label if it has just started from our model's folder and these are still live."""
-        if found.untouched and found.model == str(self._first.folder) and self._live is self._first:
+        if found.untouched and found.model == str(self._area.first) and self._live is self._first:
             await self._server.relabel(self._client, self._live.version)
             return
         _log.info("engine %s serves weights %r of %s: giving it version %d", self._name, found.label, found.model, self._live.version)
