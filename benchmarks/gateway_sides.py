@@ -124,6 +124,8 @@ class TrivialEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._num_tokens = 0
+        self._version = 0
+        self._staged: dict[str, str] = {}
 
     async def stream(self, request: web.Request) -> web.WebSocketResponse:
         socket_ = web.WebSocketResponse(compress=False, max_msg_size=0)
@@ -167,9 +169,9 @@ class TrivialEngine:
                 finishes.append((handle, Finish(FinishReason.LENGTH)))
         self._num_tokens += len(handles)
         now, rows = time.monotonic(), np.zeros(len(handles), dtype=ROW)
-        rows["handle"], rows["token_id"], rows["logprob"] = handles, ord("a"), -0.5
+        rows["handle"], rows["token_id"], rows["logprob"], rows["kv_version"] = handles, ord("a"), -0.5, self._version
         return StepFrame(
-            version=0,
+            version=self._version,
             rows=rows.tobytes(),
             finishes=tuple(finishes),
             started=now,
@@ -178,7 +180,7 @@ class TrivialEngine:
         )
 
     async def health(self, request: web.Request) -> web.Response:
-        state = EngineHealth(0, not self._open.is_set(), self._num_tokens, len(self._running), 0)
+        state = EngineHealth(self._version, not self._open.is_set(), self._num_tokens, len(self._running), 0)
         return web.json_response({name: getattr(state, name) for name in EngineHealth.__slots__})
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -189,12 +191,21 @@ class TrivialEngine:
         self._open.set()
         return web.json_response({})
 
+    async def stage(self, request: web.Request) -> web.Response:
+        self._staged = await request.json()
+        return web.json_response({})
+
+    async def commit(self, request: web.Request) -> web.Response:
+        self._version = (await request.json())["version"]
+        return web.json_response({"version": self._version, "fingerprint": self._staged["fingerprint"]})
+
 
 async def engine(port: int, step_us: int) -> None:
     trivial = TrivialEngine(step_us * 1e-6)
     app = web.Application()
     app.add_routes([web.get(STREAM_PATH, trivial.stream), web.get(f"{PREFIX}/health", trivial.health)])
-    app.add_routes([web.post(f"{PREFIX}/pause", trivial.pause), web.post(f"{PREFIX}/resume", trivial.resume)])
+    verbs = {"pause": trivial.pause, "resume": trivial.resume, "stage": trivial.stage, "commit": trivial.commit}
+    app.add_routes([web.post(f"{PREFIX}/{name}", verb) for name, verb in verbs.items()])
     await _serve(app, port)
 
 

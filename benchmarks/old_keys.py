@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -136,7 +136,7 @@ async def answer_some(made: list[Tensors], answers: list[Answer], mode: PauseMod
 
 
 async def read(engine: EmbeddedEngine, answer: Answer, sampling: SamplingParams, progress: asyncio.Condition, *, seed: int) -> None:
-    request = GenerateRequest(str(seed), tuple(answer.prompt), len(answer.prompt), replace(sampling, seed=seed))
+    request = GenerateRequest(str(seed), tuple(answer.prompt), len(answer.prompt), sampling.changed(seed=seed))
     async with aclosing(engine.generate(request)) as chunks:
         async for chunk in chunks:
             answer.tokens += chunk.token_ids

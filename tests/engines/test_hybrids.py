@@ -48,7 +48,7 @@ PLAN = [(1, None), (0, PauseMode.KEEP), (2, None), (0, PauseMode.RECOMPUTE), (3,
 @pytest.mark.parametrize("name", ["falcon_h1", "gptj"])
 def test_i5_aborts_and_pauses_give_the_tokens_of_undisturbed_runs_alone(name: str) -> None:
     """I5, also for a model whose sequences go alone."""
-    model, requests = tiny(name), [replace(r, sampling=replace(r.sampling, max_tokens=6)) for r in REQUESTS[1:5]]
+    model, requests = tiny(name), [replace(r, sampling=r.sampling.changed(max_tokens=6)) for r in REQUESTS[1:5]]
     alone = {i: make_engine(model).generate_all([r])[0].token_ids for i, r in enumerate(requests)}
     assert drive(make_engine(model, max_running=2, max_batch_tokens=8)._scheduler, requests, PLAN) == alone
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType
@@ -82,7 +81,7 @@ for client in (*CLIENTS, "native"):
     # accepted, and merged with the session's defaults
     params: Any = params_for(exchange(client, 0.5).call, 10, defaults=DEFAULTS, limits=WITH)
     assert params.typical_p == 0.5 and not samples_the_policy(params, DEFAULTS, limits=WITH)
-    silent: Any = params_for(exchange(client, None).call, 10, defaults=replace(DEFAULTS, typical_p=0.7), limits=WITH)
+    silent: Any = params_for(exchange(client, None).call, 10, defaults=DEFAULTS.changed(typical_p=0.7), limits=WITH)
     assert silent.typical_p == 0.7
     # bounded
     assert refused(client, 0, WITH) == refused(client, 1.5, WITH) == own
@@ -97,7 +96,7 @@ except RequestRejected as error:
     assert error.param == "typical_p"
 
 # sent to each server under its name
-request = GenerateRequest("a", (1, 2), 2, replace(DEFAULTS, typical_p=0.5))
+request = GenerateRequest("a", (1, 2), 2, DEFAULTS.changed(typical_p=0.5))
 asked = ServerRequest(request, ChunkStream(eager=True))
 vllm: Any = VllmServer(vocab_size=99, max_running=4).body(asked, salt="")[1]
 sglang: Any = SglangServer(vocab_size=99, max_running=4, max_context=256).body(asked, salt="")[1]
@@ -109,7 +108,7 @@ assert sent == Submit(1, request)
 check_sampling(request.sampling)
 check_features(request.sampling, frozenset({Feature.PENALTIES}), engine="e")
 for check in (
-    lambda: check_sampling(replace(DEFAULTS, typical_p=0.0)),
+    lambda: check_sampling(DEFAULTS.changed(typical_p=0.0)),
     lambda: check_features(request.sampling, frozenset(), engine="e"),
 ):
     try:

@@ -87,7 +87,7 @@ def test_turns_at_another_temperature_are_kept_out_of_the_loss_where_logprobs_ar
         limits = replace(UNSEEDED, logprob_kinds=frozenset({LogprobKind.RAW}))
         generator = ScriptedGenerator()
         async with offered(generator, limits=limits) as it:
-            session = it.gateway.open(KEY, sampling=replace(DEFAULTS, temperature=temperature), tracked=True)
+            session = it.gateway.open(KEY, sampling=DEFAULTS.changed(temperature=temperature), tracked=True)
             sdk = it.sdk(base_url=f"http://memory/s/{session.api_key}/v1", api_key=session.api_key)
             await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
             assert generator.requests[0].sampling.seed, "the session's own seed is sent, honoured or not"
@@ -117,7 +117,7 @@ def test_a_truncated_turn_is_of_the_policy_where_engines_say_what_was_kept_and_n
 ) -> None:
     assert samples_the_policy(params, params, limits=MASKS) is trained
     assert not samples_the_policy(params, params, limits=UNSEEDED)
-    assert not samples_the_policy(params, replace(params, temperature=0.7), limits=MASKS)
+    assert not samples_the_policy(params, params.changed(temperature=0.7), limits=MASKS)
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [(Kind.TRAINING, True), (Kind.EVALUATION, False), (Kind.OUTSIDE, False)])
@@ -125,7 +125,7 @@ def test_what_was_kept_is_asked_for_only_where_it_is_trained(kind: Kind, wanted:
     async def main() -> None:
         generator = ScriptedGenerator()
         async with offered(generator, limits=MASKS) as it:
-            session = it.gateway.open(replace(KEY, kind=kind), sampling=replace(DEFAULTS, top_p=0.9), tracked=True)
+            session = it.gateway.open(replace(KEY, kind=kind), sampling=DEFAULTS.changed(top_p=0.9), tracked=True)
             sdk = it.sdk(base_url=f"http://memory/s/{session.api_key}/v1", api_key=session.api_key)
             await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
             await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}], top_p=1.0, seed=4)

@@ -203,7 +203,7 @@ def test_i6_sets_stay_with_their_tokens_over_aborts_and_a_change_of_weights_in_m
 
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
-            record = await conversed(gateway, replace(TRUNCATED, max_tokens=40), turns=1, meanwhile=disturbed)
+            record = await conversed(gateway, TRUNCATED.changed(max_tokens=40), turns=1, meanwhile=disturbed)
             running.cancel()
         return record
 
@@ -225,7 +225,7 @@ def test_truncated_turns_are_masked_where_engines_keep_no_record_or_nobody_wants
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
             assert (await conversed(without, TRUNCATED)).masked == {Reason.NOT_POLICY_SAMPLED: 24}
-            penalised = replace(TRUNCATED, presence_penalty=0.5)
+            penalised = TRUNCATED.changed(presence_penalty=0.5)
             assert (await conversed(gateway, penalised)).masked == {Reason.NOT_POLICY_SAMPLED: 24}
             running.cancel()
 

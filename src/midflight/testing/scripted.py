@@ -297,7 +297,7 @@ class ScriptedEngine:
     def _begin(self, request: types.GenerateRequest) -> ScriptedRun[Any]:
         if not self.capabilities.honours_seed:
             self._num_unseeded += 1
-            request = replace(request, sampling=replace(request.sampling, seed=self._num_unseeded))
+            request = replace(request, sampling=request.sampling.changed(seed=self._num_unseeded))
         return ScriptedRun(self.script, request, self._tokenizer, stops_on_strings=self.capabilities.stops_on_strings)
 
     def _holds_still(self) -> bool:

@@ -7,11 +7,13 @@ parameter is one line in `SamplingParams`, and the place in the embedded sampler
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from types import UnionType
-from typing import Final, TypeVar, get_type_hints
+from typing import Any, Final, TypeVar, get_type_hints
+
+import msgspec
 
 from midflight.types.names import Feature, FinishReason, GrammarKind, Version
 
@@ -65,6 +67,8 @@ class Range:
 
 _SAME: Final = "="
 """Stands for the parameter's own name."""
+_declared: list[dict[str, Any]] = []
+"""What `parameter` was told, in the order of the fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +107,8 @@ def parameter(
     """A field of `SamplingParams`. `copied=False`: servers are not sent the value as it is; their own code makes something of it."""
     clients = {Api.OPENAI: openai, Api.ANTHROPIC: anthropic, Api.NATIVE: native}
     servers = {Api.VLLM: vllm, Api.SGLANG: sglang} if copied else {}
-    about = {"range": range, "feature": feature, "reshapes": reshapes, "truncates": truncates, "names": {**clients, **servers}}
-    return field(default=default, metadata=about)
+    _declared.append({"range": range, "feature": feature, "reshapes": reshapes, "truncates": truncates, "names": {**clients, **servers}})
+    return default
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,7 @@ class Grammar:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """How to choose tokens. Limits count output tokens from `GenerateRequest.num_prompt_tokens`, also after a resume."""
 
     max_tokens: int = parameter(16, Range(1, _MOST), reshapes=False, openai=None, native="max_new_tokens", copied=False)
@@ -141,7 +144,7 @@ class SamplingParams:
     a logit becomes infinite."""
     logit_bias: tuple[tuple[int, float], ...] = parameter((), None, Feature.LOGIT_BIAS, anthropic=None, copied=False)
     """(token id, what is added to its logit)."""
-    grammar: Grammar | None = parameter(None, None, Feature.GRAMMARS, openai=None, anthropic=None, native=None, copied=False)  # noqa: RUF009
+    grammar: Grammar | None = parameter(None, None, Feature.GRAMMARS, openai=None, anthropic=None, native=None, copied=False)
     top_logprobs: int = parameter(
         0, Range(0, MAX_TOP_LOGPROBS), Feature.TOP_LOGPROBS, reshapes=False, openai=None, anthropic=None, native=None, copied=False
     )
@@ -149,8 +152,8 @@ class SamplingParams:
     reported where fewer are possible (truncation, a grammar). At temperature 0 they are those of temperature 1."""
 
     def changed(self, **values: object) -> SamplingParams:
-        """As `dataclasses.replace`, which takes four times as long: every request changes some."""
-        return SamplingParams(**{**dict(zip(PARAMETERS, _values(self), strict=True)), **values})  # type: ignore[arg-type]
+        """The same but for these."""
+        return msgspec.structs.replace(self, **values)
 
     @property
     def samples_the_policy(self) -> bool:
@@ -176,18 +179,9 @@ def _parameters() -> Mapping[str, Parameter]:
     def named(name: str, names: Mapping[Api, str | None]) -> dict[Api, str]:
         return {wire: name if own == _SAME else own for wire, own in names.items() if own is not None}
 
+    defaults = zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, _declared, strict=True)
     return {
-        f.name: Parameter(
-            name=f.name,
-            kind=kinds[f.name],
-            default=f.default,
-            range=f.metadata["range"],
-            feature=f.metadata["feature"],
-            reshapes=f.metadata["reshapes"],
-            truncates=f.metadata["truncates"],
-            names=named(f.name, f.metadata["names"]),
-        )
-        for f in fields(SamplingParams)
+        name: Parameter(name, kinds[name], default, **{**about, "names": named(name, about["names"])}) for name, default, about in defaults
     }
 
 
@@ -201,7 +195,6 @@ FEATURED: Final = tuple(p for p in PARAMETERS.values() if p.feature is not None)
 
 ranged_values = attrgetter(*(p.name for p, _ in RANGED))
 """Their values, in the same order."""
-_values = attrgetter(*PARAMETERS)
 _reshaping = attrgetter(*(p.name for p in PARAMETERS.values() if p.reshapes))
 _RESHAPES_NOT: Final = tuple(p.default for p in PARAMETERS.values() if p.reshapes)
 _truncating = attrgetter(*(p.name for p in PARAMETERS.values() if p.truncates))
@@ -287,8 +280,7 @@ class Chunk:
     `input_ids` on, in as many bytes each; 255 in all of them where there is no record, as for the last token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """One call of the model inside a session, complete. All per-token tuples have the length of `output_ids`."""
 
     prompt_ids: tuple[int, ...]

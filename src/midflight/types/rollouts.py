@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import cast
+
+import msgspec
+import numpy as np
 
 from midflight.errors import TaskFieldMissing
 from midflight.types.generation import TurnTimes
@@ -117,7 +121,7 @@ def spans(generated: Bool) -> list[tuple[int, int, bool]]:
     return [(begin, end, bool(generated[begin])) for begin, end in pairwise(edges) if begin < end]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A packed-ready token record. Every array has shape [T]; entries where `loss_mask` is False are context.
 
@@ -150,9 +154,9 @@ class Row:
             assert self.kept_lengths.sum() == len(self.kept), f"I6: records of {self.kept_lengths.sum()} bytes in {len(self.kept)}"
         assert len(lengths) == 1, f"I6: per-token arrays of lengths {lengths}"
 
-    @property
+    @cached_property
     def num_trainable(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def num_bytes(self) -> int:
@@ -164,10 +168,10 @@ class Row:
         arrays = (self.token_ids, self.generated, self.loss_mask, self.logprobs, self.versions, self.kv_versions)
         return (*arrays, *(a for a in (self.turns, self.kept_lengths, self.experts) if a is not None))
 
-    @property
+    @cached_property
     def oldest_version(self) -> Version | None:
-        """The smallest version among trainable tokens, `None` if there is none."""
-        return int(self.versions[self.loss_mask].min()) if self.loss_mask.any() else None
+        """The smallest version among trainable tokens, `None` if there is none. Books, groups and steps all ask for it."""
+        return int(self.versions[self.loss_mask].min()) if self.num_trainable else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +184,7 @@ class RoleRecord:
     """Both as in `SessionRecord`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SessionRecord:
+class SessionRecord(msgspec.Struct, frozen=True, eq=False):
     """What the gateway hands over when a session closes."""
 
     session_id: str
@@ -192,9 +195,9 @@ class SessionRecord:
     """Some turn ended by `length`."""
     room: int | None = None
     """Tokens that its answers left of their own limits, the one that came nearest. None without an answer of the policy."""
-    masked: Mapping[Reason, int] = field(default_factory=dict[Reason, int])
+    masked: Mapping[Reason, int] = {}
     """Generated tokens kept as context but not trained, by reason."""
-    dropped: Mapping[Reason, int] = field(default_factory=dict[Reason, int])
+    dropped: Mapping[Reason, int] = {}
     """Generated tokens that are in no row, by reason."""
     failed_requests: int = 0
     num_rewritten: int = 0
@@ -207,7 +210,7 @@ class SessionRecord:
     """Requests that were answered. One that asked for several choices made several turns."""
     times: tuple[TurnTimes, ...] = ()
     """Of its turns, in the order of their ends; those given again after a crash are left out."""
-    roles: Mapping[str, RoleRecord] = field(default_factory=dict[str, RoleRecord])
+    roles: Mapping[str, RoleRecord] = {}
     """Where roles asked the model, those that did, by name; the session's own is empty. Rows and counts are of all, `truncated`, `room` and
     `num_answers` of the session itself."""
 

@@ -6,8 +6,9 @@ A call is `prepare`d synchronously (every fault of the client shows there) and t
 import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from midflight.errors import ContextExceeded, MidflightError, RequestRejected, SessionClosed, Stopping, Unauthorized, first_error
 from midflight.gateway.answers.answer import Answer

@@ -9,9 +9,11 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import cast
+
+from msgspec.structs import replace
 
 from midflight.errors import RewardFixed, Unauthorized, UnknownSession
 from midflight.gateway.answers.gateway import Gateway

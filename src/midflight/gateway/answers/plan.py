@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from midflight.errors import ContextExceeded, RequestRejected, UnknownModel, nearest
 from midflight.gateway.answers.answer import Answer, ChatReading

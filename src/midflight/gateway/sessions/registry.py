@@ -6,7 +6,9 @@ one the session can be scored, read and ended, which its agent must not do. Only
 
 import secrets
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
 from midflight.gateway.sessions.session import Session
@@ -20,6 +22,8 @@ from midflight.wire.edge import same_token
 PREFIX = "mf-"
 """Begins every session id, so that a session's token is told from any other API key."""
 
+_SECRET_BYTES = 18
+"""Of each of a session's two secrets: beyond guessing, and a whole number of letters."""
 _REMEMBERED = 10_000
 """Ended sessions that still answer 410; older ones are unknown. A record without rows is some hundred bytes."""
 
@@ -85,7 +89,9 @@ class SessionRegistry:
         return self._with_new_secrets(session_id, address)
 
     def _with_new_secrets(self, session_id: str, address: str) -> OpenSession:
-        drawn = self._secrets[session_id] = _Secrets(secrets.token_urlsafe(18), secrets.token_urlsafe(18))
+        both = secrets.token_urlsafe(2 * _SECRET_BYTES)
+        half = len(both) // 2
+        drawn = self._secrets[session_id] = _Secrets(both[:half], both[half:])
         token = f"{session_id}.{drawn.agent}"
         return OpenSession(session_id, f"{address}/s/{token}/v1", token, f"{session_id}.{drawn.owner}")
 

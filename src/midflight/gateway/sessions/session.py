@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from midflight.errors import RequestRejected
 from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
 from midflight.gateway.sessions.kept import KeptResponses
@@ -79,8 +81,7 @@ class ToolChoice(StrEnum):
     REQUIRED = "required"
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionCall:
+class CompletionCall(msgspec.Struct, frozen=True):
     """`n` answers to each of `sources`. Choices are numbered source by source."""
 
     sources: tuple[Source, ...]
@@ -99,7 +100,7 @@ class CompletionCall:
     """Whether an abort of the operator ends the request with what there is; otherwise it is resumed."""
     prompt_param: str = "prompt"
     """What the client calls the prompt."""
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    names: Mapping[str, str] = {}
     """What the client calls fields of `Asked`, where the names differ."""
     tool_choice: ToolChoice = ToolChoice.NONE
     forced_tool: str | None = None
@@ -274,7 +275,7 @@ class Session:
 
     def begin_again(self) -> None:
         """For an agent that begins again: it is given its completed turns as they were (I8). What still runs is abandoned."""
-        turns = [replace(node.turn, role=name) for name, session in self._all.items() for node in session.tree.nodes]
+        turns = [msgspec.structs.replace(node.turn, role=name) for name, session in self._all.items() for node in session.tree.nodes]
         recorded = self.recorded.after(turns)
         for session in self._everyone:
             for answer in list(session._open):
@@ -368,7 +369,7 @@ def together(records: Mapping[str, SessionRecord]) -> SessionRecord:
         return own
     every = records.values()
     asked = {name: RoleRecord(None, record.truncated, record.room) for name, record in records.items() if record.num_answers}
-    return replace(
+    return msgspec.structs.replace(
         own,
         rows=tuple(replace(row, role=name) for name, record in records.items() for row in record.rows),
         num_turns=sum(record.num_turns for record in every),

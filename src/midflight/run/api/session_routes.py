@@ -284,8 +284,7 @@ def _task(raw: msgspec.Raw) -> Json:
 
 
 def _sampling(asked: Sampling, default: SamplingParams) -> SamplingParams:
-    return replace(
-        default,
+    return default.changed(
         max_tokens=default.max_tokens if asked.max_tokens is None else asked.max_tokens,
         min_tokens=asked.min_tokens,
         temperature=default.temperature if asked.temperature is None else asked.temperature,

@@ -9,7 +9,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from midflight.config.sections import Config
@@ -199,7 +199,7 @@ class Agents:
         runner = RolloutRunner(
             sessions=sessions,
             agents=self.host,
-            sampling=environment.sampling if temperature is None else replace(environment.sampling, temperature=temperature),
+            sampling=environment.sampling if temperature is None else environment.sampling.changed(temperature=temperature),
             rollout_seconds=environment.rollout_seconds,
             record=self._heard if tracked else self.record,
             fates=fates,
