@@ -380,7 +380,8 @@ def test_a_body_that_grows_too_large_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_body_that_trickles_for_ever_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(wire, "BODY_SECONDS", 0.2)
+        monkeypatch.setattr(server, "HEAD_SECONDS", 0.1)
+        monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
         async with served() as it:
             reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
             writer.write(request(b"{", length=1000).replace(b"Connection: close\r\n", b""))

@@ -27,9 +27,6 @@ MAX_BODY_BYTES = 64 * 2**20
 MAX_INCOMING_BYTES = 2**30
 """All bodies that are not whole yet: sixteen of the largest, and far more than all that usual ones ever need at once."""
 
-BODY_SECONDS = 60.0
-"""For a client to send its body: the largest one takes that at 1 MB/s. A slower client would hold its place for ever."""
-
 RETRY_AFTER_SECONDS = 1
 """What a retryable refusal advises; clients back off from there."""
 
@@ -48,11 +45,6 @@ class ClientGone(Exception):
 class BodyTooLarge(RequestRejected):
     status = 413
     code = "body_too_large"
-
-
-class BodyTooSlow(RequestRejected):
-    status = 408
-    code = "body_too_slow"
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------------
@@ -167,18 +159,30 @@ class _Incoming:
 
 
 async def read_body(receive: Receive, *, declared: bytes | None = None) -> bytes:
-    """Waits for the whole body, `BODY_SECONDS` at most; ended by the client, which sends it or disconnects (`ClientGone`).
+    """Waits for the whole body; ended by the client, which sends it or disconnects (`ClientGone`), or by the server, which cuts off a
+    client that is too slow.
 
     `declared`: the `Content-Length`; a body that is too large by it is refused before it is read. `Overloaded` when too much is
     on its way from all clients together.
     """
     if declared is not None:
         _check_room(_num_bytes(declared))
+    parts: list[bytes] = []
+    size = 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await _whole_body(receive)
-    except TimeoutError:
-        raise BodyTooSlow(f"the body was not whole after {BODY_SECONDS:g} s: send it faster, or send less at once.") from None
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            _Incoming.num_bytes += len(part)
+            _check_room(size)
+            if not message.get("more_body", False):
+                return b"".join((*parts, part)) if parts else part
+            parts.append(part)
+    finally:
+        _Incoming.num_bytes -= size
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
@@ -195,25 +199,6 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 def _num_bytes(declared: bytes) -> int:
     """0 where it is no number: the server refuses that. Digits are bounded: 20 are more than any length."""
     return int(declared[:20]) if declared.isdigit() else 0
-
-
-async def _whole_body(receive: Receive) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    try:
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            part = message.get("body", b"")
-            size += len(part)
-            _Incoming.num_bytes += len(part)
-            _check_room(size)
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
-    finally:
-        _Incoming.num_bytes -= size
 
 
 def _check_room(size: int) -> None:
@@ -263,9 +248,7 @@ async def send_json(send: Send, value: Json, *, status: int = 200, headers: Sequ
 
 
 async def send_fault(send: Send, fault: Fault) -> None:
-    """After a body that did not come in time the connection is of no use: what comes on it later is still that body."""
-    closing = ((b"connection", b"close"),) if fault.status == BodyTooSlow.status else ()
-    await send_json(send, fault.body, status=fault.status, headers=(*fault.headers, *closing))
+    await send_json(send, fault.body, status=fault.status, headers=fault.headers)
 
 
 async def send_bytes(
@@ -342,8 +325,7 @@ def json_answer(value: object, *, status: int = 200) -> Response:
 
 def fault_answer(fault: Fault) -> Response:
     """As `send_fault`."""
-    closing = {"connection": "close"} if fault.status == BodyTooSlow.status else {}
-    headers = {name.decode(): value.decode() for name, value in fault.headers} | closing
+    headers = {name.decode(): value.decode() for name, value in fault.headers}
     return Response(msgspec.json.encode(fault.body), fault.status, headers=headers, media_type=JSON)
 
 

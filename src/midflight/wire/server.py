@@ -17,6 +17,8 @@ from midflight.wire.edge import Fault, fault_of, headers_of, plain_fault, send_f
 
 HEAD_SECONDS = 30.0
 """For a client to send the head of a request, once it has connected or begun: a slower one would hold its place for ever."""
+BODY_SECONDS = 60.0
+"""For the rest of a request, from then on: the largest body takes that at 1 MB/s."""
 IDLE_SECONDS = 75
 """A connection is kept this long without a request. Clients drop theirs sooner (usual: 5 to 60 s), so that none asks on one that is
 being closed."""
@@ -95,29 +97,37 @@ class _Answered:
 
 
 class _ClientConnection(HttpToolsProtocol):
-    """Cuts off a client that reads nothing or does not finish the head of its request, and refuses what is not HTTP in the shape of any
-    other error.
+    """Cuts off a client that reads nothing or does not finish its request, and refuses what is not HTTP in the shape of any other error.
 
     A client that ends its side counts as gone, since nothing tells it from one that has closed the connection.
     """
 
     _stalled: asyncio.TimerHandle | None = None
-    _head: asyncio.TimerHandle | None = None
-    _has_begun = False
-    """Whether anything was said on the connection."""
+    _late: asyncio.TimerHandle | None = None
+    """Runs until a request is whole: so a wait for its body needs no deadline of its own."""
+    _has_begun = _has_head = _has_waited = False
+    """Whether anything was said on the connection; of the request that is coming in, whether its head is whole, and had its time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._await_head()
+        self._await_request()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._has_begun = True
-        self._await_head()
+        self._has_begun, self._has_head, self._has_waited = True, False, False
+        self._await_request()
 
     def on_headers_complete(self) -> None:
-        self._has_head()
+        self._has_head = True
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_whole()
+        super().on_message_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._is_whole()
+        super().handle_websocket_upgrade()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -129,7 +139,7 @@ class _ClientConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reading()
-        self._has_head()
+        self._is_whole()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -141,25 +151,34 @@ class _ClientConnection(HttpToolsProtocol):
         self.transport.write(head % (status, len(body)) + body)
         self.transport.close()
 
-    def _await_head(self) -> None:
-        if self._head is None:
-            self._head = self.loop.call_later(HEAD_SECONDS, self._cut_off)
+    def _await_request(self, seconds: float | None = None) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS if seconds is None else seconds, self._cut_off)
 
-    def _has_head(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
+    def _is_whole(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     def _cut_off(self) -> None:
         """A connection on which nothing has been said is closed without a word; one whose answer is under way has time until that ends."""
-        self._head = None
+        self._late = None
+        answered = getattr(self.cycle, "response_complete", True)
         if not self._has_begun:
             self.transport.close()
-        elif not getattr(self.cycle, "response_complete", True):
-            self._await_head()
-        else:
+        elif self.pipeline or not (self._has_head or answered):
+            self._await_request()
+        elif not self._has_head:
             message = f"the head of the request was not whole after {HEAD_SECONDS:g} s: send it at once."
             self._refuse(b"408 Request Timeout", plain_fault(408, message, "head_too_slow"))
+        elif not self._has_waited:
+            self._has_waited = True
+            self._await_request(BODY_SECONDS)
+        elif answered:
+            self.transport.close()
+        else:
+            message = f"the body was not whole after {BODY_SECONDS:g} s: send it faster, or send less at once."
+            self._refuse(b"408 Request Timeout", plain_fault(408, message, "body_too_slow"))
 
     def _reading(self) -> None:
         if self._stalled is not None:
