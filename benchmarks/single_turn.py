@@ -30,7 +30,7 @@ from midflight.environments.single_turn import AnswersHere, answer
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.plan import EngineLimits
-from midflight.gateway.http.http import build_app
+from midflight.gateway.http.http import ChatsHere, build_app
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.ports import SessionHandle
 from midflight.run.rollout.rollouts import Fates
@@ -77,7 +77,7 @@ async def hosts() -> AsyncGenerator[tuple[Gateway, dict[str, AgentHost]]]:
     app = build_app(gateway, cast(Any, None))
     async with asyncio.TaskGroup() as requests, SharedClients(transport=MemoryTransport(app, requests)) as clients:
         sdk = AgentsHere(answer, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
-        yield gateway, {"gateway": AskedDirectly(gateway), "built-in": AnswersHere(app), "SDK": sdk}
+        yield gateway, {"gateway": AskedDirectly(gateway), "built-in": AnswersHere(ChatsHere(gateway)), "SDK": sdk}
 
 
 async def milliseconds(gateway: Gateway, host: AgentHost, *, number: int) -> float:

@@ -128,6 +128,14 @@ class Sessions(Protocol):
         ...
 
 
+class Chats(Protocol):
+    """The gateway, for an environment in its own process."""
+
+    async def reply(self, token: str, messages: Sequence[dict[str, types.Json]]) -> str:
+        """What the model says next, in the session that `token` names. Waits for the whole reply; raises what a client would be told."""
+        ...
+
+
 class EngineFleet(Protocol):
     """The engines behind the gateway, as the handover sees them. Synchronous but for `hold`."""
 

@@ -10,7 +10,7 @@ import pytest
 from midflight.environments.agents import AgentsHere, SharedClients
 from midflight.environments.rollout import RolloutRunner
 from midflight.environments.single_turn import AnswersHere
-from midflight.errors import EnvironmentFailed
+from midflight.errors import EnvironmentFailed, NoEngine, Overloaded, RequestRejected
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, RolloutKey, SamplingParams
 from midflight.types.facts import unheard
@@ -79,31 +79,25 @@ def test_a_client_that_is_closed_takes_no_other_along() -> None:
     asyncio.run(main())
 
 
-def test_the_built_in_environment_asks_as_the_sdk_does_and_tries_again_when_the_gateway_is_busy() -> None:
-    asked: list[tuple[str, bytes]] = []
-    statuses = [429, 503, 200, 400]
+def test_the_built_in_environment_tries_again_when_the_gateway_is_busy_and_tells_what_else_it_says() -> None:
+    asked: list[tuple[str, object]] = []
+    said: list[str | Exception] = [Overloaded("full", retry_after_seconds=1), NoEngine("away"), " olleh", RequestRejected("no")]
 
-    async def app(scope, receive, send) -> None:
-        asked.append((scope["path"], (await receive())["body"]))
-        status = statuses.pop(0)
-        body = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": " olleh"}}]}' if status == 200 else b"no"
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": body})
+    class Scripted:
+        async def reply(self, token, messages) -> str:
+            asked.append((token, messages))
+            if isinstance(answer := said.pop(0), Exception):
+                raise answer
+            return answer
 
     async def main() -> None:
         session = FakeSession("1", KEY, True, api_key="mf-1.secret")
-        assert await AnswersHere(app).run(task(), session) == 1.0
-        assert (
-            asked
-            == [
-                (
-                    "/s/mf-1.secret/v1/chat/completions",
-                    b'{"messages":[{"role":"user","content":"Spell hello backward"}],"model":"policy"}',
-                )
-            ]
-            * 3
-        )
+        assert await AnswersHere(Scripted()).run(task(), session) == 1.0
+        assert asked == [("mf-1.secret", [{"role": "user", "content": "Spell hello backward"}])] * 3
         with pytest.raises(EnvironmentFailed, match="answered 400: no"):
-            await AnswersHere(app).run(task(), session)
+            await AnswersHere(Scripted()).run(task(), session)
+        said.extend([NoEngine("away")] * 3)
+        with pytest.raises(EnvironmentFailed, match="answered 503: away"):
+            await AnswersHere(Scripted()).run(task(), session)
 
     run_virtual(main)

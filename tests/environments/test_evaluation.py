@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tests.facts import Facts
 
 from midflight.environments.evaluation import UNFINISHED, Evaluator, SourceScore, evaluation_key

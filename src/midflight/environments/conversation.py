@@ -22,7 +22,11 @@ from midflight.types import Json, Result, Task
 from midflight.wire.client import Answered
 
 TRIES = 3
-"""Of one request that the gateway answers with 429 or 503, as the SDK has them."""
+"""Of one request that the gateway is too busy for, as the SDK has them."""
+BUSY = (429, 503)
+"""How it says so."""
+WAIT_SECONDS = 0.5
+"""Before the second try, and as much more before each further one."""
 PATH = "/v1/chat/completions"
 
 Post: TypeAlias = Callable[[str, bytes], Awaitable[Answered]]
@@ -34,9 +38,9 @@ async def asked(post: Post, session: SessionHandle, body: bytes) -> Answered:
     path = f"/s/{session.api_key}{PATH}"
     answered = await post(path, body)
     for number in range(1, TRIES):
-        if answered.status not in (429, 503):
+        if answered.status not in BUSY:
             break
-        await asyncio.sleep(0.5 * number)
+        await asyncio.sleep(WAIT_SECONDS * number)
         answered = await post(path, body)
     return answered
 

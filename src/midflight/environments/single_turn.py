@@ -1,23 +1,19 @@
 """The plainest environment (one question, one reply, right or wrong), and what others are written with too.
 
-As `environment.entry` it runs in the rollout process, where it blocks nothing, and asks the gateway's application without an SDK.
+As `environment.entry` it runs in the rollout process, where it blocks nothing, and asks the gateway itself, without HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-from starlette.types import ASGIApp
-
-from midflight.environments.conversation import asked
+from midflight.environments.conversation import BUSY, TRIES, WAIT_SECONDS
 from midflight.environments.scoring import Unjudged
-from midflight.errors import EnvironmentFailed
-from midflight.ports import SessionHandle
-from midflight.types import Json, Result, Task
-from midflight.wire.asked import ask
+from midflight.errors import EnvironmentFailed, MidflightError
+from midflight.ports import Chats, SessionHandle
+from midflight.types import Result, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -46,45 +42,24 @@ async def answer(task: Task, client: AsyncOpenAI) -> float:
 class AnswersHere:
     """Implements `AgentHost` for `answer`, in the gateway's own process."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, chats: Chats) -> None:
+        self._chats = chats
 
     async def judge(self, task: Task, attempts: Sequence[Unjudged]) -> Sequence[Result]:
         raise EnvironmentFailed("nothing here scores groups; name a function in [[environment.rewards]].")
 
     async def run(self, task: Task, session: SessionHandle) -> float:
-        return await answer(task, cast(Any, SmallClient(self._app, session)))
+        """Waits for the reply, and a little before each further try, where the gateway is busy; ended by its caller."""
+        messages, expected = task.messages, task.text("answer")
+        for number in range(1, TRIES + 1):
+            try:
+                return exact_match(await self._chats.reply(session.api_key, messages), expected)
+            except MidflightError as error:
+                if error.status not in BUSY or number == TRIES:
+                    raise EnvironmentFailed(f"the gateway answered {error.status}: {error}") from error
+            await asyncio.sleep(WAIT_SECONDS * number)
+        raise AssertionError("the last try returns or raises")
 
     def excused(self, session_id: str) -> float:
         del session_id
         return 0.0
-
-
-class SmallClient:
-    """As much of the SDK's client as `answer` uses: the same request, and of its answer the reply."""
-
-    def __init__(self, app: ASGIApp, session: SessionHandle) -> None:
-        self._post, self._session = partial(ask, app), session
-        self.chat = self.completions = self
-
-    async def create(self, *, messages: Json, model: str) -> _Completion:
-        """Waits for the answer, and a little before each further try; ended by its caller."""
-        answered = await asked(self._post, self._session, msgspec.json.encode({"messages": messages, "model": model}))
-        if answered.status == 200:
-            return _completion(answered.content)
-        raise EnvironmentFailed(f"the gateway answered {answered.status}: {answered.content.decode()[:500]}")
-
-
-class _Message(msgspec.Struct, frozen=True):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    message: _Message
-
-
-class _Completion(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
-
-
-_completion = msgspec.json.Decoder(_Completion).decode

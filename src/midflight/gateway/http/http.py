@@ -19,17 +19,19 @@ from midflight.errors import first_error
 from midflight.gateway.answers.answer import Event
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.readers import Ongoing, Reader, Requests, RetryTicket, retry_ticket
-from midflight.gateway.dialects.chat import ChatExchange
+from midflight.gateway.dialects.chat import ChatExchange, conversation
 from midflight.gateway.dialects.completions import CompletionExchange
 from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.dialects.native import NativeExchange
+from midflight.gateway.dialects.policy import Unread
 from midflight.gateway.dialects.responses import ResponsesExchange, broken
 from midflight.gateway.dialects.tokens import TokensExchange
 from midflight.gateway.http.control import Control, ControlRoutes
 from midflight.gateway.http.lookups import Lookups
 from midflight.gateway.http.servers import ServerRoutes
-from midflight.gateway.sessions.session import Session
+from midflight.gateway.sessions.session import CompletionCall, Messages, Session
+from midflight.text import Message
 from midflight.types import Json
 from midflight.wire import edge
 from midflight.wire.edge import fault_answer, json_answer, metrics_route, route
@@ -292,6 +294,29 @@ class CompletionEndpoint:
 
     def _stream(self, reader: Reader, exchange: Exchange, reply: Reply) -> AnswerStream:
         return AnswerStream(reader, exchange, reply, dialect=self._dialect, failed=partial(self._failed, reply.job.session))
+
+
+class ChatsHere:
+    """Implements `ports.Chats`: what `CompletionEndpoint` does with a chat, less the reading and writing of JSON."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def reply(self, token: str, messages: Sequence[Message]) -> str:
+        """Waits for the whole answer; ended by it, or by the caller's cancellation."""
+        gateway, session, unread = self._gateway, None, Unread()
+        try:
+            session = gateway.session_for(path_token=token, api_key=None)
+            call = CompletionCall((Messages(conversation(messages, unread)),), prompt_param="messages")
+            gateway.pass_over(unread, path=DIALECTS[0].path)
+            await gateway.check_lengths(call, num_bytes=sum([len(str(message.get("content"))) for message in messages]))
+            gateway.requests.check_room()
+            [answer] = await gateway.answers(gateway.prepare(session, call))
+            return answer.message.content
+        except Exception as error:  # the edge: every error is counted
+            edge.log_unexpected(error)
+            gateway.failed(session, error)
+            raise
 
 
 class Watch:

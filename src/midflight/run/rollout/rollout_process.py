@@ -26,7 +26,7 @@ from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import AnswersHere
 from midflight.environments.tasks import load_sources, posted_tasks
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
-from midflight.gateway.http.http import build_app
+from midflight.gateway.http.http import ChatsHere, build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
 from midflight.observe.journal import Journal, Observers, newest_version
@@ -253,11 +253,11 @@ class RolloutProcess:
             watch = watch_workers(crew, lambda hung: self._launcher.tell(Condemned(hung.name, hung.why)))
             yield Hosting(crew, WorkerRoutes(crew, token=self._spec.worker_token).routes(), services=(watch,))
             return
-        app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
         section = self._config.environment
         if agent_of(section) == SINGLE_TURN and not section.rewards:
-            yield Hosting(AnswersHere(app))
+            yield Hosting(AnswersHere(ChatsHere(serving.gateway)))
             return
+        app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
         program = AgentProgram(section)
         board = program.environment.board if isinstance(program.environment, Claimed) else None
         async with asyncio.TaskGroup() as requests:
