@@ -116,7 +116,7 @@ def scored_roles(result: Result, record: SessionRecord) -> tuple[Mapping[str, Ro
 
 def unscored_role(result: Result, record: SessionRecord) -> str:
     """One that asked the model and has no reward, not even None; empty where there is none."""
-    return "" if result.reward is None else min(record.roles.keys() - {"", *result.roles}, default="")
+    return "" if result.reward is None or not record.roles else min(record.roles.keys() - {"", *result.roles}, default="")
 
 
 def _named(value: object, said: str) -> Mapping[str, object]:

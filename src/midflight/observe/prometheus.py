@@ -40,6 +40,7 @@ class Metrics:
         )
         self._mismatches = Counter("midflight_retokenisation_mismatches", "Prompts that tokenising anew would have changed.", registry=r)
         self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
+        self._sources: dict[str, tuple[Histogram, Counter, Gauge]] = {}
         self.accounts: Callable[[], Accounts] | None = None
         self.learning: Callable[[], LearningStatus] = LearningStatus
         self.requests: Callable[[], Mapping[str, int]] = dict
@@ -105,6 +106,14 @@ class Metrics:
         if found is None:
             labelled = self._engine_tokens.labels(engine), self._running.labels(engine), self._step_seconds.labels(engine)
             found = self._steps[engine] = labelled
+        return found
+
+    def _of_source(self, source: str) -> tuple[Histogram, Counter, Gauge]:
+        """The same for those of every scored rollout."""
+        found = self._sources.get(source)
+        if found is None:
+            labelled = self._rollout_seconds.labels(source), self._rollouts.labels(source, "yes"), self._reward.labels(source)
+            found = self._sources[source] = labelled
         return found
 
     def collect(self) -> Iterable[Metric]:
@@ -227,12 +236,15 @@ class Metrics:
                     self._ignored.labels(path, field).inc()
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
-        self._rollout_seconds.labels(rollout.source).observe(rollout.seconds)
-        self._rollouts.labels(rollout.source, "no" if rollout.reward is None else "yes").inc()
         if rollout.reward is None:
+            self._rollout_seconds.labels(rollout.source).observe(rollout.seconds)
+            self._rollouts.labels(rollout.source, "no").inc()
             self._failed_rollouts.labels(self._failures.add(rollout.error)).inc()
         else:
-            self._reward.labels(rollout.source).inc(rollout.reward)  # of a gauge, as rewards may be negative
+            seconds, scored, reward = self._of_source(rollout.source)
+            seconds.observe(rollout.seconds)
+            scored.inc()
+            reward.inc(rollout.reward)  # of a gauge, as rewards may be negative
 
     def _session(self, session: facts.SessionEnded) -> None:
         self._sessions.inc()

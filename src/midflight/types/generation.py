@@ -119,7 +119,7 @@ class Grammar:
     text: str
 
 
-class SamplingParams(msgspec.Struct, frozen=True):
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to choose tokens. Limits count output tokens from `GenerateRequest.num_prompt_tokens`, also after a resume."""
 
     max_tokens: int = parameter(16, Range(1, _MOST), reshapes=False, openai=None, native="max_new_tokens", copied=False)

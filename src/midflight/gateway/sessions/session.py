@@ -337,6 +337,8 @@ class Session:
         self.closed = True
         nodes, not_given_again = self.tree.nodes, 0 if self.role_name else self.recorded.num_lost
         result = harvest(nodes, count_all_choices=self.count_all_choices)
+        result.dropped.update(self._dropped)
+        result.dropped[Reason.ABANDONED] += not_given_again
         return SessionRecord(
             session_id=self.session_id,
             rows=result.rows,
@@ -344,8 +346,8 @@ class Session:
             num_branches=self.tree.num_branches,
             truncated=any(node.finish.reason is FinishReason.LENGTH for node in nodes),
             room=self._room,
-            masked=dict(result.masked),
-            dropped=dict(result.dropped + +self._dropped + +Counter({Reason.ABANDONED: not_given_again})),
+            masked={reason: number for reason, number in result.masked.items() if number},
+            dropped={reason: number for reason, number in result.dropped.items() if number},
             failed_requests=self.failed_requests,
             num_rewritten=self.tree.num_rewritten,
             num_mismatches=self.tree.num_mismatches,

@@ -314,14 +314,15 @@ def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harves
     """
     unchosen = set[Node]() if count_all_choices else _unchosen(nodes)
     turn_of = {request: turn for turn, request in enumerate(sorted({node.request for node in nodes}))}
-    result = Harvest(rows=_rows([node for node in nodes if node not in unchosen], turn_of))
+    result = Harvest(rows=_rows([node for node in nodes if node not in unchosen] if unchosen else nodes, turn_of))
     for node in nodes:
         if node in unchosen:
             result.dropped[Reason.UNCHOSEN] += node.num_output
         elif not node.policy_sampled:
             result.masked[Reason.NOT_POLICY_SAMPLED] += node.num_output
-        result.dropped[Reason.OVERSHOOT] += node.num_overshoot
-    return Harvest(result.rows, +result.masked, +result.dropped)
+        if node.num_overshoot:
+            result.dropped[Reason.OVERSHOOT] += node.num_overshoot
+    return result
 
 
 def _unchosen(nodes: Sequence[Node]) -> set[Node]:

@@ -43,8 +43,10 @@ class Fates:
         self._dropped: defaultdict[RolloutKey, Counter[Reason]] = defaultdict(Counter)
 
     def session_closed(self, key: RolloutKey, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -> None:
-        self._masked[key].update(masked)
-        self._dropped[key].update(dropped)
+        if masked:
+            self._masked[key].update(masked)
+        if dropped:
+            self._dropped[key].update(dropped)
 
     def rows_discarded(self, key: RolloutKey, rows: tuple[Row, ...], *, reason: Reason) -> None:
         self._dropped[key][reason] += sum(row.num_trainable for row in rows)
@@ -52,7 +54,7 @@ class Fates:
     def kept(self, trajectory: Trajectory) -> TrajectoryKept:
         """The rollout is not tried again; its counts are forgotten here."""
         key = trajectory.key
-        return TrajectoryKept(trajectory, self._masked.pop(key, Counter()), self._dropped.pop(key, Counter()))
+        return TrajectoryKept(trajectory, self._masked.pop(key, {}), self._dropped.pop(key, {}))
 
 
 class GroupAges:

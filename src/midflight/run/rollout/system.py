@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from midflight.buffer.books import Books
 from midflight.buffer.groups import Limits
@@ -33,6 +34,9 @@ from midflight.trajectories.store import Store, Unfinished
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import Accounts, Batch, PackedBatch, Task, Version, WeightManifest, facts
 from midflight.types.rollouts import GroupScores
+
+_STORED, _BOOKED = frozenset(get_args(facts.Stored)), frozenset(get_args(facts.Booked))
+"""The classes of facts that the store applies, and the books: to look for one among them is cheaper than to ask it for each."""
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -192,10 +196,10 @@ class RolloutSystem:
     def record(self, fact: facts.Fact) -> None:
         """Applies a fact in one order: to the books, which may refuse it; to the store; to the observers. Then whoever waits is woken."""
         self.books.apply(fact)
-        if isinstance(fact, facts.Stored):
+        if type(fact) in _STORED:
             self._writer.put(fact)
         self._observe(fact)
-        if isinstance(fact, facts.Booked):
+        if type(fact) in _BOOKED:
             self.queue.wake()
 
     def post(self, rows: Sequence[Columns]) -> tuple[range, int]:
