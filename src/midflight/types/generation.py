@@ -240,16 +240,14 @@ class GenerateRequest:
         return self.sampling.max_tokens - self.num_output_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """How a generation ended; `matched` is the stop string or stop id that ended it."""
 
     reason: FinishReason
     matched: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """Output tokens [start, end) of a turn, or of one attempt at it, sampled under one version."""
 
     version: Version
@@ -306,8 +304,7 @@ class Turn(msgspec.Struct, frozen=True):
         return len(self.experts) // (len(self.prompt_ids) + len(self.output_ids)) if self.experts else 0
 
 
-@dataclass(frozen=True, slots=True)
-class TurnTimes:
+class TurnTimes(msgspec.Struct, frozen=True):
     """When a turn was made, in seconds of CLOCK_MONOTONIC."""
 
     began: float

@@ -3,9 +3,9 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from midflight.errors import EngineUnavailable
@@ -24,8 +24,7 @@ Mark: TypeAlias = tuple[int, int, int]
 START: Mark = (0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(msgspec.Struct, frozen=True):
     """New tokens of an answer, and the text that became certain with them (it may lag behind the tokens)."""
 
     index: int
@@ -38,8 +37,7 @@ class News:
     """One for each token where they were asked for, else empty."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChatReading:
+class ChatReading(msgspec.Struct, frozen=True, eq=False):
     """How the answer to a chat is taken apart."""
 
     parser: MessageParser

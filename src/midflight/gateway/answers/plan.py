@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from midflight.errors import ContextExceeded, RequestRejected, UnknownModel, nearest
@@ -150,8 +151,7 @@ MAX_CHOICES = 1024
 """Choices of one call, over all its prompts, at most. Each is a generation of its own, and a batch must not get round admission."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, frozen=True, eq=False):
     """A checked call, ready to run."""
 
     session: Session

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
 from midflight.gateway.dialects.policy import Unread
@@ -15,8 +17,7 @@ from midflight.types import Json, Likely, Turn
 from midflight.wire.edge import Fault, fault_of
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """What a dialect needs to write the answers of a request."""
 
     job: Job

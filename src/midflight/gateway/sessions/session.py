@@ -7,7 +7,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
@@ -24,13 +24,12 @@ from midflight.types.names import part_of
 from midflight.types.rollouts import RoleRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
+class Messages(msgspec.Struct, frozen=True):
     """A prompt to be written by the chat template."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    options: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    options: Mapping[str, Json] = {}
     """Options of the template itself, such as `enable_thinking`."""
     ending: Ending = Ending.TURN
 

@@ -244,7 +244,7 @@ class TokenTree:
         if prompt.history is not None:
             said = message or AssistantMessage(reply)
             own = remembered.digest(
-                remembered.assistant_reply(replace(said, content=prompt.begun + said.content) if prompt.begun else said)
+                remembered.assistant_reply(msgspec.structs.replace(said, content=prompt.begun + said.content) if prompt.begun else said)
             )
             self._by_history.setdefault(remembered.linked(prompt.history, own), []).append(node)
             self._replies.add(own)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from midflight.text.formats.cursor import Cursor, Reading
 from midflight.text.formats.lark import Lark
 from midflight.types import Json
@@ -34,8 +36,7 @@ class ToolCall:
     """JSON text of an object, as the model wrote it."""
 
 
-@dataclass(frozen=True, slots=True)
-class AssistantMessage:
+class AssistantMessage(msgspec.Struct, frozen=True):
     """`content` is what is left when reasoning and tool calls are taken out."""
 
     content: str
@@ -43,13 +44,11 @@ class AssistantMessage:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ContentPiece:
+class ContentPiece(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningPiece:
+class ReasoningPiece(msgspec.Struct, frozen=True):
     text: str
 
 
