@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 from starlette.websockets import WebSocketDisconnect
@@ -128,8 +127,8 @@ def test_a_frame_says_since_when_its_tokens_were_made_and_among_how_many_request
 
 def test_tokens_of_two_versions_never_share_a_frame_and_stay_in_order() -> None:
     def split(chunk: Chunk) -> Iterable[Chunk]:
-        half = replace(chunk, token_ids=chunk.token_ids[:2], logprobs=chunk.logprobs[:2], finish=None)
-        return half, replace(chunk, token_ids=chunk.token_ids[2:], logprobs=chunk.logprobs[2:], version=1)
+        half = chunk.changed(token_ids=chunk.token_ids[:2], logprobs=chunk.logprobs[:2], finish=None)
+        return half, chunk.changed(token_ids=chunk.token_ids[2:], logprobs=chunk.logprobs[2:], version=1)
 
     engine = Served(chunk_tokens=4)
     engine.mangle = split
@@ -211,11 +210,11 @@ def no_finish(chunk: Chunk) -> Iterable[Chunk]:
 
 
 def too_few_logprobs(chunk: Chunk) -> Iterable[Chunk]:
-    return [replace(chunk, logprobs=())]
+    return [chunk.changed(logprobs=())]
 
 
 def huge_id(chunk: Chunk) -> Iterable[Chunk]:
-    return [replace(chunk, token_ids=(2**40,))]
+    return [chunk.changed(token_ids=(2**40,))]
 
 
 @pytest.mark.parametrize(("mangle", "says"), [(too_few_logprobs, "malformed"), (huge_id, "malformed"), (no_finish, "without a finish")])
@@ -260,7 +259,7 @@ def test_versions_told_at_the_end_arrive_with_the_finish() -> None:
 
     async def main() -> None:
         engine = Served(step_seconds=0.001, chunk_tokens=3)
-        engine.mangle = lambda c: [replace(c, attested=spans)] if c.finish else [c]
+        engine.mangle = lambda c: [c.changed(attested=spans)] if c.finish else [c]
         async with reached(engine) as generate:
             chunks = await generate(ask())
             assert ids(chunks) == engine.answer(ask())

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import httpx2
 
@@ -67,7 +66,7 @@ class Site:
                     await asyncio.sleep(1.5)
                     engine.unstall()
                 case "nonsense":
-                    engine.mangle = lambda chunk: [replace(chunk, logprobs=(math.nan,) * len(chunk.token_ids))]
+                    engine.mangle = lambda chunk: [chunk.changed(logprobs=(math.nan,) * len(chunk.token_ids))]
                     await asyncio.sleep(0.05)
                     engine.mangle = None
                 case mode:

@@ -37,11 +37,11 @@ class TellsAtTheEnd:
 
     def __call__(self, chunk: Chunk) -> Iterable[Chunk]:
         self._num += len(chunk.token_ids)
-        said = replace(chunk, version=5, kv_version=5)
+        said = chunk.changed(version=5, kv_version=5)
         if chunk.finish is None:
             return [said]
         num, self._num = self._num, 0
-        return [replace(said, attested=segments(next(self._truths)[:num]))]
+        return [said.changed(attested=segments(next(self._truths)[:num]))]
 
 
 def begun(session: Session, asked: GenerateRequest) -> Heard:
@@ -97,7 +97,7 @@ def test_an_abort_that_ends_the_answer_is_attested_too() -> None:
     """No budget is left, so the abort's chunk is the last."""
     engine = ScriptedEngine(script=ENDLESS)
     late = TellsAtTheEnd([(3, 3)] * 5)
-    engine.mangle = lambda c: late(replace(c, finish=ABORT)) if c.finish else late(c)
+    engine.mangle = lambda c: late(c.changed(finish=ABORT)) if c.finish else late(c)
     turn, _ = turn_of(engine, request(5))
     assert turn.segments == (Segment(3, 3, 0, 5),) and turn.finish == LENGTH
 
@@ -141,20 +141,20 @@ NONSENSE: dict[str, Callable[[int], tuple[Segment, ...]]] = {
 @pytest.mark.parametrize("what", NONSENSE)
 def test_an_account_that_makes_no_sense_quarantines_its_engine(what: str) -> None:
     mad, sane = ScriptedEngine("mad", script=ENDLESS, chunk_tokens=3), ScriptedEngine("sane", script=ENDLESS)
-    mad.mangle = lambda c: [replace(c, attested=NONSENSE[what](20))] if c.finish else [c]
+    mad.mangle = lambda c: [c.changed(attested=NONSENSE[what](20))] if c.finish else [c]
     assert_refused(mad, sane)
 
 
 def test_an_account_before_the_end_is_nonsense() -> None:
     mad, sane = ScriptedEngine("mad", script=ENDLESS, chunk_tokens=3), ScriptedEngine("sane", script=ENDLESS)
-    mad.mangle = lambda c: [replace(c, attested=(Segment(0, 0, 0, 3),))]
+    mad.mangle = lambda c: [c.changed(attested=(Segment(0, 0, 0, 3),))]
     assert_refused(mad, sane)
 
 
 def test_an_account_of_versions_older_than_what_the_engine_had_attested_is_refused() -> None:
     """I2: it was restarted unnoticed, and serves old weights."""
     mad, sane = ScriptedEngine("mad", script=ENDLESS, version=4), ScriptedEngine("sane", script=ENDLESS, version=4)
-    mad.mangle = lambda c: [replace(c, attested=segments([(3, 3)] + [(4, 4)] * 19))] if c.finish else [c]
+    mad.mangle = lambda c: [c.changed(attested=segments([(3, 3)] + [(4, 4)] * 19))] if c.finish else [c]
     assert_refused(mad, sane, version=4)
 
 

@@ -207,7 +207,7 @@ def test_a_stop_string_split_over_the_seam_is_found_and_the_rest_is_cut_and_coun
 def test_an_abort_with_no_budget_left_finishes_as_length_without_a_request() -> None:
     engine = ScriptedEngine(script=ENDLESS)
     # The engine reports the last token without finishing, then aborts.
-    engine.mangle = lambda c: [replace(c, finish=None), Chunk((), (), 0, 0, Finish(FinishReason.ABORT))] if c.finish else [c]
+    engine.mangle = lambda c: [c.changed(finish=None), Chunk((), (), 0, 0, Finish(FinishReason.ABORT))] if c.finish else [c]
     chunks, _ = answer_of(engine, asked=request(5))
     assert_uninterrupted(chunks, engine, request(5))
     assert chunks[-1].finish == Finish(FinishReason.LENGTH)
@@ -216,7 +216,7 @@ def test_an_abort_with_no_budget_left_finishes_as_length_without_a_request() -> 
 
 def test_an_abort_right_after_the_end_token_finishes_as_stop_and_generates_nothing_behind_it() -> None:
     engine = ScriptedEngine(script=Script(mean_length=5))
-    engine.mangle = lambda c: [replace(c, finish=Finish(FinishReason.ABORT))] if c.finish else [c]
+    engine.mangle = lambda c: [c.changed(finish=Finish(FinishReason.ABORT))] if c.finish else [c]
     asked = next(r for s in range(9) if engine.whole_answer(r := request(100, seed=s)).finish.reason is FinishReason.STOP)
     chunks, _ = answer_of(engine, asked=asked)
     assert_uninterrupted(chunks, engine, asked)
@@ -276,13 +276,13 @@ def test_the_loss_of_an_engine_ends_the_wait_for_it_at_once() -> None:
 
 
 NONSENSE: dict[str, Callable[[Chunk], Iterable[Chunk]]] = {
-    "lengths differ": lambda c: [replace(c, logprobs=())],
-    "id outside the vocabulary": lambda c: [replace(c, token_ids=tuple(999 for _ in c.token_ids))],
-    "negative id": lambda c: [replace(c, token_ids=tuple(-1 for _ in c.token_ids))],
-    "log-probability not a number": lambda c: [replace(c, logprobs=tuple(float("nan") for _ in c.logprobs))],
-    "positive log-probability": lambda c: [replace(c, logprobs=tuple(0.5 for _ in c.logprobs))],
-    "version going back": lambda c: [replace(c, version=5, kv_version=5), replace(c, version=4, kv_version=4)],
-    "keys newer than weights": lambda c: [replace(c, kv_version=c.version + 1)],
+    "lengths differ": lambda c: [c.changed(logprobs=())],
+    "id outside the vocabulary": lambda c: [c.changed(token_ids=tuple(999 for _ in c.token_ids))],
+    "negative id": lambda c: [c.changed(token_ids=tuple(-1 for _ in c.token_ids))],
+    "log-probability not a number": lambda c: [c.changed(logprobs=tuple(float("nan") for _ in c.logprobs))],
+    "positive log-probability": lambda c: [c.changed(logprobs=tuple(0.5 for _ in c.logprobs))],
+    "version going back": lambda c: [c.changed(version=5, kv_version=5), c.changed(version=4, kv_version=4)],
+    "keys newer than weights": lambda c: [c.changed(kv_version=c.version + 1)],
 }
 
 
@@ -313,7 +313,7 @@ def test_a_stream_that_ends_without_a_finish_is_an_interruption() -> None:
 
 def test_i5_an_engine_that_sends_too_much_is_cut_at_the_budget() -> None:
     engine = ScriptedEngine(script=ENDLESS, chunk_tokens=8)
-    engine.mangle = lambda c: [replace(c, token_ids=(*c.token_ids, 97, 98, 99), logprobs=(*c.logprobs, -1.0, -1.0, -1.0), finish=None)]
+    engine.mangle = lambda c: [c.changed(token_ids=(*c.token_ids, 97, 98, 99), logprobs=(*c.logprobs, -1.0, -1.0, -1.0), finish=None)]
     chunks, answer = answer_of(engine, asked=request(10))
     assert [len(c.token_ids) for c in chunks] == [len(c.logprobs) for c in chunks] == [10]
     assert chunks[-1].finish == Finish(FinishReason.LENGTH)

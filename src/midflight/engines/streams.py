@@ -209,8 +209,10 @@ class ChunkStream:
         """`on_open` is called when the stream is first read; `on_close` once, when it is read no more."""
         self._gathered: deque[_Gathered] = deque()
         self._error: Exception | None = None
-        self._ready = asyncio.Event()
-        """Set only while tokens or an error wait for the caller."""
+        self._is_ready = False
+        """Only while tokens or an error wait for the caller."""
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the caller, who waits alone: one future a token costs half of what an `asyncio.Event` does."""
         self._eager, self._at_once = eager, True
         self._timer: asyncio.TimerHandle | None = None
         self._on_open, self._on_close = on_open, on_close
@@ -233,9 +235,9 @@ class ChunkStream:
             part.kept.append(kept)
         if self._at_once:
             self._at_once = self._eager
-            self._ready.set()
+            self._wake()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._ready.set)
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._wake)
 
     def end(self, version: Version, finish: Finish, *, attested: tuple[Segment, ...] = (), experts: bytes = b"") -> None:
         """Marks the request as finished; the finish goes with the last tokens that still wait."""
@@ -243,12 +245,17 @@ class ChunkStream:
             self._gathered.append(_Gathered(version, version))
         last = self._gathered[-1]
         last.finish, last.attested, last.experts = finish, attested, experts
-        self._ready.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Raises `error` to the caller after the tokens before it."""
         self._error = error
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._is_ready = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     # --- For the caller ----------------------------------------------------------------------------------------------
 
@@ -263,7 +270,9 @@ class ChunkStream:
             if self._on_open is not None:
                 opened, self._on_open = self._on_open, None
                 opened(self)
-            await self._ready.wait()
+            if not self._is_ready:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
             if not self._gathered and self._error is not None:
                 raise self._error
         except BaseException:
@@ -273,8 +282,7 @@ class ChunkStream:
         if part.finish is not None:
             self.close()
         elif not self._gathered:
-            if self._error is None:
-                self._ready.clear()
+            self._is_ready = self._error is not None
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None

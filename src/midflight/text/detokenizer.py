@@ -39,9 +39,16 @@ class _BytePieces:
     def __init__(self, token_bytes: dict[int, bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_whole = True
+        """Whether no character is incomplete: then letters of ASCII need no decoder that remembers."""
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes.get(token_id, b""))
+        data = self._token_bytes.get(token_id, b"")
+        if self._is_whole and data.isascii():
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._is_whole = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

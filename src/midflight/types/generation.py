@@ -256,8 +256,7 @@ class Segment(msgspec.Struct, frozen=True):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Consecutive output tokens, all sampled under one version. The last chunk of a generation carries `finish`."""
 
     token_ids: tuple[int, ...]
@@ -276,6 +275,10 @@ class Chunk:
     experts: bytes = b""
     """On the last chunk of an engine that records them: the experts that each position of this attempt was sent to, from the first of
     `input_ids` on, in as many bytes each; 255 in all of them where there is no record, as for the last token."""
+
+    def changed(self, **values: object) -> Chunk:
+        """The same but for these."""
+        return msgspec.structs.replace(self, **values)
 
 
 class Turn(msgspec.Struct, frozen=True):
