@@ -181,7 +181,11 @@ def _parameters() -> Mapping[str, Parameter]:
 
     defaults = zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, _declared, strict=True)
     return {
-        name: Parameter(name, kinds[name], default, **{**about, "names": named(name, about["names"])}) for name, default, about in defaults
+        name: Parameter(
+            *(name, kinds[name], default, about["range"], about["feature"], about["reshapes"], about["truncates"]),
+            named(name, about["names"]),
+        )
+        for name, default, about in defaults
     }
 
 

@@ -135,7 +135,7 @@ def _max_tokens(body: ChatBody) -> int | None:
     return old if new is None else new
 
 
-def conversation(messages: Sequence[Message], unread: Unread) -> tuple[Message, ...]:
+def conversation(messages: Sequence[JsonObject], unread: Unread) -> tuple[Message, ...]:
     """Checks every message. A refusal names the place, such as `messages.2.tool_calls.0.function.name`."""
     return tuple(_read_message(message, f"messages.{place}", unread) for place, message in enumerate(messages))
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Self
+from typing import Any, Self, cast
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -307,7 +307,7 @@ class ChatsHere:
         gateway, session, unread = self._gateway, None, Unread()
         try:
             session = gateway.session_for(path_token=token, api_key=None)
-            call = CompletionCall((Messages(conversation(messages, unread)),), prompt_param="messages")
+            call = CompletionCall((Messages(conversation(cast(Any, messages), unread)),), prompt_param="messages")
             gateway.pass_over(unread, path=DIALECTS[0].path)
             await gateway.check_lengths(call, num_bytes=sum([len(str(message.get("content"))) for message in messages]))
             gateway.requests.check_room()
