@@ -40,7 +40,6 @@ class Metrics:
         )
         self._mismatches = Counter("midflight_retokenisation_mismatches", "Prompts that tokenising anew would have changed.", registry=r)
         self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
-        self._sources: dict[str, tuple[Histogram, Counter, Gauge]] = {}
         self.accounts: Callable[[], Accounts] | None = None
         self.learning: Callable[[], LearningStatus] = LearningStatus
         self.requests: Callable[[], Mapping[str, int]] = dict
@@ -70,6 +69,7 @@ class Metrics:
 
     def _count_training(self) -> None:
         r, self._failures = self.registry, Failures()
+        self._sources = dict[str, tuple[Histogram, Counter, Gauge]]()
         self._failed_rollouts = Counter("midflight_failed_rollouts", "Rollouts without a reward, by class of error.", ["error"], registry=r)
         self._ignored = Counter("midflight_ignored_fields", "Requests with a field that has no effect.", ["path", "field"], registry=r)
         self._refilled = Counter("midflight_refilled_groups", "Groups of rewards all alike that others replaced.", ["alike"], registry=r)

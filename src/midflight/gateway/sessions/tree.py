@@ -320,8 +320,7 @@ def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harves
             result.dropped[Reason.UNCHOSEN] += node.num_output
         elif not node.policy_sampled:
             result.masked[Reason.NOT_POLICY_SAMPLED] += node.num_output
-        if node.num_overshoot:
-            result.dropped[Reason.OVERSHOOT] += node.num_overshoot
+        result.dropped[Reason.OVERSHOOT] += node.num_overshoot
     return result
 
 
