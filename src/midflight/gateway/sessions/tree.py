@@ -321,7 +321,7 @@ def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harves
         elif not node.policy_sampled:
             result.masked[Reason.NOT_POLICY_SAMPLED] += node.num_output
         result.dropped[Reason.OVERSHOOT] += node.num_overshoot
-    return result
+    return Harvest(result.rows, +result.masked, +result.dropped)
 
 
 def _unchosen(nodes: Sequence[Node]) -> set[Node]:
