@@ -31,6 +31,7 @@ from midflight.observe.progress import RunState
 from midflight.observe.prometheus import Metrics
 from midflight.run.launcher.child import GC_THRESHOLD
 from midflight.run.parts import serve_while
+from midflight.run.rollout.rollout_process import frequent
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.system import RolloutSystem, accounts
 from midflight.testing.ring import PhaseLog
@@ -64,7 +65,8 @@ def config_of(options: argparse.Namespace, folder: Path) -> Config:
 async def measured(options: argparse.Namespace, config: Config, engine_port: int, folder: Path) -> list[float]:
     """CPU milliseconds a rollout, of each round."""
     state, metrics = RunState(name="run", steps=0, start_version=0, slots=options.in_flight), Metrics()
-    record = Observers([state.apply, metrics.apply, Journal(folder / "metrics.jsonl", state).apply]).apply
+    observers = [state.apply, metrics.apply, Journal(folder / "metrics.jsonl", state).apply]
+    record = Observers(observers, of=frequent(state, metrics)).apply
     remote = RemoteEngine("trivial", f"http://127.0.0.1:{engine_port}", token=None, record=record)
     found: list[float] = []
 

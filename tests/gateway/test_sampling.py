@@ -125,7 +125,7 @@ def test_what_was_kept_is_asked_for_only_where_it_is_trained(kind: Kind, wanted:
     async def main() -> None:
         generator = ScriptedGenerator()
         async with offered(generator, limits=MASKS) as it:
-            session = it.gateway.open(replace(KEY, kind=kind), sampling=DEFAULTS.changed(top_p=0.9), tracked=True)
+            session = it.gateway.open(RolloutKey(KEY.group, KEY.sample, kind), sampling=DEFAULTS.changed(top_p=0.9), tracked=True)
             sdk = it.sdk(base_url=f"http://memory/s/{session.api_key}/v1", api_key=session.api_key)
             await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
             await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}], top_p=1.0, seed=4)

@@ -11,6 +11,7 @@ from tests.gateway.generating import begun, receive
 from tests.gateway.offered import DEFAULTS, KEY
 
 from midflight.errors import Overloaded, SessionClosed, Unauthorized, UnknownSession
+from midflight.gateway.sessions.history import Prompt
 from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.gateway.sessions.session import Messages, Session, request_seed
 from midflight.testing.script import scripted_tokenizer
@@ -36,7 +37,7 @@ def test_the_same_prompt_asked_again_gets_another_seed_and_an_explicit_seed_is_k
     session = new_session()
 
     def seed(ids: tuple[int, ...], asked: int | None = None, choice: int = 0) -> int:
-        return session.seed("demo", 17, ids, asked=asked, choice=choice)
+        return session.seed("demo", 17, Prompt(ids, None), asked=asked, choice=choice)
 
     expected = [request_seed("demo", 17, KEY, occurrence=k, prompt_ids=(1,)) for k in range(3)]
     assert [seed((1,)), seed((1,))] == expected[:2]
@@ -230,7 +231,7 @@ def test_a_prompt_asked_often_is_remembered_by_its_digest() -> None:
     """Not by its tokens."""
     session = new_session()
     for length in (10, 100_000):
-        session.seed("demo", 17, (1,) * length, asked=None, choice=0)
+        session.seed("demo", 17, Prompt((1,) * length, None), asked=None, choice=0)
     assert {len(key) for key in session._asked} == {16}
 
 

@@ -29,7 +29,7 @@ def talked(number: int) -> tuple[Session, int]:
     for k in range(NUM_TURNS):
         messages += ({"role": "user", "content": f"{number:06d} {k} " + "q" * 188},)
         prompt = session.plan(Messages(messages))
-        session.seed("run", 0, prompt.ids, asked=None, choice=0)
+        session.seed("run", 0, prompt, asked=None, choice=0)
         reply = f"{k} {number:06d} " + "a" * 188
         ids = TOKENIZER.encode(reply + "<|end|>")
         answer = begun(session, prompt, policy_sampled=True, number=session.next_request())

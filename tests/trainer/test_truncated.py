@@ -30,7 +30,7 @@ from midflight.trainer.model.scores import Kept, kept_of, token_scores
 from midflight.trainer.objective import Objective
 from midflight.trajectories.database import decode_rows, encode_rows
 from midflight.trajectories.packing import from_bytes, pack, to_bytes
-from midflight.types import Batch, Feature, Group, PackedBatch, PauseMode, Reason, SamplingParams, SessionRecord, Trajectory
+from midflight.types import Batch, Feature, Group, PackedBatch, PauseMode, Reason, RolloutKey, SamplingParams, SessionRecord, Trajectory
 from midflight.types.facts import unheard
 from midflight.types.kept import pack_kept
 
@@ -158,7 +158,7 @@ async def conversed(
 def batch_of(record: SessionRecord, *, version: int) -> PackedBatch:
     """As the trainer gets it: through the store's rows and the batch's bytes."""
     rows = decode_rows(encode_rows(record.rows))
-    trajectories = tuple(Trajectory(replace(KEY, sample=s), "t", "s", float(s), rows) for s in range(2))
+    trajectories = tuple(Trajectory(RolloutKey(KEY.group, s), "t", "s", float(s), rows) for s in range(2))
     return from_bytes(to_bytes(pack(Batch(1, version, (Group(KEY.group, "t", "s", trajectories),)))))
 
 

@@ -127,7 +127,7 @@ class Books:
 
     def closing(self, key: GroupKey, reason: Reason, *, again: bool = False) -> facts.GroupClosed:
         """The fact that ends a group now; `again` puts its task in line as the next attempt."""
-        successor = replace(key, attempt=key.attempt + 1) if again else None
+        successor = GroupKey(key.epoch, key.index, key.attempt + 1) if again else None
         return facts.GroupClosed(key, reason, self._num_tokens(key), successor)
 
     def skipping(self, lease: int) -> list[facts.GroupClosed]:
@@ -243,6 +243,7 @@ class Books:
                 return
             case facts.TrajectoryKept():
                 self._keep(fact)
+                return  # what it adds to either side of I3 is one sum; the next fact of its group is checked
             case facts.GroupFinished(group=group, order=order):
                 del self._running[group.key]
                 self._waiting[group.key] = finished = Finished.of(group, order, self._lineage)

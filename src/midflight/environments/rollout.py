@@ -132,11 +132,13 @@ class RolloutRunner:
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
         """The agent has a task of its own, in no group: what it does to its task it does to itself, and none waits for ever for its end."""
         allowance = Allowance(self._rollout_seconds, excused=lambda: self._paused_seconds() + self._agents.excused(session.session_id))
-        attempt = asyncio.get_running_loop().create_task(self._attempt(task, session), name=f"agent of task {task.id}")
+        loop = asyncio.get_running_loop()
+        attempt, ended = loop.create_task(self._attempt(task, session), name=f"agent of task {task.id}"), loop.create_future()
+        attempt.add_done_callback(lambda _: ended.done() or ended.set_result(None))
         late: RolloutTimeout | None = None
         try:
             async with allowance:
-                await asyncio.wait([attempt])
+                await ended
         except Expired:
             late = self._timeout_error(task, attempt)
         finally:

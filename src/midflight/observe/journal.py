@@ -385,15 +385,15 @@ _log = logging.getLogger(__name__)
 class Observers:
     """Each applies every fact, in order. An observer that fails is logged once, and hurts neither the run nor the others."""
 
-    def __init__(self, observers: Sequence[facts.Record], *, of: Mapping[type, facts.Record] = {}) -> None:
-        """`of`: those of facts of one type alone."""
-        self._observers, self._of, self._reported = tuple(observers), {kind: (observe,) for kind, observe in of.items()}, set[int]()
+    def __init__(self, observers: Sequence[facts.Record], *, of: Mapping[type, Sequence[facts.Record]] = {}) -> None:
+        """`of`: who applies the facts of a type, where most pass it over; to ask all of them about each costs more than what one does."""
+        self._observers, self._of, self._reported = observers, of, set[facts.Record]()
 
     def apply(self, fact: facts.Fact) -> None:
-        for number, observe in enumerate(self._observers + self._of.get(type(fact), ())):
+        for observe in self._of.get(type(fact), self._observers):
             try:
                 observe(fact)
             except Exception:
-                if number not in self._reported:
-                    self._reported.add(number)
+                if observe not in self._reported:
+                    self._reported.add(observe)
                     _log.exception("an observer (%s) failed on %s; the run goes on, later failures of it are not logged", observe, fact)

@@ -248,9 +248,13 @@ class Metrics:
 
     def _session(self, session: facts.SessionEnded) -> None:
         self._sessions.inc()
-        self._branches.inc(session.num_branches)
-        self._rewritten.inc(session.num_rewritten)
-        self._mismatches.inc(session.num_mismatches)
+        for counter, number in (
+            (self._branches, session.num_branches),
+            (self._rewritten, session.num_rewritten),
+            (self._mismatches, session.num_mismatches),
+        ):
+            if number:
+                counter.inc(number)
 
     def _resumed(self, resumed: facts.Resumed) -> None:
         """These counters go on where those of the process that died stood."""

@@ -6,7 +6,7 @@ file or it is not, and `facts` gives it back: folded, they are the books as they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -66,23 +66,28 @@ class Store:
         """The checkpoint of this version is about to get a copy of this store, which says so too: no older copy can be newer than it."""
         self._db.raise_number(COPIED, version)
 
-    def write(self, deeds: Iterable[Callable[[Store], object]]) -> None:
-        """Several deeds in one transaction: all of them happen, or none."""
+    def write(self, deeds: Sequence[facts.Fact | Callable[[Store], object]]) -> None:
+        """Several in one transaction: all of them happen, or none. Turns of a rollout that has ended meanwhile are in its rows, and written
+        there alone."""
+        over = {deed.trajectory.key for deed in deeds if isinstance(deed, facts.TrajectoryKept)}
         with self._db.transaction():
             for deed in deeds:
-                deed(self)
+                if isinstance(deed, Callable):
+                    deed(self)
+                elif not (isinstance(deed, facts.TurnKept) and deed.key in over):
+                    self.apply(deed)
 
     # --- Applying ---
 
     def apply(self, fact: facts.Fact) -> None:
         with self._db.transaction():
             match fact:
-                case facts.Admitted():
-                    self._admit(fact)
-                case facts.TurnKept():
-                    self._keep_turn(fact)
                 case facts.TrajectoryKept():
                     self._keep(fact)
+                case facts.TurnKept():
+                    self._keep_turn(fact)
+                case facts.Admitted():
+                    self._admit(fact)
                 case facts.GroupFinished():
                     self._finish(fact)
                 case facts.GroupClosed():

@@ -29,7 +29,7 @@ class StoreWriter:
     def __init__(self, store: Store, *, max_pending: int = MAX_PENDING) -> None:
         self._store = store
         self._max_pending = max_pending
-        self._pending: deque[Callable[[Store], object]] = deque()
+        self._pending: deque[Fact | Callable[[Store], object]] = deque()
         self._num_put = 0
         self._num_written = 0
         self._writing = threading.Lock()  # between the thread and `close`
@@ -39,9 +39,9 @@ class StoreWriter:
 
     def put(self, fact: Fact) -> None:
         """To be written soon. Never waits; `room` is for those who can."""
-        self._append(lambda store: store.apply(fact))
+        self._append(fact)
 
-    def _append(self, deed: Callable[[Store], object]) -> None:
+    def _append(self, deed: Fact | Callable[[Store], object]) -> None:
         if self._failure is not None:
             raise StoreFailed(f"The store has failed: {self._failure}") from self._failure
         if len(self._pending) >= self._max_pending:

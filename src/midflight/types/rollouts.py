@@ -76,9 +76,8 @@ class Result:
     scored: it is not trained."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GroupKey:
-    """A group is one attempt at one position of the task stream ."""
+class GroupKey(msgspec.Struct, frozen=True, order=True):
+    """A group is one attempt at one position of the task stream."""
 
     epoch: int
     index: int
@@ -102,8 +101,7 @@ class GroupScores:
     """Their sum."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RolloutKey:
+class RolloutKey(msgspec.Struct, frozen=True, order=True):
     group: GroupKey
     sample: int
     kind: Kind = Kind.TRAINING

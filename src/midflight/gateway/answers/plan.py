@@ -249,7 +249,7 @@ class Planner:
     def _answer(self, session: Session, call: CompletionCall, index: int, prompt: Prompt, sampling: SamplingParams, number: int) -> Answer:
         self._serial += 1
         own_seed = call.asked.number("seed")
-        seed = session.seed(self._run_name, self._run_seed, prompt.ids, asked=own_seed, choice=index % call.n)
+        seed = session.seed(self._run_name, self._run_seed, prompt, asked=own_seed, choice=index % call.n)
         single = len(call.sources) * call.n == 1
         own = call.request_id if call.request_id is None or single else f"{call.request_id}-{index}"
         policy_sampled = samples_the_policy(sampling, session.sampling, limits=self._limits)

@@ -70,6 +70,11 @@ class Prompt:
     """What the message says that it ends with, where the answer goes on with that; `history` is of the messages before."""
 
     @cached_property
+    def name(self) -> bytes:
+        """Digest of its ids."""
+        return _hashed(packed(self.ids))
+
+    @cached_property
     def tail(self) -> bytes:
         """Its ids beyond those of the turn it continues, packed; choices of one request share the object."""
         return packed(self.ids[self.parent.end if self.parent is not None else 0 :])

@@ -16,7 +16,7 @@ import msgspec
 from midflight.errors import RequestRejected
 from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
 from midflight.gateway.sessions.kept import KeptResponses
-from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
+from midflight.gateway.sessions.tree import Matcher, TokenTree, counted, harvest
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, Tool
 from midflight.types import FinishReason, Grammar, Json, Kind, Reason, RolloutKey, SamplingParams, SessionRecord, Turn, TurnTimes, Version
@@ -177,8 +177,9 @@ class Session:
         self.role_name = ""
         self._tokenizer, self._matcher = tokenizer, matcher
         self._apart: Session | None = None
-        self._all: dict[str, Session] = {"": self}
-        """The session and its roles, which share this."""
+        self._main: Session | None = None
+        """Of a role: the session that it is a part of. No session holds itself: its end frees it at once, and no collection has to find it."""
+        self._roles: dict[str, Session] = {}
         self.tree = TokenTree(tokenizer, matcher=matcher)
         self.recorded = RecordedTurns()
         self._kept = kept
@@ -188,9 +189,9 @@ class Session:
         self._open: set[UnderWay] = set()
         self._versions: set[Version] = set()
         """Of the tokens of turns that are over, those of abandoned turns too."""
-        self._asked: Counter[bytes] = Counter()
-        """How often each prompt was asked, by the digest of its ids."""
-        self._dropped: Counter[Reason] = Counter()
+        self._asked: dict[bytes, int] = {}
+        """How often each prompt was asked, by its name."""
+        self._dropped: dict[Reason, int] = {}
         self._num_requests = self._num_answered = 0
         self._room: int | None = None
 
@@ -203,8 +204,8 @@ class Session:
 
     def role(self, name: str) -> Session:
         """The session of a role, opened where it is asked for first."""
-        if name not in self._all:
-            if not _ROLE.fullmatch(name) or len(self._all) > MAX_ROLES:
+        if name not in self._roles:
+            if not _ROLE.fullmatch(name) or len(self._roles) >= MAX_ROLES:
                 raise RequestRejected(
                     f"the role {name[:80]!r} of session {self.session_id}: take letters, digits, '-' and '_', 64 at most, and {MAX_ROLES} roles."
                 )
@@ -217,9 +218,15 @@ class Session:
                 matcher=self._matcher,
                 count_all_choices=self.count_all_choices,
             )
-            made.role_name, made.recorded, made._all = name, self.recorded, self._all
-            self._all[name] = made
-        return self._all[name]
+            made.role_name, made.recorded, made._main = name, self.recorded, self
+            self._roles[name] = made
+        return self._roles[name]
+
+    @property
+    def _all(self) -> dict[str, Session]:
+        """The session itself, whose name is empty, and its roles."""
+        main = self._main or self
+        return {"": main, **main._roles}
 
     @property
     def known_as(self) -> str:
@@ -288,16 +295,15 @@ class Session:
         self._num_requests += 1
         return self._num_requests
 
-    def seed(self, run_name: str, run_seed: int, prompt_ids: tuple[int, ...], *, asked: int | None, choice: int) -> int:
+    def seed(self, run_name: str, run_seed: int, prompt: Prompt, *, asked: int | None, choice: int) -> int:
         """An explicit seed, offset by the choice; else the next of the session's own for these prompt ids (anonymous: any)."""
-        digest = hashlib.blake2b(packed(prompt_ids), digest_size=16).digest()
-        occurrence = self._asked[digest]
-        self._asked[digest] += 1
+        occurrence = self._asked.get(prompt.name, 0)
+        self._asked[prompt.name] = occurrence + 1
         if asked is not None:
             return (asked + choice) % SEED_SPACE
         if self.key is None:
             return secrets.randbits(64)
-        return request_seed(run_name, run_seed, self.key, occurrence=occurrence, prompt_ids=prompt_ids, role=self.role_name)
+        return request_seed(run_name, run_seed, self.key, occurrence=occurrence, prompt_ids=prompt.ids, role=self.role_name)
 
     def begin(self, answer: UnderWay) -> None:
         """Its tokens count from now on; `finished` or `abandoned` must follow."""
@@ -321,8 +327,8 @@ class Session:
         """The request was cancelled or failed: its tokens are dropped(abandoned), once (I3). After `finished` it does nothing."""
         if answer in self._open:
             self._end(answer)
-            self._dropped[Reason.ABANDONED] += len(answer.output_ids)
-            self._dropped[Reason.OVERSHOOT] += answer.num_overshoot
+            for reason, number in ((Reason.ABANDONED, len(answer.output_ids)), (Reason.OVERSHOOT, answer.num_overshoot)):
+                self._dropped[reason] = self._dropped.get(reason, 0) + number
 
     def close(self) -> SessionRecord:
         """Ends the session and its roles, and hands their tokens over (I3): what is still running is abandoned."""
@@ -334,10 +340,8 @@ class Session:
         for answer in list(self._open):
             self.abandoned(answer)
         self.closed = True
-        nodes, not_given_again = self.tree.nodes, 0 if self.role_name else self.recorded.num_lost
-        result = harvest(nodes, count_all_choices=self.count_all_choices)
-        result.dropped.update(self._dropped)
-        result.dropped[Reason.ABANDONED] += not_given_again
+        nodes, result = self.tree.nodes, harvest(self.tree.nodes, count_all_choices=self.count_all_choices)
+        dropped = [*result.dropped.items(), *self._dropped.items(), (Reason.ABANDONED, 0 if self.role_name else self.recorded.num_lost)]
         return SessionRecord(
             session_id=self.session_id,
             rows=result.rows,
@@ -345,8 +349,8 @@ class Session:
             num_branches=self.tree.num_branches,
             truncated=any(node.finish.reason is FinishReason.LENGTH for node in nodes),
             room=self._room,
-            masked={reason: number for reason, number in result.masked.items() if number},
-            dropped={reason: number for reason, number in result.dropped.items() if number},
+            masked=result.masked,
+            dropped=counted(dropped),
             failed_requests=self.failed_requests,
             num_rewritten=self.tree.num_rewritten,
             num_mismatches=self.tree.num_mismatches,

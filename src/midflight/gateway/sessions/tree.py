@@ -298,13 +298,21 @@ class TokenTree:
         return best
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Harvest:
+class Harvest(msgspec.Struct, frozen=True, eq=False):
     """Rows to train on, and the generated tokens that are not, by reason."""
 
     rows: tuple[Row, ...]
-    masked: Counter[Reason] = field(default_factory=Counter[Reason])
-    dropped: Counter[Reason] = field(default_factory=Counter[Reason])
+    masked: Mapping[Reason, int]
+    dropped: Mapping[Reason, int]
+
+
+def counted(numbers: Iterable[tuple[Reason, int]]) -> dict[Reason, int]:
+    """Their sums, without those that are 0."""
+    found: dict[Reason, int] = {}
+    for reason, number in numbers:
+        if number:
+            found[reason] = found.get(reason, 0) + number
+    return found
 
 
 def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harvest:
@@ -312,16 +320,12 @@ def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harves
 
     `count_all_choices`: choices that the agent did not continue are trained too, each as a row of its own.
     """
-    unchosen = set[Node]() if count_all_choices else _unchosen(nodes)
+    unchosen = set[Node]() if count_all_choices or len(nodes) < 2 else _unchosen(nodes)
     turn_of = {request: turn for turn, request in enumerate(sorted({node.request for node in nodes}))}
-    result = Harvest(rows=_rows([node for node in nodes if node not in unchosen] if unchosen else nodes, turn_of))
-    for node in nodes:
-        if node in unchosen:
-            result.dropped[Reason.UNCHOSEN] += node.num_output
-        elif not node.policy_sampled:
-            result.masked[Reason.NOT_POLICY_SAMPLED] += node.num_output
-        result.dropped[Reason.OVERSHOOT] += node.num_overshoot
-    return Harvest(result.rows, +result.masked, +result.dropped)
+    chosen = [node for node in nodes if node not in unchosen] if unchosen else nodes
+    masked = [(Reason.NOT_POLICY_SAMPLED, node.num_output) for node in chosen if not node.policy_sampled]
+    dropped = [(Reason.UNCHOSEN, node.num_output) for node in unchosen] + [(Reason.OVERSHOOT, node.num_overshoot) for node in nodes]
+    return Harvest(_rows(chosen, turn_of), counted(masked), counted(dropped))
 
 
 def _unchosen(nodes: Sequence[Node]) -> set[Node]:

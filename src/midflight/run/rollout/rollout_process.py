@@ -87,6 +87,13 @@ class Hosting:
     """Where outsiders claim rollouts."""
 
 
+def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Record]]:
+    """Who applies the facts of which there are some for each rollout, request or step of an engine. All others are told to every observer."""
+    of_all = [facts.TurnFinished, facts.SessionEnded]
+    unheard = [facts.EvaluationKept, facts.SlotFreed, facts.TurnKept, facts.TrajectoryKept]
+    return {facts.EngineStepped: [state.apply, metrics.apply], **dict.fromkeys(of_all, [metrics.apply]), **dict.fromkeys(unheard, [])}
+
+
 class RolloutProcess:
     """Assembles the process. The shells that wait are `RolloutSystem`, the HTTP server and the engines' connections."""
 
@@ -101,19 +108,19 @@ class RolloutProcess:
         self._metrics.learning = self._state.learning.status
         self._metrics.memory = partial(resident, os.getppid())
         observers: list[facts.Record] = [self._state.apply, self._metrics.apply]
-        of: dict[type, facts.Record] = {}
+        of = frequent(self._state, self._metrics)
         if spec.purpose in (Purpose.TRAIN, Purpose.ROLLOUTS):
             folder = Path(config.run.folder)
             folder.mkdir(parents=True, exist_ok=True)  # of a further shard
             at = newest_version(folder / "metrics.jsonl", otherwise=spec.version) if spec.again else spec.checkpoint
             observers.append(Journal(folder / "metrics.jsonl", self._state, resume_at=at).apply)
-            of[facts.EvaluationKept] = HeldoutStore(folder / HELDOUT, run=config.run.name).apply
+            of[facts.EvaluationKept] = [HeldoutStore(folder / HELDOUT, run=config.run.name).apply]
         rollout = config.rollout
         if rollout.show_every:
             observers.append(Completions(self._shown, self._decoded, every=rollout.show_every, number=rollout.show_completions).apply)
         self._last = LastRollout(self._decoded) if config.observe.samples else None
         if self._last is not None:
-            observers.append(self._last.apply)
+            of[facts.TrajectoryKept] = [self._last.apply]
         self._record = Observers([*observers, self._alarms().apply], of=of).apply
         for text in spec.alarms:
             self._record(facts.Alarmed("trainer", text))
