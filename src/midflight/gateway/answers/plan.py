@@ -112,11 +112,13 @@ def samples_the_policy(params: SamplingParams, defaults: SamplingParams | None, 
 
 
 def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> int:
-    asked, name = call.asked.number("min_tokens"), call.name_of("min_tokens")
-    most = call.asked.number("max_tokens") or max_tokens
-    if asked is not None and asked > most:
+    asked = call.asked.number("min_tokens")
+    if asked is None:
+        return min(own.min_tokens, max_tokens)
+    name, most = call.name_of("min_tokens"), call.asked.number("max_tokens") or max_tokens
+    if asked > most:
         raise RequestRejected(f"{name} is {asked}, above {call.name_of('max_tokens')} = {most}: lower it.", param=name)
-    return min(own.min_tokens if asked is None else asked, max_tokens)
+    return min(asked, max_tokens)
 
 
 def _check_features(call: CompletionCall, limits: EngineLimits) -> None:

@@ -137,7 +137,15 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 def conversation(messages: Sequence[JsonObject], unread: Unread) -> tuple[Message, ...]:
     """Checks every message. A refusal names the place, such as `messages.2.tool_calls.0.function.name`."""
-    return tuple(_read_message(message, f"messages.{place}", unread) for place, message in enumerate(messages))
+    return tuple([_plain(message) or _read_message(message, f"messages.{place}", unread) for place, message in enumerate(messages)])
+
+
+def _plain(message: JsonObject) -> Message | None:
+    """A message that is a role and a text, as most are: nothing in it is to be refused."""
+    role, content = message.get("role"), message.get("content")
+    if len(message) != 2 or not isinstance(role, str) or not isinstance(content, str) or role == "tool":
+        return None
+    return {"role": ROLES[role], "content": content} if role in ROLES else None
 
 
 def _read_message(message: JsonObject, param: str, unread: Unread) -> Message:

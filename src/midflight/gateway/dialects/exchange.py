@@ -90,7 +90,7 @@ def call_id(request_id: str, index: int) -> str:
 def usage(answers: Sequence[Answer]) -> Json:
     """OpenAI's token counts. A prompt counts once, however many choices it has."""
     prompts = {id(answer.prompt): len(answer.prompt.ids) for answer in answers}
-    return _usage(sum(prompts.values()), sum(len(answer.turn.output_ids) for answer in answers))
+    return _usage(sum(prompts.values()), sum([len(answer.turn.output_ids) for answer in answers]))
 
 
 def usage_so_far(answers: Sequence[Answer], completion_tokens: int) -> Json:

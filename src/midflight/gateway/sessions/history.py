@@ -137,8 +137,8 @@ class Node:
             reply_digest=text_digest(reply),
             num_reply_letters=len(reply),
             kept=b"".join(turn.kept),
-            kept_lengths=packed([len(left) for left in turn.kept]),
-            experts=turn.experts[_first_recorded(prompt.parent) * turn.num_expert_bytes :],
+            kept_lengths=packed([len(left) for left in turn.kept]) if turn.kept else b"",
+            experts=turn.experts[_first_recorded(prompt.parent) * turn.num_expert_bytes :] if turn.experts else b"",
         )
 
     @property

@@ -94,6 +94,8 @@ class MessageParser(Protocol):
 
 def joined(pieces: tuple[Piece, ...]) -> AssistantMessage:
     """The message that these pieces make."""
+    if len(pieces) == 1 and isinstance(pieces[0], ContentPiece):
+        return AssistantMessage(pieces[0].text)
     arguments = [(p.index, p.text) for p in pieces if isinstance(p, ArgumentsPiece)]
     begun = [p for p in pieces if isinstance(p, CallPiece)]
     return AssistantMessage(
