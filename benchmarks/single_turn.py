@@ -101,9 +101,7 @@ async def main(options: argparse.Namespace) -> None:
     print("| side | CPU ms per rollout | of it the environment |\n|---|---|---|")
     for name, median in medians.items():
         print(f"| {name} | {median:.3f} | {median - medians['gateway']:.3f} |")
-    print(
-        f"\nThe SDK's client costs {medians['SDK'] / medians['built-in']:.1f} times as much."
-    )
+    print(f"\nThe SDK's client costs {medians['SDK'] / medians['built-in']:.1f} times as much.")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from midflight.types import (
     Kind,
     LogprobKind,
     Reason,
+    RolloutKey,
     SamplingParams,
 )
 

@@ -10,7 +10,7 @@ row; the first leaf (in order of recording) that holds a token trains it, in lat
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -89,9 +89,8 @@ class Hosting:
 
 def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Record]]:
     """Who applies the facts of which there are some for each rollout, request or step of an engine. All others are told to every observer."""
-    of_all = [facts.TurnFinished, facts.SessionEnded]
-    unheard = [facts.EvaluationKept, facts.SlotFreed, facts.TurnKept, facts.TrajectoryKept]
-    return {facts.EngineStepped: [state.apply, metrics.apply], **dict.fromkeys(of_all, [metrics.apply]), **dict.fromkeys(unheard, [])}
+    heard = {facts.EngineStepped: [state.apply, metrics.apply], facts.TurnFinished: [metrics.apply], facts.SessionEnded: [metrics.apply]}
+    return {**heard, facts.EvaluationKept: [], facts.SlotFreed: [], facts.TurnKept: [], facts.TrajectoryKept: []}
 
 
 class RolloutProcess:
