@@ -235,8 +235,7 @@ class Books:
             case facts.Admitted(key=key):
                 assert not self._is_open(key), f"{key} is admitted already"
                 self._line.discard(key)
-                self._running[key] = self._limits.group_size
-                self.submitted += 1
+                self._running[key], self.submitted = self._limits.group_size, self.submitted + 1
             case facts.SlotFreed(key=key):
                 assert self._running[key] > 0, f"{key} has no rollout left to end"
                 self._running[key] -= 1

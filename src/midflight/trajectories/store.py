@@ -67,8 +67,7 @@ class Store:
         self._db.raise_number(COPIED, version)
 
     def write(self, deeds: Sequence[facts.Fact | Callable[[Store], object]]) -> None:
-        """Several in one transaction: all of them happen, or none. Turns of a rollout that has ended meanwhile are in its rows, and written
-        there alone."""
+        """Several in one transaction: all happen, or none. Turns of a rollout that has ended meanwhile are in its rows alone."""
         over = {deed.trajectory.key for deed in deeds if isinstance(deed, facts.TrajectoryKept)}
         with self._db.transaction():
             for deed in deeds:
@@ -142,10 +141,8 @@ class Store:
         for fate, counts in ((Fate.MASKED, kept.masked), (Fate.DROPPED, kept.dropped)):
             for reason, num_tokens in counts.items():
                 self._add_fate(key, fate, reason, num_tokens)
-        if trajectory.reward is None:
-            self._add_fate(key, Fate.DROPPED, Reason.NO_REWARD, num_trainable)
-        else:
-            self._add_fate(key, Fate.WAITING, None, num_trainable)
+        fate, reason = (Fate.DROPPED, Reason.NO_REWARD) if trajectory.reward is None else (Fate.WAITING, None)
+        self._add_fate(key, fate, reason, num_trainable)
 
     def _finish(self, finished: facts.GroupFinished) -> None:
         where = _group(finished.group.key)
@@ -362,8 +359,7 @@ class Store:
         turns: dict[RolloutKey, list[Turn]] = {}
         for sample, blob in self._db.execute(f"SELECT sample, turn FROM turns WHERE {_GROUP} ORDER BY sample, number", *_group(key)):
             turns.setdefault(RolloutKey(key, sample), []).append(self._decoded(database.decode_turn, blob))
-        finished = tuple(self._trajectories(key, self._task(key)))
-        return Unfinished(key, finished, {rollout: tuple(made) for rollout, made in turns.items()})
+        return Unfinished(key, tuple(self._trajectories(key, self._task(key))), {rollout: tuple(made) for rollout, made in turns.items()})
 
     def _trajectories(self, key: GroupKey, task: Task) -> Iterator[Trajectory]:
         columns = "sample, reward, rows, scored, truncated, error, seconds, room"

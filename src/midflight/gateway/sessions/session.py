@@ -168,9 +168,7 @@ class Session:
         """`matcher`: one for all sessions of a gateway. `count_all_choices`: choices (n > 1) that the agent did not continue are
         trained too; by default they are dropped(unchosen) where it continued another. `kept`: of anonymous clients with one key."""
         self.session_id = session_id
-        self.key = key
-        self.sampling = sampling
-        self.tracked = tracked
+        self.key, self.sampling, self.tracked = key, sampling, tracked
         self.count_all_choices = count_all_choices
         self.is_apart = False
         """Whether it is of a judge or simulated user, which engines of its own answer."""

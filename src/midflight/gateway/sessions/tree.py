@@ -308,11 +308,8 @@ class Harvest(msgspec.Struct, frozen=True, eq=False):
 
 def counted(numbers: Iterable[tuple[Reason, int]]) -> dict[Reason, int]:
     """Their sums, without those that are 0."""
-    found: dict[Reason, int] = {}
-    for reason, number in numbers:
-        if number:
-            found[reason] = found.get(reason, 0) + number
-    return found
+    there = [pair for pair in numbers if pair[1]]
+    return {reason: sum([number for of, number in there if of is reason]) for reason, _ in there}
 
 
 def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harvest:
@@ -392,8 +389,7 @@ def _experts(path: Sequence[Node]) -> UInt8 | None:
 
 
 def _write(row: Row, node: Node, *, trained: bool, turn: int) -> None:
-    start = node.num_prompt
-    span = slice(start, node.end)
+    start, span = node.num_prompt, slice(node.num_prompt, node.end)
     row.generated[span] = True
     row.loss_mask[span] = trained
     if row.turns is not None:
