@@ -86,6 +86,17 @@ def test_i7_a_commit_replaces_all_tensors_and_attests_what_is_served() -> None:
     assert model_fingerprint(model) == manifest.fingerprint
 
 
+def test_i7_the_version_that_is_served_may_be_staged_under_another_fingerprint_and_is_attested_by_it() -> None:
+    receiver, model = MemoryReceiver(), tiny_model()
+    weights = EngineWeights(model, receiver, version=0)
+    manifest = receiver.publish(0, model)
+    weights.stage(manifest)
+    weights._staged = replace(weights._staged, fingerprint="of the same bytes, cut where ranks' rows end")
+    served = weights.commit(0)
+    assert served == weights.served and served.fingerprint == "of the same bytes, cut where ranks' rows end"
+    assert weights.commit(0) == served and model_fingerprint(model) == manifest.fingerprint
+
+
 def test_replaced_weights_are_given_back_by_the_next_stage_and_not_by_the_commit() -> None:
     """Freeing them takes longer than the swap, for which the decode thread stands still."""
     receiver = MemoryReceiver()

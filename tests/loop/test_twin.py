@@ -18,7 +18,7 @@ from midflight.environments.tasks import SeededStream, Source
 from midflight.models.load import load_model
 from midflight.models.names import named_tensors
 from midflight.run.engine.engine_process import make_engine
-from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, first_model
+from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, first_model, put_together
 from midflight.testing.ring import open_ring
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.step import StepReport
@@ -151,7 +151,9 @@ def test_i2_without_staleness_three_steps_of_the_ring_are_those_of_the_synchrono
     trainer = Watched(trainer_of(CONFIG, model))
     seen = Facts()
     with publisher("file", name="twin", folder=tmp_path / "weights") as weights:
-        outbox = ModelWeights(lambda: named_tensors(model), weights, PublishedVersions(tmp_path / "published"), dtype="float64")
+        outbox = ModelWeights(
+            put_together(lambda: named_tensors(model), weights, dtype="float64"), PublishedVersions(tmp_path / "published")
+        )
         assert asyncio.run(ring(folder, tmp_path, source, trainer, outbox, seen)) == 3
 
     for step, batch, report in zip(steps, trainer.batches, trainer.reports, strict=True):

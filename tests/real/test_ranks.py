@@ -57,7 +57,7 @@ def test_a_rank_killed_in_mid_run_and_a_resume_with_one_fewer_lose_no_adapter_an
     train: Callable[..., Command], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options = ("lora.rank=4", "objective.kl_coefficient=0.1", "trainer.checkpoint_every=2")
+    options = ("lora.rank=4", "objective.kl_coefficient=0.1", "trainer.checkpoint_every=2", "weights.transport=pull")
     command = train("run", *options, "trainer.ranks=2", "run.steps=8")
     command.until(lambda: len(steps(run)) >= 4, "step 4")
     parts = [pid for found in command.parts().values() for pid in found]

@@ -196,6 +196,12 @@ def test_what_could_not_serve_the_run_is_refused_in_a_sentence_and_nothing_has_c
         ("shared_memory", "/dev/shm/x", 'weights.transport is "shared_memory", and it runs on another machine'),
         ("collective", "tcp://127.0.0.1:5000/secret", "sends them from 127.0.0.1, which other machines do not reach"),
         ("collective", "tcp://10.0.0.7:5000/secret", None),
+        (
+            "pull",
+            "http://127.0.0.1:5000/secret http://10.0.0.7:5000/secret",
+            "sends them from 127.0.0.1, which other machines do not reach",
+        ),
+        ("pull", "http://10.0.0.7:5000/secret", None),
     ],
 )
 def test_weights_that_cannot_reach_another_machine_are_known_at_joining(

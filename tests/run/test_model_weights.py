@@ -13,7 +13,7 @@ from torch import Tensor
 
 from midflight.models.load import make_model
 from midflight.models.names import in_dtype, named_tensors
-from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, sending_host
+from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, put_together, sending_host
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.publish import SharedMemoryPublisher
 
@@ -24,7 +24,8 @@ SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads"
 def test_weights_leave_in_the_served_precision(tmp_path: Path, served: str, name: str, size: int) -> None:
     model = make_model(vocab_size=262, seed=0, dtype="float32", **SIZES)
     with SharedMemoryPublisher("midflight-test-dtype", folder=tmp_path) as publisher:
-        manifest = ModelWeights(lambda: named_tensors(model), publisher, PublishedVersions(tmp_path / "published"), dtype=served).publish(1)
+        put = put_together(lambda: named_tensors(model), publisher, dtype=served)
+        manifest = ModelWeights(put, PublishedVersions(tmp_path / "published")).publish(1)
     tensors = named_tensors(model)
     assert {spec.dtype for spec in manifest.tensors} == {name}
     assert sum(spec.num_bytes for spec in manifest.tensors) == size * sum(tensor.numel() for tensor in tensors.values())
@@ -57,7 +58,7 @@ class Slow:
 
 def test_i2_the_number_of_a_version_that_was_passed_over_is_not_used_again(tmp_path: Path) -> None:
     published = PublishedVersions(tmp_path / "published")
-    outlet = ModelWeights(dict, Slow(), published, dtype="float32")
+    outlet = ModelWeights(put_together(dict, Slow(), dtype="float32"), published)
     published.note(4)
     outlet.pass_over(5)
     outlet.pass_over(6)
@@ -66,7 +67,8 @@ def test_i2_the_number_of_a_version_that_was_passed_over_is_not_used_again(tmp_p
 
 def test_a_version_released_during_a_publication_is_given_back_before_the_next(tmp_path: Path) -> None:
     model = make_model(vocab_size=262, seed=0, dtype="float32", **SIZES)
-    outbox = ModelWeights(lambda: named_tensors(model), publisher := Slow(), PublishedVersions(tmp_path / "published"), dtype="float32")
+    put = put_together(lambda: named_tensors(model), publisher := Slow(), dtype="float32")
+    outbox = ModelWeights(put, PublishedVersions(tmp_path / "published"))
     with ThreadPoolExecutor(1) as pool:
         publishing = pool.submit(outbox.publish, 2)
         assert publisher.busy.wait(10)

@@ -15,7 +15,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -238,8 +238,18 @@ def fingerprint_views(specs: Iterable[TensorSpec], views: Mapping[str, memoryvie
     With one thread each view is asked for when it is hashed, and not kept.
     """
     ordered = sorted(specs, key=lambda s: s.name)
+    return _total(zip(ordered, _digests((views[s.name] for s in ordered), threads), strict=True))
+
+
+def fingerprint_digests(specs: Iterable[TensorSpec], digests: Mapping[str, Sequence[bytes]]) -> str:
+    """The same from the digests (`piece_digest`) of each tensor's pieces in order, which others hashed: equal if they were cut every `PIECE`
+    bytes. A tensor cut elsewhere too, where one trainer rank's rows end, has a fingerprint of its own."""
+    return _total((spec, digests.get(spec.name, ())) for spec in sorted(specs, key=lambda s: s.name))
+
+
+def _total(hashed: Iterable[tuple[TensorSpec, Sequence[bytes]]]) -> str:
     total = hashlib.sha256()
-    for spec, digests in zip(ordered, _digests((views[s.name] for s in ordered), threads), strict=True):
+    for spec, digests in hashed:
         total.update(b"".join(digests))
         total.update(f"{spec.name}\0{spec.dtype}\0{','.join(map(str, spec.shape))}\0".encode())
     return total.hexdigest()
@@ -251,10 +261,10 @@ PIECE = 16 * 2**20
 
 def _digests(views: Iterable[memoryview], threads: int) -> Iterator[list[bytes]]:
     if threads <= 1:
-        yield from ([*map(_digest, _pieces(view))] for view in views)
+        yield from ([*map(piece_digest, _pieces(view))] for view in views)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="fingerprint") as pool:
-        under_way = [[pool.submit(_digest, piece) for piece in _pieces(view)] for view in views]
+        under_way = [[pool.submit(piece_digest, piece) for piece in _pieces(view)] for view in views]
         yield from ([digest.result() for digest in pieces] for pieces in under_way)
 
 
@@ -262,7 +272,7 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
     return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
 
 
-def _digest(piece: memoryview) -> bytes:
+def piece_digest(piece: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(piece)
 
 

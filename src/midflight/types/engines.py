@@ -82,7 +82,8 @@ class WeightManifest:
     fingerprint: str
     """Of names, dtypes, shapes and bytes: `models.sizes`. What an engine serves is compared with it (I7)."""
     transport: str
-    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file), `collective` or `direct` (tcp://host:port/secret)."""
+    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file), `collective` or `direct` (tcp://host:port/secret),
+    or `pull` (http://host:port/secret of each trainer rank, with blanks between)."""
     location: str
     tensors: tuple[TensorSpec, ...]
     deltas: tuple[Delta, ...] = ()

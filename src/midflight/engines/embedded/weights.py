@@ -54,12 +54,14 @@ class EngineWeights:
             self._staged = _StagedTensors(manifest.version, manifest.fingerprint, self._converted(tensors))
 
     def commit(self, version: Version) -> Attestation:
-        """Makes the staged version live without copying. Committing the version already served changes nothing."""
-        if version == self._served.version:
+        """Makes the staged version live without copying. Committing the version already served changes nothing, unless it was staged under
+        another fingerprint: several trainer ranks cut tensors otherwise than the folder that an engine starts from."""
+        waiting = self._staged
+        staged = waiting if waiting is not None and waiting.version == version else None
+        if version == self._served.version and (staged is None or staged.fingerprint == self._served.fingerprint):
             return self._served
-        staged = self._staged
-        if staged is None or staged.version != version:
-            has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
+        if staged is None:
+            has = "nothing is staged" if waiting is None else f"version {waiting.version} is staged"
             raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
         self._replaced = assign(self._model, staged.tensors)
         self._staged = None

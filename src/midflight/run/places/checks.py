@@ -145,7 +145,7 @@ def _said(resources: Mapping[str, float]) -> str:
 def _transport(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     if config.weights.transport == "shared_memory" and len(machines) > 1:
         yield (
-            f'weights.transport = "shared_memory" reaches no other machine, and the cluster has {len(machines)}; set it to "collective", '
+            f'weights.transport = "shared_memory" reaches no other machine, and the cluster has {len(machines)}; set it to "collective" or "pull", '
             'or to "file" where run.folder is fast.'
         )
 

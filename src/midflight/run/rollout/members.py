@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from midflight.config.sections import Config
 from midflight.engines.about import NONCE, About
@@ -30,7 +31,7 @@ from midflight.run.rollout.serving import Serving
 from midflight.types.facts import EngineJoined, EngineLeft, Record
 from midflight.version import __version__
 from midflight.weights.transports.files import SHARED
-from midflight.weights.transports.receive import BROADCAST, Address
+from midflight.weights.transports.receive import SENT
 from midflight.wire.server import is_loopback
 
 LEAVING = "leaving"
@@ -298,7 +299,7 @@ class Members:
         transport, folder, location = self._terms.transport, self._terms.weights, ""
         if current is not None:
             transport, location = current.transport, current.location
-            folder = folder if transport in BROADCAST else Path(location).parent
+            folder = folder if transport in SENT else Path(location).parent
         with _nonce(folder if transport == "file" else SHARED) as nonce:
             about = await self._ask(address, nonce, current is None)
             seen = nonce is None or about.sees == _word(nonce)
@@ -370,9 +371,9 @@ def _word(nonce: Path) -> str:
 def _obstacle(transport: str | None, folder: Path, location: str) -> str:
     """Why an engine that does not see the gateway's files gets none; empty where it does."""
     if transport == "shared_memory":
-        return 'weights.transport is "shared_memory", and it runs on another machine; set it to "collective".'
+        return 'weights.transport is "shared_memory", and it runs on another machine; set it to "collective" or "pull".'
     if transport == "file":
-        return f'they are files in {folder}, which it does not see; share that folder, or set weights.transport to "collective".'
-    if transport in BROADCAST and location and is_loopback(host := Address.parse(location).host):
+        return f'they are files in {folder}, which it does not see; share that folder, or set weights.transport to "collective" or "pull".'
+    if transport in SENT and location and is_loopback(host := urlsplit(location.split()[0]).hostname or ""):
         return f"the trainer sends them from {host}, which other machines do not reach; set gateway.host to an address of its machine."
     return ""

@@ -6,10 +6,10 @@
 """
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,8 @@ from midflight.trainer.model.policy import PATIENCE, Ranks
 from midflight.trainer.step import StepReport
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.trajectories.packing import from_bytes, to_bytes
-from midflight.types import PackedBatch, Version
+from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.weights.transports.shares import PullPublisher
 
 DEED_SECONDS = 600.0
 """For a deed other than a step, which may wait for a disk; a step computes."""
@@ -49,19 +50,28 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     """Put the weights together on the first rank."""
 
 
+class Publish(msgspec.Struct, frozen=True, tag=True):
+    """Give away your part of this version, and those no more."""
+
+    version: Version
+    released: tuple[Version, ...]
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Deed = Step | Load | Stage | Gather | End
+Deed = Step | Load | Stage | Gather | Publish | End
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Deed).decode
 
 
 class Wire:
     """Carries deeds from the first rank to all others, and has the groups of processes that talk beside the steps."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, publisher: Callable[..., PullPublisher] = PullPublisher) -> None:
+        """`publisher` makes that of this rank's part of the weights, when it is first wanted."""
         self.ranks = ranks
+        self._publisher = publisher
         self._control = self._group()
         self.writing = self._group()
         """Of checkpoints on their way to the disk."""
@@ -80,6 +90,21 @@ class Wire:
         data = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(data, 0, group=self._control)
         return _decode(data.numpy().tobytes())
+
+    def gather(self, told: bytes) -> list[bytes]:
+        """What each rank tells, in their order. A collective."""
+        if self.ranks.size == 1:
+            return [told]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.size)]
+        dist.all_gather(lengths, torch.tensor([len(told)]), group=self._control)
+        longest = max(map(int, lengths))
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(found, torch.frombuffer(bytearray(told.ljust(longest, b"\0")), dtype=torch.uint8), group=self._control)
+        return [each[: int(length)].numpy().tobytes() for each, length in zip(found, lengths, strict=True)]
+
+    @cached_property
+    def publisher(self) -> PullPublisher:
+        return self._publisher(rank=self.ranks.rank, gather=self.gather)
 
     def _group(self) -> dist.ProcessGroup | None:
         if self.ranks.size == 1:
@@ -103,9 +128,11 @@ def together() -> Generator[None]:
 class Team:
     """The first rank's trainer, as the training loop sees it. Alone it says nothing to anybody."""
 
-    def __init__(self, trainer: PolicyTrainer, checkpoints: Path, *, keep: int) -> None:
+    def __init__(
+        self, trainer: PolicyTrainer, checkpoints: Path, *, keep: int, publisher: Callable[..., PullPublisher] = PullPublisher
+    ) -> None:
         self._trainer, self._checkpoints, self._keep = trainer, checkpoints, keep
-        self._wire = Wire(trainer.ranks)
+        self._wire = Wire(trainer.ranks, publisher)
 
     @property
     def version(self) -> Version:
@@ -148,11 +175,24 @@ class Team:
         self._wire.say(Gather())
         return _whole(self._trainer)
 
+    @together()
+    def publish(self, version: Version, released: Sequence[Version]) -> WeightManifest:
+        """By the pull transport: every rank gives away what it has of the weights, and nothing is put together."""
+        self._wire.say(deed := Publish(version, tuple(released)))
+        return _published(self._trainer, self._wire, deed)
+
     def end(self) -> None:
         self._wire.say(End())
 
 
-async def follow(make: Callable[[], PolicyTrainer], checkpoints: Path, *, keep: int, heart: Heart) -> None:
+async def follow(
+    make: Callable[[], PolicyTrainer],
+    checkpoints: Path,
+    *,
+    keep: int,
+    heart: Heart,
+    publisher: Callable[..., PullPublisher] = PullPublisher,
+) -> None:
     """Any rank but the first: makes its trainer and does what is said until the end. Any error ends it, also that of a checkpoint on its way
     to the disk, for which the first rank would wait for ever: our end is what tells it.
     """
@@ -162,7 +202,7 @@ async def follow(make: Callable[[], PolicyTrainer], checkpoints: Path, *, keep: 
     try:
         with heart.doing("waits for the first rank, and loads its model", limit=ENDLESS, heavy=True):  # the first may make a warm start
             trainer = await loop.run_in_executor(thread, make)
-            wire = await loop.run_in_executor(thread, Wire, trainer.ranks)
+            wire = await loop.run_in_executor(thread, Wire, trainer.ranks, publisher)
         async with asyncio.TaskGroup() as tasks:
             while True:
                 deed = await loop.run_in_executor(thread, together()(wire.hear))
@@ -180,7 +220,7 @@ async def follow(make: Callable[[], PolicyTrainer], checkpoints: Path, *, keep: 
 
 @together()
 def _done(
-    deed: Step | Load | Stage | Gather, trainer: PolicyTrainer, checkpoints: Path, keep: int, wire: Wire
+    deed: Step | Load | Stage | Gather | Publish, trainer: PolicyTrainer, checkpoints: Path, keep: int, wire: Wire
 ) -> Callable[[], object] | None:
     """What is left to do beside the next deeds."""
     match deed:
@@ -192,11 +232,19 @@ def _done(
             return _writing(trainer, checkpoints, keep=keep, wire=wire)
         case Gather():
             _whole(trainer)
+        case Publish():
+            _published(trainer, wire, deed)
     return None
 
 
 def _writing(trainer: PolicyTrainer, checkpoints: Path, *, keep: int, wire: Wire) -> Callable[..., bool]:
     return partial(together()(stage(trainer, cursor="").write), checkpoints, keep=keep, group=wire.writing)
+
+
+def _published(trainer: PolicyTrainer, wire: Wire, deed: Publish) -> WeightManifest:
+    for version in deed.released:
+        wire.publisher.release(version)
+    return wire.publisher.publish(deed.version, named_tensors(trainer.model))
 
 
 def _whole(trainer: PolicyTrainer) -> dict[str, Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ from midflight.types import Version, WeightManifest
 from midflight.weights.transports.files import remove_stale
 from midflight.weights.transports.publish import Publisher
 from midflight.weights.transports.select import publisher as make_publisher
+from midflight.weights.transports.shares import PullPublisher
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -102,7 +104,8 @@ async def run_trainer(spec: TrainerSpec, launcher: Launcher) -> None:
     config = Config.model_validate_json(spec.config)
     if spec.rank > 0:
         checkpoints = Path(config.run.folder) / "checkpoints"
-        await follow(partial(_follower, config, spec), checkpoints, keep=config.trainer.keep_checkpoints, heart=launcher.heart)
+        made, keep = partial(_follower, config, spec), config.trainer.keep_checkpoints
+        await follow(made, checkpoints, keep=keep, heart=launcher.heart, publisher=_sharing(config, spec.host))
         return
     run = Path(config.run.folder)
     published = PublishedVersions(run / "published")
@@ -212,7 +215,13 @@ def _team(config: Config, model: PreTrainedModel, layout: Layout, spec: TrainerS
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
         _join(spec, size=config.trainer.ranks)
-    return Team(_trainer(config, model, layout), checkpoints, keep=config.trainer.keep_checkpoints)
+    publisher = _sharing(config, sending_host(config.gateway.host, spec.host))
+    return Team(_trainer(config, model, layout), checkpoints, keep=config.trainer.keep_checkpoints, publisher=publisher)
+
+
+def _sharing(config: Config, host: str) -> Callable[..., PullPublisher]:
+    """Of a rank's part of the weights."""
+    return partial(PullPublisher, host, dtype=torch_dtype(served_dtype(config)))
 
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
@@ -256,29 +265,37 @@ def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
 class ModelWeights:
     """The trainer's `WeightsOutlet`: every version is noted before its bytes can reach an engine.
 
-    Weights leave in `dtype`, that which engines serve in, so that a fingerprint is of what is served.
     `release` is called while another thread publishes, so versions are given back at the next publication: a publisher has one caller.
     """
 
-    def __init__(
-        self, weights: Callable[[], Mapping[str, Tensor]], publisher: Publisher, published: PublishedVersions, *, dtype: str
-    ) -> None:
-        """`weights` gives the trainer's tensors as they are now."""
-        self._weights, self._publisher, self._published = weights, publisher, published
-        self._dtype = torch_dtype(dtype)
+    def __init__(self, publish: Callable[[Version, Sequence[Version]], WeightManifest], published: PublishedVersions) -> None:
+        """`publish` gives those versions back, and publishes that one with the weights as they are now."""
+        self._publish, self._published = publish, published
         self._released: deque[Version] = deque()
 
     def publish(self, version: Version) -> WeightManifest:
-        while self._released:
-            self._publisher.release(self._released.popleft())
+        released = [self._released.popleft() for _ in range(len(self._released))]
         self._published.note(version)
-        return self._publisher.publish(version, in_dtype(self._weights(), self._dtype))
+        return self._publish(version, released)
 
     def pass_over(self, version: Version) -> None:
         self._published.note(version)
 
     def release(self, version: Version) -> None:
         self._released.append(version)
+
+
+def put_together(
+    weights: Callable[[], Mapping[str, Tensor]], publisher: Publisher, *, dtype: str
+) -> Callable[[Version, Sequence[Version]], WeightManifest]:
+    """Publishes whole tensors, which `weights` gives, in the `dtype` that engines serve in, so that a fingerprint is of what is served."""
+
+    def publish(version: Version, released: Sequence[Version]) -> WeightManifest:
+        for old in released:
+            publisher.release(old)
+        return publisher.publish(version, in_dtype(weights(), torch_dtype(dtype)))
+
+    return publish
 
 
 def sending_host(gateway: str, own: str) -> str:
@@ -297,16 +314,19 @@ async def _train(config: Config, team: Team, spec: TrainerSpec, published: Publi
         return
     full_every = section.full_every if section.delta else 1
     engines, folder = num_engines(config.engine), Path(config.run.folder) / "weights"
-    with make_publisher(
-        section.transport, name=spec.segment, folder=folder, host=sending_host(config.gateway.host, spec.host), full_every=full_every
-    ) as weights:
+    host = sending_host(config.gateway.host, spec.host)
+    with ExitStack() as closing:
+        publish = team.publish
+        if section.transport != "pull" or section.delta:  # a difference is made of whole tensors
+            weights = make_publisher(section.transport, name=spec.segment, folder=folder, host=host, full_every=full_every)
+            publish = put_together(team.weights, closing.enter_context(weights), dtype=served_dtype(config))
         async with _service(spec) as service:
             stage = team.stage
             if config.run.store_folder is not None and isinstance(service, RolloutClient):
                 stage = partial(team.stage, beside=_pairing(config, service, launcher))
             loop = TrainingLoop(
                 team,
-                ModelWeights(team.weights, weights, published, dtype=served_dtype(config)),
+                ModelWeights(publish, published),
                 service,
                 steps=config.run.steps,
                 prefetch=config.rollout.max_staleness > 0,

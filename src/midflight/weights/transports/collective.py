@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import mmap
 import secrets
 import socket
 import threading
@@ -20,13 +19,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from midflight.errors import ConfigError, RunFailed, SlotBusy
+from midflight.errors import ConfigError, RunFailed
 from midflight.models.sizes import fingerprint
 from midflight.types import Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, extent, layout
 from midflight.weights.transports import receive
 from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken, listen, serve_store
-from midflight.weights.transports.publish import copy_into, named_shapes
+from midflight.weights.transports.publish import StandingBuffers, copy_into, named_shapes
 from midflight.weights.transports.receive import Address, Again, Answer, Ask, Backend, Gathering, Join, Refused, Sent, WaitingReceiver
 from midflight.wire.edge import same_token
 
@@ -276,10 +275,9 @@ class CollectivePublisher:
         another. `deadline_seconds` bounds the making of a group and each bucket: 10 s for 64 MiB is a network of
         50 Mbit/s. `nccl` sends from GPU to GPU, which must be different ones.
         """
-        self._threads, self._num_slots, self._transport = threads, num_slots, transport
+        self._threads, self._transport = threads, transport
         self._held: dict[Version, Published] = {}
-        self._buffers: dict[Version, mmap.mmap] = {}
-        self._free: list[mmap.mmap] = []
+        self._buffers = StandingBuffers(num_slots)
         self._listener = _listener(host)
         self._address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
         self.service = CollectiveService(
@@ -298,19 +296,20 @@ class CollectivePublisher:
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """One copy of each tensor into a free buffer, then its fingerprint."""
-        self._check(version)
+        if not self._thread.is_alive():
+            raise RunFailed(f"publishing version {version}: the service that sends weights has ended; make a new publisher.")
         specs = layout(named_shapes(tensors))
-        buffer = self._buffer(extent(specs))
+        buffer = self._buffers.take(version, extent(specs))
         copy_into(buffer, specs, tensors)
         with memoryview(buffer) as view:
             digest = fingerprint(specs, view, threads=self._threads)
-        self._buffers[version] = buffer
+        self._buffers.hold(version, buffer)
         self._held[version] = Published(torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest)
         return WeightManifest(version, digest, self._transport, str(self._address), specs)
 
     def release(self, version: Version) -> None:
-        if self._held.pop(version, None) is not None:
-            self._free.append(self._buffers.pop(version))
+        self._held.pop(version, None)
+        self._buffers.release(version)
 
     def close(self) -> None:
         """Receivers that wait or receive get an error at the end of the bucket under way. See `CLOSE_SECONDS`."""
@@ -318,9 +317,8 @@ class CollectivePublisher:
             with contextlib.suppress(RuntimeError):  # it ended by itself meanwhile
                 self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join(CLOSE_SECONDS)
-        for version in tuple(self._held):
-            self.release(version)
-        self._free.clear()
+        self._held.clear()
+        self._buffers.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -336,20 +334,6 @@ class CollectivePublisher:
             self._listener.close()
             self.service.drop_groups()
             self._loop.close()
-
-    def _check(self, version: Version) -> None:
-        if not self._thread.is_alive():
-            raise RunFailed(f"publishing version {version}: the service that sends weights has ended; make a new publisher.")
-        if version in self._held:
-            raise SlotBusy(f"publishing version {version}: it is published already; numbers are never reused.")
-        if len(self._held) >= self._num_slots:
-            held = ", ".join(map(str, self._held))
-            raise SlotBusy(f"publishing version {version}: versions {held} hold all slots; wait until a handover ends and releases one.")
-
-    def _buffer(self, num_bytes: int) -> mmap.mmap:
-        """The buffer of a released version, if it is as large: memory in use costs no page faults. Buffers of other sizes are freed."""
-        self._free = [b for b in self._free if len(b) == max(1, num_bytes)]
-        return self._free.pop() if self._free else mmap.mmap(-1, max(1, num_bytes))
 
 
 def _listener(host: str) -> socket.socket:

@@ -23,6 +23,8 @@ from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, check_extents, extent, is_sound, views
 from midflight.weights.transports.receive import BROADCAST, TRANSPORTS, Address
+from midflight.weights.transports.swarm import TRANSPORT as PULL
+from midflight.weights.transports.swarm import sources_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +70,8 @@ def check_readable(manifest: WeightManifest) -> None:
         try:
             if manifest.transport in BROADCAST:
                 Address.parse(location)
+            elif manifest.transport == PULL:
+                sources_in(location)
             elif (size := _size(Path(location))) < extent(specs):
                 raise ValueError(f"it has {size} bytes of {extent(specs)}")
         except (OSError, ValueError) as error:

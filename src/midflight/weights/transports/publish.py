@@ -188,6 +188,38 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return flat
 
 
+class StandingBuffers:
+    """Memory of versions that wait in the publisher's own process: in use it costs no page faults, so a released one is used again."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._held: dict[Version, mmap.mmap] = {}
+        self._free: list[mmap.mmap] = []
+
+    def take(self, version: Version, num_bytes: int) -> mmap.mmap:
+        """That of a released version, if it is as large; others are freed. `SlotBusy` until a release."""
+        if version in self._held:
+            raise SlotBusy(f"publishing version {version}: it is published already; numbers are never reused.")
+        if len(self._held) >= self._num_slots:
+            held = ", ".join(map(str, self._held))
+            raise SlotBusy(f"publishing version {version}: versions {held} hold all slots; wait until a handover ends and releases one.")
+        self._free = [b for b in self._free if len(b) == max(1, num_bytes)]
+        return self._free.pop() if self._free else mmap.mmap(-1, max(1, num_bytes))
+
+    def hold(self, version: Version, buffer: mmap.mmap) -> None:
+        """It holds the version from now on."""
+        self._held[version] = buffer
+
+    def release(self, version: Version) -> None:
+        """Idempotent."""
+        if version in self._held:
+            self._free.append(self._held.pop(version))
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._free.clear()
+
+
 # --- Shared memory ----------------------------------------------------------------------------------------------------
 
 

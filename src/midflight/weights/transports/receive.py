@@ -195,7 +195,9 @@ class Gathering:
 
 FILES = frozenset({"shared_memory", "file"})
 BROADCAST = frozenset({TRANSPORT, DIRECT})
-TRANSPORTS = FILES | BROADCAST
+SENT = BROADCAST | {"pull"}
+"""Over the network, from addresses that the manifest names."""
+TRANSPORTS = FILES | SENT
 
 
 class FileReceiver:

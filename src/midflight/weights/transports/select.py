@@ -11,6 +11,7 @@ from midflight.ports import WeightReceiver
 from midflight.types import WeightManifest
 from midflight.weights.manifest import MAX_HELD
 from midflight.weights.transports.receive import BROADCAST, TRANSPORTS, DeltaReceiver, FileReceiver
+from midflight.weights.transports.swarm import TRANSPORT as PULL
 
 if TYPE_CHECKING:
     from midflight.weights.transports.publish import Publisher
@@ -22,20 +23,27 @@ def receiver(*, threads: int = 1) -> WeightReceiver:
 
 
 class ByTransport:
-    """Asks the receiver of the manifest's transport. The one that needs torch is made when it is first wanted."""
+    """Asks the receiver of the manifest's transport. Those that need torch, or more, are made when they are first wanted."""
 
     def __init__(self, *, threads: int = 1) -> None:
         self._threads, self._files = threads, FileReceiver(threads=threads)
-        self._collective: WeightReceiver | None = None
+        self._made: dict[str, WeightReceiver] = {}
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
-        if manifest.transport not in BROADCAST:
+        if manifest.transport not in (*BROADCAST, PULL):
             return self._files.fetch(manifest)
-        if self._collective is None:
-            from midflight.weights.transports.process_group import CollectiveReceiver
+        if manifest.transport not in self._made:
+            self._made[manifest.transport] = self._make(manifest.transport)
+        return self._made[manifest.transport].fetch(manifest)
 
-            self._collective = CollectiveReceiver(threads=self._threads)
-        return self._collective.fetch(manifest)
+    def _make(self, transport: str) -> WeightReceiver:
+        if transport == PULL:
+            from midflight.weights.transports.pull import PullReceiver
+
+            return PullReceiver()
+        from midflight.weights.transports.process_group import CollectiveReceiver
+
+        return CollectiveReceiver(threads=self._threads)
 
 
 def publisher(
@@ -47,7 +55,7 @@ def publisher(
     full_every: int = 1,
     threads: int = 1,
 ) -> Publisher:
-    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, `collective` and `direct` listen on `host`. Imports torch, which the
+    """`shared_memory` uses `name` (see `remove_stale`), `file` uses `folder`, the others listen on `host`. Imports torch, which the
     trainer has anyway.
 
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`).
@@ -55,6 +63,7 @@ def publisher(
     from midflight.weights.transports.collective import CollectivePublisher
     from midflight.weights.transports.files import FilePublisher
     from midflight.weights.transports.publish import DeltaPublisher, SegmentPublisher, SharedMemoryPublisher
+    from midflight.weights.transports.shares import PullPublisher
 
     differences = full_every != 1
     kept = MAX_HELD + full_every - 1  # the oldest version that is held may have a whole period behind it
@@ -64,6 +73,8 @@ def publisher(
         made = FilePublisher(folder, keep=kept, threads=threads)
     elif kind in BROADCAST:
         made = CollectivePublisher(host, num_slots=kept, threads=threads, transport=kind)
+    elif kind == PULL:
+        made = PullPublisher(host, num_slots=kept, threads=threads)
     else:
         raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
     return DeltaPublisher(made, full_every=full_every, threads=threads) if differences else made
