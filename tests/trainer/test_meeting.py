@@ -6,11 +6,13 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-from midflight.trainer.model.policy import interface_of, join
+from midflight.trainer.model import policy
+from midflight.trainer.model.policy import backend_of, interface_of, join
 from midflight.wire.server import listen
 
 
@@ -37,3 +39,17 @@ def _sum(rank: int, meeting: socket.socket) -> None:
         assert values.tolist() == [3.0] and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     finally:
         dist.destroy_process_group()
+
+
+def test_the_device_says_how_ranks_talk_and_all_else_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    begun: list[tuple[str, int]] = []
+    monkeypatch.setattr(policy, "TCPStore", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, *, rank, **kwargs: begun.append((backend, rank)))
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own alone
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cpu", "cuda"):
+        join("127.0.0.1:1", host="127.0.0.1", rank=3, size=4, device=device)
+    assert begun == [("gloo", 3), ("cpu:gloo,cuda:nccl", 3)] and chosen == [0]
+    assert backend_of("cuda:1") == "cpu:gloo,cuda:nccl"

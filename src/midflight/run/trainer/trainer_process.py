@@ -214,7 +214,7 @@ def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
 def _team(config: Config, model: PreTrainedModel, layout: Layout, spec: TrainerSpec, launcher: Launcher) -> Team:
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
-        _join(spec, size=config.trainer.ranks)
+        _join(spec, size=config.trainer.ranks, device=config.trainer.device)
     publisher = _sharing(config, sending_host(config.gateway.host, spec.host))
     return Team(_trainer(config, model, layout), checkpoints, keep=config.trainer.keep_checkpoints, publisher=publisher)
 
@@ -226,13 +226,13 @@ def _sharing(config: Config, host: str) -> Callable[..., PullPublisher]:
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
     """Waits for the first rank, which writes down what the others begin with before it joins them."""
-    _join(spec, size=config.trainer.ranks)
+    _join(spec, size=config.trainer.ranks, device=config.trainer.device)
     model = _started(config)
     return _trainer(config, model, _layout(config, model))
 
 
-def _join(spec: TrainerSpec, *, size: int) -> None:
-    join(spec.meeting, host=spec.host, rank=spec.rank, size=size, listening_fd=spec.meeting_fd)
+def _join(spec: TrainerSpec, *, size: int, device: str) -> None:
+    join(spec.meeting, host=spec.host, rank=spec.rank, size=size, device=device, listening_fd=spec.meeting_fd)
 
 
 def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTrainer:

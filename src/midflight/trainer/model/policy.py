@@ -156,22 +156,25 @@ PATIENCE = timedelta(days=7)
 """A rank may wait this long for another, which may be at its warm start. A death is noticed at once, by its connection."""
 
 
-def join(meeting: str, *, host: str, rank: int, size: int, listening_fd: int | None = None) -> None:
+def backend_of(device: str) -> str:
+    """How ranks talk that compute there: what lies on a GPU goes by NCCL, and what stays on the CPU by gloo, through the same calls."""
+    return "gloo" if torch.device(device).type == "cpu" else f"cpu:gloo,{torch.device(device).type}:nccl"
+
+
+def join(meeting: str, *, host: str, rank: int, size: int, device: str = "cpu", listening_fd: int | None = None) -> None:
     """Makes this process one of `size`, on any machines. Waits until all have come.
 
     They meet at `meeting`, `host:port` of the first one, which brings the listening socket; it listens there only. `host` is where this
     one is reached by the others: gloo takes that address's interface, unless `GLOO_SOCKET_IFNAME` names one. Nothing is encrypted.
     """
-    device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device is not None else "gloo"
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # 0 where it sees its own alone
     if (interface := interface_of(host)) is not None:  # else gloo takes the address that this machine's name leads to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     at, _, port = meeting.rpartition(":")
     is_first = rank == 0
     store = TCPStore(at.strip("[]"), int(port), is_master=is_first, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=listening_fd)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size, timeout=PATIENCE)
 
 
 def interface_of(host: str) -> str | None:

@@ -1,0 +1,208 @@
+"""What an engine and a trainer compute on a device that is not the CPU: run by test_second_device.py, in a process of its own.
+
+Each deed is done on the CPU and there, and must give the same. A tensor that was left on the CPU, or read without a copy, is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.engines.models import MemoryReceiver, ask, make_engine
+from tests.engines.reading import collect, ids
+from tests.engines.test_contract import running
+from tests.engines.test_scoring import ragged
+from tests.models.mixtures import tiny_mixture
+from tests.models.tiny import tiny_adapted, tiny_model
+from tests.second_device import here, moved
+from tests.trainer.fixtures import batch, save_checkpoint, trainer
+from tests.weights.fleets import sent
+from transformers import PreTrainedModel
+
+from midflight.config.load import load_config
+from midflight.engines.embedded.weights import model_fingerprint
+from midflight.models.load import load_model, save_model
+from midflight.models.names import as_tensors, in_dtype, named_tensors
+from midflight.trainer.checkpoint import load_checkpoint
+from midflight.trainer.critic import Valuation
+from midflight.trainer.model.microbatch import Layout
+from midflight.trainer.step import Scoring
+from midflight.trainer.trainer import PolicyTrainer, SupervisedTrainer, trainer_of
+from midflight.types import PackedBatch
+from midflight.weights.transports.select import publisher, receiver
+
+DEVICE = here()
+Make = Callable[[], PreTrainedModel]
+REQUESTS = [
+    ask("some prompt", request_id="a", seed=3, max_tokens=4),
+    ask("another, which is longer", request_id="b", seed=4, max_tokens=6, temperature=0.7, top_p=0.9),
+    ask("third", request_id="c", seed=5, max_tokens=4, top_k=4, min_p=0.05),
+    ask("fourth", request_id="d", max_tokens=4, temperature=0.0, top_logprobs=3),
+    ask(
+        "fifth fifth",
+        request_id="e",
+        max_tokens=6,
+        seed=1,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        logit_bias=((97, 5.0),),
+        min_tokens=3,
+    ),
+]
+MODELS: dict[str, Make] = {
+    "tied": tiny_model,
+    "untied": lambda: tiny_model(tied=False),
+    "adapters": lambda: tiny_adapted(seed=1),
+    "mixture": lambda: tiny_mixture("qwen3_moe"),
+}
+
+
+def both(make: Make) -> tuple[PreTrainedModel, PreTrainedModel]:
+    there = moved(make())
+    assert isinstance(there, PreTrainedModel) and all(tensor.device == DEVICE for tensor in there.state_dict().values())
+    return make(), there
+
+
+def small(version: int) -> PackedBatch:
+    """Of one micro-batch, because each operation is a call of Python."""
+    data = batch(seed=version, version=version, num_groups=2, group_size=2, longest=12)
+    return replace(data, teacher_logprobs=data.logprobs - 0.1)
+
+
+def flat(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+
+# --- The device itself -----------------------------------------------------------------------------------------------
+
+
+def test_the_device_refuses_what_a_gpu_would() -> None:
+    there = torch.zeros(3, 4, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"a tensor of shape \(3, 4\) is on the CPU, and another on the second device"):
+        there + torch.ones(3, 4)
+    with pytest.raises(RuntimeError, match="numpy"):
+        there.numpy()
+    assert (there + torch.tensor(2.0)).device == DEVICE and (there + 1).sum().item() == 12.0
+    assert there.cpu().numpy().shape == (3, 4) and torch.tensor([1, 2], device=DEVICE).tolist() == [1, 2]
+
+
+# --- The engine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tied", "adapters", "mixture"])
+def test_prefill_decode_and_every_way_to_sample(kind: str) -> None:
+    here_, there = (make_engine(model, records_experts=kind == "mixture") for model in both(MODELS[kind]))
+    for requests in (REQUESTS, REQUESTS[:1]):  # the second time from the prefix that was kept
+        for one, other in zip(here_.generate_all(requests), there.generate_all(requests), strict=True):
+            assert one.token_ids == other.token_ids
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+
+
+def test_scores_and_answers_from_the_decode_thread() -> None:
+    async def main(model: PreTrainedModel) -> tuple[tuple[int, ...], np.ndarray]:
+        async with running(make_engine(model)) as engine:
+            return ids(await collect(engine, REQUESTS[0])), await engine.score(*ragged(), temperature=0.7)
+
+    (one, scores), (other, scores_there) = (asyncio.run(main(model)) for model in both(tiny_model))
+    assert one == other
+    np.testing.assert_allclose(scores, scores_there, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [tiny_model, tiny_adapted])
+def test_a_version_is_staged_committed_attested_and_served(make: Callable[..., PreTrainedModel]) -> None:
+    served: list[object] = []
+    for model in both(lambda: make(seed=1)):
+        source = MemoryReceiver()
+        engine = make_engine(model, receiver=source)
+        engine._weights.stage(source.publish(2, make(seed=2)))
+        attested = engine._commit(2).fingerprint
+        assert attested == model_fingerprint(make(seed=2)) == model_fingerprint(model)
+        served.append([generated.token_ids for generated in engine.generate_all(REQUESTS[:2])])
+    assert served[0] == served[1]
+
+
+# --- The trainer -----------------------------------------------------------------------------------------------------
+
+
+def same_steps(made: Callable[[PreTrainedModel], PolicyTrainer], make: Make, *, steps: int = 1) -> None:
+    """The same weights but where a gradient is about 0, whose sign is the first step of AdamW."""
+    one, other = (made(model) for model in both(make))
+    for version in range(steps):
+        assert one.step(small(version)).loss == pytest.approx(other.step(small(version)).loss, abs=2e-6)
+    assert ((flat(one.model) - flat(other.model)).abs() > 1e-5).double().mean() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["untied", "adapters", "mixture"])
+def test_steps_with_adamw(kind: str) -> None:
+    same_steps(trainer, MODELS[kind], steps=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("trainer.activation_checkpointing=true", "trainer.micro_batch_tokens=64"),
+        ("objective.kind=ppo", "trainer.updates_per_step=2", "trainer.max_grad_norm=0.1"),
+        ("objective.kl_coefficient=0.1", "objective.entropy_coefficient=0.01"),
+        ("objective.kind=gspo",),
+        ("correction.veto_low=0.0001", "correction.geometric_low=0.5"),
+    ],
+)
+def test_recomputation_references_and_corrections(options: tuple[str, ...]) -> None:
+    config = load_config(None, options)
+    same_steps(lambda model: trainer_of(config, model), tiny_model)
+
+
+def test_a_critic_a_teacher_padded_rows_and_the_warm_start() -> None:
+    same_steps(lambda model: trainer(model, scoring=Scoring("gae"), valuation=Valuation()), tiny_model)
+    same_steps(lambda model: trainer(model, scoring=Scoring(teacher_weight=1.0)), tiny_model)
+    same_steps(lambda model: trainer(model, layout=Layout.PADDED), tiny_model)
+    one, other = (SupervisedTrainer(model, learning_rate=1e-2) for model in both(tiny_model))
+    examples = [((1, 2, 3), (4, 5, 6)), ((7, 8), (9,))]
+    for _ in range(2):  # of which the second shows what the first has changed
+        assert one.step(examples) == pytest.approx(other.step(examples), abs=1e-5)
+
+
+def test_a_checkpoint_goes_on_as_if_it_had_not_been_made(tmp_path: Path) -> None:
+    _, model = both(tiny_model)
+    first = trainer(model)
+    first.step(small(0))
+    saved = save_checkpoint(tmp_path, first, cursor="", keep=2)
+    second = trainer(both(lambda: tiny_model(seed=5))[1])
+    load_checkpoint(saved, second)
+    for ours in (first, second):
+        ours.step(small(1))
+    assert torch.equal(flat(first.model), flat(second.model))
+
+
+# --- Weights on their way --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full_every", [1, 4])
+@pytest.mark.parametrize("kind", ["shared_memory", "file"])
+def test_versions_are_published_whole_and_as_differences(kind: str, full_every: int, tmp_path: Path) -> None:
+    _, model = both(tiny_model)
+    with publisher(kind, name=f"midflight-test-{tmp_path.name}", folder=tmp_path / "weights", full_every=full_every) as made:
+        source = receiver()
+        for version in (1, 2):
+            with torch.no_grad():
+                next(model.parameters())[version].add_(0.5)
+            tensors = in_dtype(named_tensors(model), torch.bfloat16)
+            manifest = sent(made.publish(version, tensors))
+            found = as_tensors(manifest.tensors, source.fetch(manifest))
+            assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("kind", ["untied", "adapters"])
+def test_a_model_is_written_and_read_again_there(kind: str, tmp_path: Path) -> None:
+    plain, model = both(MODELS[kind])
+    save_model(model, tmp_path / "model")
+    again = load_model(tmp_path / "model", dtype="float32", device=DEVICE)
+    assert model_fingerprint(again) == model_fingerprint(plain) and next(again.parameters()).device == DEVICE
+    if kind == "adapters":
+        save_model(model, tmp_path / "merged", merged=True)
+        assert load_model(tmp_path / "merged", dtype="float32").num_parameters() == tiny_model().num_parameters()
