@@ -165,6 +165,7 @@ def beside(model):
             vars(new).update(vars(old))
             vars(new)["_parameters"] = {name: tensor(p) for name, p in old._parameters.items()}
             vars(new)["_buffers"] = {name: tensor(b) for name, b in old._buffers.items()}
+            vars(new)["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)
             vars(new)["_modules"] = {name: m and module(m) for name, m in old._modules.items()}
         return modules[id(old)]
 
