@@ -16,6 +16,7 @@ from tests.engines.models import TOKENIZER, MemoryReceiver
 from tests.engines.test_contract import listening
 from tests.models.tiny import tiny_model
 
+from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
@@ -140,7 +141,7 @@ class FakeSglang(Fake):
     between_steps = ("/server_info",)
 
     def answer(self, path: str, body: dict[str, object]) -> object:
-        if path in ("/update_weights_from_disk", "/update_weight_version"):
+        if path in ("/update_weights_from_disk", "/update_weight_version", "/update_weights_from_distributed"):
             self.label = str(body.get("weight_version", body.get("new_version")))
             self.model = str(body.get("model_path", self.model))
         return {
@@ -202,7 +203,9 @@ class FakeVllm(Fake):
 
 
 @asynccontextmanager
-async def attached(fake: Fake, folder: Path, *, num_workers: int | None = None) -> AsyncIterator[tuple[ServerEngine, MemoryReceiver]]:
+async def attached(
+    fake: Fake, folder: Path, *, num_workers: int | None = None, direct: DirectWay | None = None
+) -> AsyncIterator[tuple[ServerEngine, MemoryReceiver]]:
     """The adapter before the fake, which is to have so many workers. Its failure to attach is raised."""
     if not (folder / "model").exists():
         save_model(tiny_model(), folder / "model")
@@ -216,6 +219,7 @@ async def attached(fake: Fake, folder: Path, *, num_workers: int | None = None) 
             receiver=receiver,
             staging=folder / "staging",
             num_workers=num_workers,
+            direct=direct,
         )
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(engine.run())
