@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from contextlib import closing
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import httpx2
@@ -13,6 +14,8 @@ import openai
 import pytest
 
 from midflight.archive.ledger import ledger_of
+from midflight.run.launcher.front import Front, gateways_of
+from midflight.wire.server import listen
 
 from .processes import CONFIG, Command, alive, segments, steps
 from .test_lost_trainer import Stream
@@ -53,13 +56,27 @@ def test_i8_a_killed_gateway_costs_its_own_agents_a_restart_and_nobody_else_anyt
         assert all((200 * epoch + position) % 2 == shard for epoch, position in trained)
 
 
+@asynccontextmanager
+async def fronted(run: Path) -> AsyncGenerator[str]:
+    """One address for both."""
+    with listen("127.0.0.1", 0) as listener:
+        ready = asyncio.Event()
+        serving = asyncio.ensure_future(Front(gateways_of(run)).serve(listener, names=(), ready=ready.set))
+        await ready.wait()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
 async def killed_beside(command: Command, run: Path, killed: Path, other: Path) -> None:
     """An agent of the `other` gateway is in the midst of an answer when the one dies, and when it is there again."""
-    endpoint = json.loads((other / "endpoint.json").read_text())
-    headers = {"Authorization": f"Bearer {endpoint['control_token']}"}
-    async with httpx2.AsyncClient(base_url=endpoint["url"], headers=headers, timeout=120) as http:
-        session = (await http.post("/midflight/v1/sessions", json={})).json()
-        assert session["session_id"].startswith("mf-s0-" if other == run else "mf-s1-")
+    headers = {"Authorization": f"Bearer {json.loads((other / 'endpoint.json').read_text())['control_token']}"}
+    async with fronted(run) as url, httpx2.AsyncClient(base_url=url, headers=headers, timeout=120) as http:
+        sessions = [(await http.post("/midflight/v1/sessions", json={})).json() for _ in range(2)]
+        assert [one["session_id"][:6] for one in sessions] == ["mf-s0-", "mf-s1-"]
+        session = sessions[0 if other == run else 1]
+        assert session["base_url"].startswith(url)
         stream = Stream(300)
         async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none", max_retries=0) as client, asyncio.TaskGroup() as group:
             group.create_task(stream.read(client))

@@ -311,6 +311,7 @@ app.command("join")(joining.join)
 app.command("runs")(runs_there.runs)
 app.command("compare")(runs_there.compare)
 app.command("view")(view.view)
+app.command("front")(view.front)
 for command in (archived.samples, archived.ledger, archived.export):
     app.command()(command)
 app.command("doctor")(doctor.doctor)

@@ -1,4 +1,4 @@
-"""The command `view`: a viewer of runs in a browser, as a process of its own."""
+"""What listens beside a run, each a process of its own: `view`, in a browser, and `front`, one address for several gateways."""
 
 import os
 import sys
@@ -37,3 +37,21 @@ def view(
     sys.stdout.flush()
     viewer.serve(viewer.build(shelf, host=host, token=token), listener)
     return 0
+
+
+def front(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that goes on with gateway.shards.", metavar="RUN")],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; anything but loopback exposes the gateways.")] = "127.0.0.1",
+    name: Annotated[list[str] | None, typer.Option(help="By which clients may ask beside loopback's names, such as a proxy's.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> int:
+    """One address for a run with several gateways: each request goes to the one whose session it names."""
+    from midflight.run.launcher.ending import main_task
+    from midflight.run.launcher.front import Front, gateways_of
+    from midflight.wire.server import listen
+
+    urls = gateways_of(run)
+    with listen(host, port) as listener:
+        address = f"front: http://{host}:{listener.getsockname()[1]} for {', '.join(urls)}"
+        return main_task(Front(urls).serve(listener, names=tuple(name or ()), ready=lambda: typer.echo(address)))
