@@ -1,7 +1,7 @@
 """What several gateways cost and bring: requests per second, and processor time of a request in its gateway, with one and with two of them.
 
-The engine that they share is trivial (a letter a token, at once), as in `gateway.py`; each gateway has clients of its own. A gateway is one event loop,
-so one core's time for a request bounds what it answers; on few cores engine and clients take their part of what is left for a second one.
+Behind each is a trivial engine (a letter a token, at once) that serves one gateway, as in `gateway.py`, and each has clients of its own. A gateway is
+one event loop, so one core's time for a request bounds what it answers; on few cores engines and clients take their part of what is left for a second one.
 
     python benchmarks/shards.py [--seconds 5] [--rounds 3] [--connections 32]
 """
@@ -28,9 +28,7 @@ def main() -> None:
     options = options_of(parser, seconds=0.3, rounds=1, connections=4)
     found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     with contextlib.ExitStack() as stack:
-        port = free_port()
-        wait_for(port, stack.enter_context(running([sys.executable, HERE / "gateway_sides.py", "engine", str(port), "0"])))
-        gateways = [midflight(stack, port) for _ in range(2)]
+        gateways = [midflight(stack, trivial_engine(stack)) for _ in range(2)]
         for _ in range(options.rounds):
             for number, results in found.items():
                 connections = options.connections // number
@@ -44,6 +42,13 @@ def main() -> None:
     for number, results in found.items():
         rps, cpu = (statistics.median(column) for column in zip(*results, strict=True))
         print(f"| {number} | {rps:,.0f} | {cpu:.0f} µs | {number * 1e6 / cpu:,.0f}/s |")
+
+
+def trivial_engine(stack: contextlib.ExitStack) -> int:
+    """Its port."""
+    port = free_port()
+    wait_for(port, stack.enter_context(running([sys.executable, HERE / "gateway_sides.py", "engine", str(port), "0"])))
+    return port
 
 
 if __name__ == "__main__":
