@@ -221,8 +221,7 @@ class _Fetch:
                 new = [found for told in held.sources for found in sources_in(told) if found != self.own_url]
                 with self._changed:
                     has_all = self.transfer.offers(source, held.numbers())
-                    for found in new:
-                        self.transfer.hear_of(found)
+                    due += [found for found in new if self.transfer.hear_of(found)]
                     self._changed.notify_all()
             except Busy:
                 pass
