@@ -1,0 +1,199 @@
+"""What a GPU does with a Qwen3 of 0.6 billion random weights: generation, a trainer's step, a handover, and a whole run. Skipped, with a word,
+where torch sees none.
+
+    python benchmarks/gpu.py [--only generation training handover ring] [--rounds 3]
+
+Generation is of the embedded engine in bfloat16; *of an H100's bandwidth* is the share of it that reading all weights once a step takes, so
+1 is the floor of decoding. Training has weights in float32 and computes in bfloat16. The handover is from the trainer's
+weights to the engine's, by shared memory and as in a run. The ring is `midflight train` on the demo's tasks with engine and trainer on
+GPUs of their own, or sharing the only one. Medians over rounds, after one that does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from early import GROUP, PROMPT, groups
+from overlap_runs import ring
+from smoke import SETTINGS, options_of
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from midflight.config.load import load_config
+from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.weights import EngineWeights
+from midflight.models.load import export_model, load_model
+from midflight.models.names import in_dtype, named_tensors
+from midflight.text.byte_tokenizer import END, byte_tokenizer, write_byte_tokenizer
+from midflight.text.tokenizer import Tokenizer
+from midflight.trainer.credit import Scoring
+from midflight.trainer.objective import Objective
+from midflight.trainer.step import Adam, Schedule
+from midflight.trainer.trainer import PolicyTrainer, Scale
+from midflight.types import GenerateRequest, SamplingParams
+from midflight.types.facts import unheard
+from midflight.weights.transports.select import publisher, receiver
+
+BANDWIDTH = 3.35e12
+"""Bytes a second of an H100 SXM's memory, as its maker says."""
+PAD = 261
+CONTEXT = 2048
+DEMO = Path(__file__).parents[1] / "configs" / "demo.toml"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 64], help="requests that are decoded together")
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--groups", type=int, default=16, help="of a step")
+    parser.add_argument("--steps", type=int, default=30, help="of the ring, of which a third does not count")
+    parser.add_argument("--rounds", type=int, default=3)
+    smaller = {"device": "cpu", "layers": 1, "vocabulary": 512, "running": [2], "tokens": 4, "groups": 1, "steps": 3, "rounds": 1}
+    options = options_of(parser, **smaller)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        print("skipped: torch sees no GPU here; with --smoke all of it runs on the CPU, in a small size")
+        return
+    name = torch.cuda.get_device_name() if options.device.startswith("cuda") else "the CPU"
+    print(f"{datetime.date.today()}, {name}, torch {torch.__version__}\n\n| what | found |\n|---|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = made(Path(scratch), options)
+        for part in options.only:
+            for what, found in PARTS[part](folder, options):
+                print(f"| {what} | {found} |", flush=True)
+
+
+def made(scratch: Path, options: argparse.Namespace) -> Path:
+    """The folder of a model of Qwen3-0.6B's shape; in the smoke form of fewer layers and words."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    if options.smoke:
+        sizes = {name: size // 16 if size > 16 else 2 for name, size in sizes.items()}
+    ends = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
+    config = Qwen3Config(
+        vocab_size=options.vocabulary,
+        num_hidden_layers=options.layers,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        **sizes,
+        **ends,
+    )
+    torch.manual_seed(0)
+    write_byte_tokenizer(scratch / "tokenizer")
+    export_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), scratch / "tokenizer", scratch / "model")
+    return scratch / "model"
+
+
+def seconds(deed: Callable[[], object], *, device: str, rounds: int) -> float:
+    """Median, of a deed and of all that it has left to the device."""
+    taken: list[float] = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        deed()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
+
+
+def generation(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    model = load_model(folder, dtype="bfloat16", device=options.device)
+    weights = sum(tensor.nbytes for tensor in named_tensors(model).values())
+    engine = EmbeddedEngine(
+        model,
+        tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})),
+        name="gpu",
+        receiver=receiver(),
+        record=unheard,
+        max_running=max(options.running),
+        max_batch_tokens=8192,
+        max_context=CONTEXT,
+        pause_lease_seconds=30.0,
+    )
+    for running in options.running:
+        params = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
+        requests = [GenerateRequest(f"r{i}", tuple(range(i % 256, i % 256 + 32)), 32, params) for i in range(running)]
+        taken = seconds(lambda asked=requests: engine.generate_all(asked), device=options.device, rounds=options.rounds)
+        floor = options.tokens * weights / BANDWIDTH / taken
+        yield f"decoding {running} together", f"{running * options.tokens / taken:,.0f} tokens/s, {floor:.2f} of an H100's bandwidth"
+
+
+def training(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    scale = Scale(micro_batch_tokens=8192, compute_dtype=torch.bfloat16)
+    trainer = PolicyTrainer(
+        load_model(folder, dtype="float32", device=options.device),
+        Objective(),
+        scoring=Scoring(),
+        schedule=Schedule(),
+        adam=Adam(1e-6),
+        scale=scale,
+    )
+
+    def step() -> None:
+        trainer.step(groups(trainer.version, first=0, number=options.groups, answer=options.tokens))
+
+    taken = seconds(step, device=options.device, rounds=options.rounds)
+    trained = options.groups * GROUP * (PROMPT + options.tokens)
+    yield f"a step of {options.groups} groups of {GROUP}", f"{taken:.3f} s, {trained / taken:,.0f} tokens/s"
+
+
+def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    source: PreTrainedModel = load_model(folder, dtype="float32", device=options.device)
+    engine = EngineWeights(load_model(folder, dtype="bfloat16", device=options.device), receiver(), version=0)
+    found: dict[str, list[float]] = {"publish": [], "stage": [], "commit": []}
+    with publisher("shared_memory", name=f"midflight-bench-gpu-{os.getpid()}", folder=folder) as outbox:
+        for version in range(1, options.rounds + 2):
+            marks = [time.perf_counter()]
+            manifest = outbox.publish(version, in_dtype(named_tensors(source), torch.bfloat16))
+            marks.append(time.perf_counter())
+            engine.stage(manifest)
+            marks.append(time.perf_counter())
+            engine.commit(version)
+            marks.append(time.perf_counter())
+            outbox.release(version - 1)
+            for what, begun, ended in zip(found, marks, marks[1:], strict=False):
+                found[what].append(ended - begun)
+    sent = sum(spec.num_bytes for spec in manifest.tensors)
+    told = ", ".join(f"{what} {statistics.median(taken[1:]):.4f} s" for what, taken in found.items())
+    yield f"a version of {sent / 1e9:.2f} GB", told
+
+
+def whole_ring(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    shared = options.device.startswith("cuda") and torch.cuda.device_count() < 2
+    config = load_config(
+        DEMO,
+        [
+            *(SETTINGS if options.smoke else ()),
+            *(f"model.path={folder}", f"model.max_context={CONTEXT if not options.smoke else 128}", "engine.dtype=bfloat16"),
+            *(f"engine.device={options.device}", f"trainer.device={options.device}", f"engine.share_devices={str(shared).lower()}"),
+            *("trainer.compute_dtype=bfloat16", "warm_start.target_accuracy=none", f"run.steps={options.steps}"),
+            *(f"run.folder={folder.parent / 'run'}", f"run.name=gpu-{secrets.token_hex(4)}", "environment.workers=0"),
+        ],
+    )
+    warmup = max(1, options.steps // 3)
+    found = ring(config, warmup=warmup)
+    staged, paused = found.handover
+    told = f"{found.samples_per_second:.1f} rollouts/s, stage {staged:.3f} s, pause {paused:.4f} s"
+    yield f"a run of {options.steps} steps" + (", engine and trainer on one GPU" if shared else ""), told
+
+
+PARTS: dict[str, Callable[[Path, argparse.Namespace], Iterator[tuple[str, str]]]] = {
+    "generation": generation,
+    "training": training,
+    "handover": handover,
+    "ring": whole_ring,
+}
+
+
+if __name__ == "__main__":
+    main()
