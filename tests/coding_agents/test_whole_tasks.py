@@ -46,7 +46,7 @@ def test_claude_code_does_a_task_with_thinking_parallel_calls_and_an_agent_of_it
 
     async def main() -> None:
         work, home = scratch(tmp_path)
-        async with desk(step_seconds=0.001 if disturbed else 0.0) as it:
+        async with desk(step_seconds=0.0025 if disturbed else 0.0) as it:
             ended = await _disturbed(it, by_claude_code(it, "TASK-CLAUDE: do it", folder=work, home=home), disturbed)
             assert said_by_claude_code(ended) == "Finished: a.txt says TWO."
             assert (work / "a.txt").read_text() == "one TWO three\n"
@@ -63,7 +63,7 @@ def test_claude_code_does_a_task_with_thinking_parallel_calls_and_an_agent_of_it
 def test_codex_does_a_task_with_thinking_and_parallel_calls(tmp_path: Path, disturbed: bool) -> None:
     async def main() -> None:
         work, home = scratch(tmp_path)
-        async with desk(step_seconds=0.001 if disturbed else 0.0) as it:
+        async with desk(step_seconds=0.0025 if disturbed else 0.0) as it:
             ended = await _disturbed(it, by_codex(it, "TASK-CODEX: do it", folder=work, home=home), disturbed)
             assert said_by_codex(ended) == "Finished: a.txt says TWO."
             assert (work / "a.txt").read_text() == "one TWO three\n"
@@ -87,7 +87,7 @@ def test_qwen_code_and_opencode_do_a_task_with_thinking_and_parallel_calls(tmp_p
 
     async def main() -> None:
         work, home = scratch(tmp_path)
-        async with desk(step_seconds=0.001 if disturbed else 0.0) as it:
+        async with desk(step_seconds=0.0025 if disturbed else 0.0) as it:
             running = agent(f"{task}: do it in {work}", folder=work, home=home, url=it.open().base_url)
             ended = await _disturbed(it, running, disturbed)
             assert ended.status == 0 and "Finished: a.txt says TWO." in ended.output, ended.errors + ended.output[-2000:]
