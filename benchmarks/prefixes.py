@@ -29,7 +29,7 @@ from midflight.types.facts import unheard
 CONTEXT = 4096
 
 
-def engine(hidden: int, *, prefixes: PrefixRoom, running: int) -> EmbeddedEngine:
+def engine(hidden: int, *, prefixes: PrefixRoom, running: int, guesses: int = 0) -> EmbeddedEngine:
     tokenizer = Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END}))
     model = make_model(
         vocab_size=VOCAB_SIZE, hidden_size=hidden, intermediate_size=3 * hidden, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -37,7 +37,7 @@ def engine(hidden: int, *, prefixes: PrefixRoom, running: int) -> EmbeddedEngine
     )  # fmt: skip
     return EmbeddedEngine(
         model, tokenizer=tokenizer, name="bench", receiver=NoWeights(), record=unheard, max_running=running,
-        max_batch_tokens=2048, max_context=CONTEXT, pause_lease_seconds=30, prefixes=prefixes,
+        max_batch_tokens=2048, max_context=CONTEXT, pause_lease_seconds=30, prefixes=prefixes, guesses=guesses,
     )  # fmt: skip
 
 

@@ -74,6 +74,7 @@ def make_engine(
     pause_lease_seconds: float = 30.0,
     records_experts: bool = False,
     prefix_age: int = 0,
+    guesses: int = 0,
 ) -> EmbeddedEngine:
     return EmbeddedEngine(
         model or tiny_model(),
@@ -87,6 +88,7 @@ def make_engine(
         pause_lease_seconds=pause_lease_seconds,
         records_experts=records_experts,
         prefixes=PrefixRoom(age=prefix_age),
+        guesses=guesses,
     )
 
 

@@ -123,9 +123,9 @@ def test_i5_a_resumed_request_counts_what_it_brings_as_output() -> None:
     resumed = table_of(ask(), GenerateRequest("r", (5, 6, 7, 7), 2, params))
     going_on = table_of(ask(), GenerateRequest("r", (5, 6), 2, params))
     for token_id in (7, 7):
-        going_on.append(np.array([1]), np.array([token_id]))
+        going_on.append(np.array([1]), going_on.length[[1]], np.array([token_id]))
     for table in (resumed, going_on):
-        asked = table.sampling(np.array([0, 1])).penalties
+        asked = table.sampling(np.array([0, 1]), table.length[[0, 1]]).penalties
         assert asked is not None
         logits = penalised(torch.zeros(2, 9, dtype=torch.float64), asked)
         assert logits.tolist() == [[0.0] * 9, [0, 0, 0, 0, 0, 0, 0, -1.0, 0]]
@@ -133,7 +133,7 @@ def test_i5_a_resumed_request_counts_what_it_brings_as_output() -> None:
 
 def test_a_step_whose_rows_ask_for_nothing_special_does_nothing_special() -> None:
     table = table_of(ask(), ask(presence_penalty=1.0, logit_bias=((3, 1.0),), top_logprobs=2))
-    plain, special = table.sampling(np.array([0])), table.sampling(np.array([0, 1]))
+    plain, special = table.sampling(np.array([0]), table.length[[0]]), table.sampling(np.array([0, 1]), table.length[[0, 1]])
     assert (plain.penalties, plain.biases, plain.masks, plain.num_top) == (None, None, None, None)
     assert special.penalties is not None and special.penalties.rows.tolist() == [1]
     assert special.biases is not None and special.biases.rows.tolist() == [1]
@@ -147,13 +147,13 @@ def test_a_complete_grammar_wins_over_min_tokens() -> None:
     def next_ids() -> set[int]:
         logits = torch.zeros(1, 262, dtype=torch.float64)
         allowed = Masks(np.array([0]), table.constraint(0).allowed()[None])
-        sampled = sample(logits, asking(table.sampling(slots, allowed), num_top=np.array([20])))
+        sampled = sample(logits, asking(table.sampling(slots, table.length[slots], allowed), num_top=np.array([20])))
         return set(sampled.top_ids[0].tolist()) - {-1}
 
     found = [next_ids()]
     for token_id in b"ab":
         table.constraint(0).advance((token_id,))
-        table.append(slots, np.array([token_id]))
+        table.append(slots, table.length[slots], np.array([token_id]))
         found.append(next_ids())
     # After "a" the end is allowed but too early; after "ab" it is all there is.
     assert found == [{ord("a")}, {ord("b")}, {256}]

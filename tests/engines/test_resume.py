@@ -87,9 +87,9 @@ def test_i5_any_schedule_of_aborts_and_pauses_gives_the_tokens_of_undisturbed_ru
     model = tiny_model(dtype=dtype)
 
     @settings(max_examples=15, deadline=None)
-    @given(PLANS, st.sampled_from([2, 4, 6]), st.sampled_from([8, 64]))
-    def check(plan: list[tuple[int, PauseMode | None]], max_running: int, max_batch_tokens: int) -> None:
-        engine = make_engine(model, max_running=max_running, max_batch_tokens=max_batch_tokens)
+    @given(PLANS, st.sampled_from([2, 4, 6]), st.sampled_from([8, 64]), st.sampled_from([0, 3]))
+    def check(plan: list[tuple[int, PauseMode | None]], max_running: int, max_batch_tokens: int, guesses: int) -> None:
+        engine = make_engine(model, max_running=max_running, max_batch_tokens=max_batch_tokens, guesses=guesses)
         assert drive(engine._scheduler, REQUESTS, plan) == alone
 
     check()
@@ -114,9 +114,9 @@ def test_i5_penalties_biases_grammars_and_alternatives_survive_any_schedule() ->
     assert len({g.token_ids for g in alone}) == 6 and alone[3].finish == Finish(FinishReason.STOP, END)
 
     @settings(max_examples=15, deadline=None)
-    @given(PLANS, st.sampled_from([2, 6]))
-    def check(plan: list[tuple[int, PauseMode | None]], max_running: int) -> None:
-        found = drive_chunks(make_engine(model, max_running=max_running)._scheduler, requests, plan)
+    @given(PLANS, st.sampled_from([2, 6]), st.sampled_from([0, 3]))
+    def check(plan: list[tuple[int, PauseMode | None]], max_running: int, guesses: int) -> None:
+        found = drive_chunks(make_engine(model, max_running=max_running, guesses=guesses)._scheduler, requests, plan)
         for i, generation in enumerate(alone):
             assert ids(found[i]) == generation.token_ids
             top = [t for c in found[i] for t in c.top_logprobs]

@@ -88,6 +88,8 @@ class EngineSection(Section):
     """The engines one by one, in place of `count`: where each is, on which GPUs, and laid over how many."""
     deterministic: bool = False
     """An answer does not depend on what is generated beside it: vLLM's batch-invariant kernels, SGLang's deterministic inference with a seed for each request. On GPUs alone, and slower."""
+    guesses: Count = 0
+    """Tokens that the embedded engine guesses ahead, at most, from what stands in a sequence, and computes in one step; those that are what it samples stand, so that answers stay the same (speculative decoding by n-grams). Larger is faster where answers repeat what was said before and few requests run; where they do not, or many run, it costs."""
     prefix_mb: Count = 256
     """Megabytes of keys and values that the embedded engine keeps of requests which have ended, for those that begin alike: the next turn of a conversation, the other answers to a prompt. Larger: more conversations go on without their prompts being computed again; 0: each request computes its whole prompt."""
     prefix_age: Count = 0

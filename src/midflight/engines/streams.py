@@ -100,7 +100,7 @@ PATIENCE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """At most one token for each request of a step, as arrays of equal length, and the requests that ended.
+    """The tokens of a step, as arrays of equal length, those of one request in their order, and the requests that ended.
 
     All tokens were sampled under `version`. A request that ends with a token has it in the same output.
     """

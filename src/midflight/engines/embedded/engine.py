@@ -70,17 +70,17 @@ class EmbeddedEngine:
         version: types.Version = 0,
         prefixes: PrefixRoom = PrefixRoom(),
         records_experts: bool = False,
+        guesses: int = 0,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `records_experts`: of a mixture, for routing replay."""
-        self._name, self._tokenizer, self._record = name, tokenizer, record
-        self._lease_seconds = pause_lease_seconds
+        """`prefixes`: what is kept for requests that begin alike. `records_experts`: of a mixture. `guesses`: tokens ahead, at most."""
+        self._name, self._tokenizer, self._record, self._lease_seconds = name, tokenizer, record, pause_lease_seconds
         self._model, self._max_batch_tokens = model, max_batch_tokens
         self._capabilities = _capabilities(model, max_context=max_context, max_running=max_running)
         routers = routers_of(model) if records_experts else None
         sizes = {"max_running": max_running, "max_batch_tokens": max_batch_tokens, "max_context": max_context}
         runner, self._manner = served(model, **sizes)
         self._weights = EngineWeights(model, receiver, version=version, lay_out=runner.laid_out)
-        self._scheduler = Scheduler(runner, version=version, prefixes=prefixes, routers=routers, **sizes)
+        self._scheduler = Scheduler(runner, version=version, prefixes=prefixes, routers=routers, guesses=guesses, **sizes)
         self._thread = DecodeThread(self._scheduler)
         self._runs = False
         self._counter = itertools.count(1)

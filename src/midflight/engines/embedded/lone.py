@@ -40,13 +40,13 @@ class LoneRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        """Logits [R, V] of the wanted sequences' last tokens; what the model keeps of all tokens is stored."""
+        """Logits [R, V] of the wanted tokens, each the last of its sequence; what the model keeps of all tokens is stored."""
         logits, start = list[Tensor](), 0
-        for slot, first, count, wanted in zip(*(x.tolist() for x in (batch.slots, batch.starts, batch.counts, batch.wanted)), strict=True):
+        for slot, first, count in zip(*(x.tolist() for x in (batch.slots, batch.starts, batch.counts)), strict=True):
             tokens = torch.from_numpy(batch.tokens[start : start + count]).to(self.model.device)
             last = self._extend(slot, tokens, first=first)
-            logits += [last] if wanted else []
             start += count
+            logits += [last] if batch.wanted[start - 1] else []
         return torch.stack(logits) if logits else torch.empty(0, 0)
 
     def take(self, slot: int, *, start: int, end: int, at_end: bool) -> "WholeCache":

@@ -198,12 +198,14 @@ def _copy(runner: KeepsSpans, length: int) -> None:
 
 
 def step_batch(parts: Sequence[tuple[int, int, Row]]) -> StepBatch:
-    """Of slots, the places at which they go on, and the tokens they bring; in the order that `StepBatch` asks for. All are wanted."""
+    """Of slots, the places at which they go on, and the tokens they bring; in the order that `StepBatch` asks for. The last token of each is wanted."""
     slots, starts = (np.array(column, dtype=np.int64) for column in zip(*((slot, start) for slot, start, _ in parts), strict=True))
     counts = np.array([len(tokens) for _, _, tokens in parts])
     positions = np.concatenate([np.arange(start, start + len(tokens)) for _, start, tokens in parts])
     tokens = np.concatenate([tokens for _, _, tokens in parts])
-    return StepBatch(slots, starts, counts, tokens, positions, np.repeat(slots, counts), np.ones(len(parts), dtype=np.bool_))
+    wanted = np.zeros(len(tokens), dtype=np.bool_)
+    wanted[np.cumsum(counts) - 1] = True
+    return StepBatch(slots, starts, counts, tokens, positions, np.repeat(slots, counts), wanted)
 
 
 def _generation_error(model: PreTrainedModel, manner: Manner, rows: Sequence[Row], expected: Sequence[Tensor]) -> float:

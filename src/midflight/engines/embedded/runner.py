@@ -45,7 +45,7 @@ class StepBatch:
     token_slots: Ints
     """[N]"""
     wanted: NDArray[np.bool_]
-    """Whether the logits of the sequence's last token are needed."""
+    """[N] Whether the logits at the token are needed."""
 
 
 class Runner:
@@ -75,7 +75,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        """Logits [R, V] of the wanted sequences' last tokens; keys, values and states of all tokens are stored."""
+        """Logits [R, V] of the wanted tokens; keys, values and states of all tokens are stored."""
         offsets = np.cumsum(batch.counts) - batch.counts
         num_slots = int(batch.slots.max()) + 1
         self._cache.reserve(slots=num_slots, context=int(batch.positions.max()) + 1)
@@ -86,7 +86,7 @@ class Runner:
         buckets = self._buckets(batch, offsets, positions, slots)
         step, states = STEP.set(StepPlaces(self._cache, slots, positions, buckets, self._reaches)), RUNNING.set(self._states)
         try:
-            return self._logits(tokens, positions, (offsets + batch.counts - 1)[batch.wanted])
+            return self._logits(tokens, positions, np.flatnonzero(batch.wanted))
         finally:
             STEP.reset(step)
             RUNNING.reset(states)

@@ -9,6 +9,7 @@ Before temperature the logits are adjusted, in this order: penalties, bias, gram
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 
@@ -159,6 +160,13 @@ class Sampled:
     """[R, W]"""
     kept: tuple[bytes | None, ...] = ()
     """[R] what truncation left of the vocabulary, records of `types.kept`, `None` for rows that do not ask; empty where none does."""
+
+    def of(self, rows: NDArray[np.bool_]) -> Sampled:
+        """Of some of the rows [R]."""
+        if rows.all():
+            return self
+        kept = tuple(itertools.compress(self.kept, rows.tolist()))
+        return Sampled(self.token_ids[rows], self.logprobs[rows], self.top_ids[rows], self.top_logprobs[rows], kept)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
+from midflight.engines.embedded.guesses import guess
 from midflight.engines.embedded.lone import LoneRunner
 from midflight.engines.embedded.runner import Runner, StepBatch, threads_for
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
@@ -37,11 +38,14 @@ class Scheduler:
         version: Version,
         prefixes: PrefixRoom,
         routers: Routers | None = None,
+        guesses: int = 0,
     ) -> None:
-        """`prefixes`: what is kept for requests that begin alike. `routers`: of a model whose choices of experts are recorded."""
+        """`prefixes`: what is kept for requests that begin alike. `routers`: of a model whose choices of experts are recorded. `guesses`: at
+        most so many tokens ahead; none where a sequence can't go back, or what its experts were would be written down."""
         self._runner = runner
         self._num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
         self._experts = None if routers is None else ExpertRecords(routers)
+        self._guesses = 0 if runner.keeps_states or routers is not None else guesses
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
         self._waiting: deque[Submission] = deque()
@@ -151,11 +155,15 @@ class Scheduler:
         with threads_for(self._num_parameters * len(batch.tokens)):
             logits = self._runner.forward(batch) if self._experts is None else self._experts.forward(self._runner, batch)
             self._mark_cached(batch)
-            slots, masks = batch.slots[batch.wanted], None
-            if self._table.constrained[slots].any():
-                slots, logits, masks = self._constrained(slots, logits)
-            sampled = sample(logits, self._table.sampling(slots, masks)) if len(slots) else _nothing_sampled()
-        kv_versions = self._postprocess(slots, sampled.token_ids)
+            rows, masks = np.flatnonzero(batch.wanted), None
+            if self._table.constrained[batch.token_slots[rows]].any():
+                rows, logits, masks = self._constrained(batch, rows, logits)
+            slots, positions = batch.token_slots[rows], batch.positions[rows] + 1
+            sampled = sample(logits, self._table.sampling(slots, positions, masks)) if len(slots) else _nothing_sampled()
+        if self._guesses and len(slots):
+            stand = self._that_stand(slots, sampled.token_ids, guessed=batch.tokens[rows])
+            slots, positions, sampled = slots[stand], positions[stand], sampled.of(stand)
+        kv_versions = self._postprocess(slots, positions, sampled.token_ids)
         return self._flush(
             StepOutput(
                 version=self.version,
@@ -200,7 +208,33 @@ class Scheduler:
         counts = np.concatenate([np.ones(len(singles), dtype=np.int64), counts[order]])
         num_single = int((counts == 1).sum())
         slots[:num_single].sort()
+        if self._guesses and num_single == len(slots) <= self._max_batch_tokens // (1 + self._guesses):
+            slots, counts = self._guess(slots)
         return self._batch(slots, counts)
+
+    def _guess(self, slots: Ints) -> tuple[Ints, Ints]:
+        """Writes behind each sequence what it may go on with. Slots and counts of tokens, in the order that a batch has."""
+        table, counts = self._table, np.ones(len(slots), dtype=np.int64)
+        room = np.minimum(table.guesses[slots], table.limit[slots] - table.length[slots] - 1)
+        room[table.constrained[slots] | table.has_matcher[slots]] = 0
+        for row in np.flatnonzero(room > 0).tolist():
+            tokens, length = table.tokens[slots[row]], int(table.length[slots[row]])
+            found = guess(tokens[:length], most=int(room[row]))
+            tokens[length : length + len(found)] = found
+            counts[row] += len(found)
+        order = np.argsort(counts, kind="stable")
+        return slots[order], counts[order]
+
+    def _that_stand(self, slots: Ints, token_ids: Ints, *, guessed: Ints) -> NDArray[np.bool_]:
+        """[R] Whether each sampled token stands: all guesses before it are what was sampled, and none of them ended its sequence. `guessed`
+        [R] is what each row was computed behind."""
+        first = np.flatnonzero(np.diff(slots, prepend=-1))
+        wrong = (np.append(guessed[1:], -1) != token_ids) | (self._table.stop_ids[slots] == token_ids[:, None]).any(1)
+        before = np.cumsum(wrong) - wrong
+        counts = np.diff(first, append=len(slots))
+        stand = before == np.repeat(before[first], counts)
+        self._table.guesses[slots[first]] = np.minimum(self._guesses, 2 * np.add.reduceat(stand, first, dtype=np.int64) - 1)
+        return stand
 
     def _batch(self, slots: Ints, counts: Ints) -> StepBatch:
         table = self._table
@@ -214,26 +248,26 @@ class Scheduler:
             tokens=table.tokens[slots[sequence], positions],
             positions=positions,
             token_slots=slots[sequence],
-            wanted=starts + counts == table.length[slots],
+            wanted=positions >= (table.length[slots] - 1)[sequence],
         )
 
     def _mark_cached(self, batch: StepBatch) -> None:
         table = self._table
         fresh = batch.starts == 0
         table.kv_version[batch.slots] = np.where(fresh, self.version, np.minimum(table.kv_version[batch.slots], self.version))
-        table.cached[batch.slots] += batch.counts
+        table.cached[batch.slots] = np.minimum(batch.starts + batch.counts, table.length[batch.slots])
         self.num_computed += len(batch.tokens)
-        copyable = batch.wanted
-        if self._runner.keeps_states:
-            copyable = table.cached[batch.slots] == table.length[batch.slots] - 1
+        copyable = table.cached[batch.slots] == table.length[batch.slots] - self._runner.keeps_states
         for slot in batch.slots[copyable & table.leading[batch.slots]].tolist():
             table.leading[slot] = False
             if self._leaders.get(prompt := table.prompt(slot)) == slot:
                 del self._leaders[prompt]
                 self._add_prefix(slot)
 
-    def _constrained(self, slots: Ints, logits: Tensor) -> tuple[Ints, Tensor, Masks | None]:
-        """Asks the grammars what they allow. A request whose grammar allows nothing ends here; returned are the slots and logits [R, V] of the others."""
+    def _constrained(self, batch: StepBatch, wanted: Ints, logits: Tensor) -> tuple[Ints, Tensor, Masks | None]:
+        """Asks the grammars what they allow. A request whose grammar allows nothing ends here; returned are the wanted tokens [R] and logits
+        [R, V] of the others."""
+        slots = batch.token_slots[wanted]
         rows = np.flatnonzero(self._table.constrained[slots])
         kept, allowed = np.ones(len(slots), dtype=np.bool_), list[NDArray[np.bool_]]()
         for row in rows.tolist():
@@ -244,16 +278,16 @@ class Scheduler:
                 self._fail(int(slots[row]), error)
         rows = (np.cumsum(kept) - 1)[rows[kept[rows]]]
         masks = Masks(rows, np.stack(allowed)) if allowed else None
-        return (slots, logits, masks) if kept.all() else (slots[kept], logits[torch.from_numpy(kept).to(logits.device)], masks)
+        return (wanted, logits, masks) if kept.all() else (wanted[kept], logits[torch.from_numpy(kept).to(logits.device)], masks)
 
-    def _postprocess(self, slots: Ints, token_ids: Ints) -> Ints:
+    def _postprocess(self, slots: Ints, positions: Ints, token_ids: Ints) -> Ints:
         """Appends the tokens and ends what they end; returns the version of the oldest key each token attended to."""
         table = self._table
         kv_versions = table.kv_version[slots]
-        table.append(slots, token_ids)
+        table.append(slots, positions, token_ids)
         self.num_tokens += len(slots)
         stopped = (table.stop_ids[slots] == token_ids[:, None]).any(1)
-        full = table.length[slots] >= table.limit[slots]
+        full = positions + 1 >= table.limit[slots]
         for row in np.flatnonzero(stopped | full | table.has_matcher[slots] | table.constrained[slots]).tolist():
             slot, token_id = int(slots[row]), int(token_ids[row])
             try:

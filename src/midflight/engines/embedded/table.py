@@ -67,6 +67,8 @@ class SlotTable:
         self.has_matcher = np.zeros(n, dtype=np.bool_)
         self.constrained, self.penalised, self.biased, self.wants_kept = (np.zeros(n, dtype=np.bool_) for _ in range(4))
         """Rows that need more than the arrays here say; a step in which there is none pays for none."""
+        self.guesses = np.zeros(n, dtype=np.int64)
+        """How many tokens to guess ahead in the next step, at most."""
         self.num_top = np.zeros(n, dtype=np.int64)
         self.submissions: list[Submission | None] = [None] * n
         self.num_active = 0
@@ -90,7 +92,7 @@ class SlotTable:
         self.seeds[slot] = np.uint64(sampling.seed).astype(np.int64)
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = sampling.temperature, sampling.top_p, sampling.min_p
         self.top_k[slot] = sampling.top_k or 0
-        self.has_matcher[slot] = submission.matcher is not None
+        self.has_matcher[slot], self.guesses[slot] = submission.matcher is not None, 1
         self.constrained[slot], self.num_top[slot] = submission.constraint is not None, sampling.top_logprobs
         self.penalised[slot], self.biased[slot] = Feature.PENALTIES in sampling.features, bool(sampling.logit_bias)
         self.wants_kept[slot] = request.wants_kept
@@ -116,9 +118,10 @@ class SlotTable:
         assert constraint is not None
         return constraint
 
-    def sampling(self, slots: Ints, masks: Masks | None = None) -> SamplingBatch:
-        """How to sample the next token of each slot. Where a grammar leaves only ends of turn, it wins over `min_tokens`."""
-        below = self.length[slots] < self.least[slots]
+    def sampling(self, slots: Ints, positions: Ints, masks: Masks | None = None) -> SamplingBatch:
+        """How to sample the token at each position, from what stands before it in its slot. Where a grammar leaves only ends of turn, it
+        wins over `min_tokens`."""
+        below = positions < self.least[slots]
         suppressed = np.where(below[:, None], self.stop_ids[slots], -1) if below.any() else None
         if masks is not None and suppressed is not None:
             masks, nothing_else = masks.without(suppressed[masks.rows])
@@ -129,33 +132,34 @@ class SlotTable:
             top_k=self.top_k[slots],
             min_p=self.min_p[slots],
             seeds=self.seeds[slots],
-            positions=self.length[slots],
+            positions=positions,
             suppressed=suppressed,
-            penalties=self._penalties(slots) if self.penalised[slots].any() else None,
+            penalties=self._penalties(slots, positions) if self.penalised[slots].any() else None,
             biases=self._biases(slots) if self.biased[slots].any() else None,
             masks=masks,
             num_top=self.num_top[slots] if self.num_top[slots].any() else None,
             wants_kept=self.wants_kept[slots] if self.wants_kept[slots].any() else None,
         )
 
-    def append(self, slots: Ints, token_ids: Ints) -> None:
-        self.tokens[slots, self.length[slots]] = token_ids
-        self.length[slots] += 1
+    def append(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
+        """Of several tokens of a slot the last comes last; the keys of all before it are stored."""
+        self.tokens[slots, positions] = token_ids
+        self.length[slots], self.cached[slots] = positions + 1, positions
 
     def _submission(self, slot: int) -> Submission:
         submission = self.submissions[slot]
         assert submission is not None
         return submission
 
-    def _penalties(self, slots: Ints) -> Penalties:
+    def _penalties(self, slots: Ints, positions: Ints) -> Penalties:
         rows = np.flatnonzero(self.penalised[slots])
-        asking = slots[rows]
+        asking, length = slots[rows], positions[rows]
         params = [self._submission(slot).request.sampling for slot in asking.tolist()]
         return Penalties(
             rows=rows,
-            tokens=self.tokens[asking, : int(self.length[asking].max())],
+            tokens=self.tokens[asking, : int(length.max())],
             num_prompt=np.array([self._submission(slot).request.num_prompt_tokens for slot in asking.tolist()]),
-            length=self.length[asking],
+            length=length,
             repetition=np.array([p.repetition_penalty for p in params]),
             frequency=np.array([p.frequency_penalty for p in params]),
             presence=np.array([p.presence_penalty for p in params]),
