@@ -211,6 +211,9 @@ class _Sdk:
             import openai
         except ImportError as error:
             raise ConfigError("environments need the package openai; install it with: pip install 'midflight[openai]'.") from error
+        # The SDK looks whether this is loaded, and takes for whole what a thread is still importing.
+        with contextlib.suppress(ImportError):
+            import httpx2 as _  # noqa: F401
         from midflight.environments import clients
 
         self.openai, self.clients = openai, clients
