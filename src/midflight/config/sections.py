@@ -181,7 +181,7 @@ class EnvironmentSection(Section):
     count_all_choices: bool = False
     """Train on every choice of a request with n > 1; by default only on those the agent went on from, if it went on from any."""
     rollout_seconds: Seconds = 60.0
-    """Deadline of one rollout, pauses excluded; larger waits longer for a hung agent, and so do steps."""
+    """Deadline of one rollout, pauses excluded. A hung agent keeps its slot until then: larger waits longer for it, and so do steps."""
 
     @property
     def sampling(self) -> SamplingParams:
