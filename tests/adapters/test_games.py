@@ -14,7 +14,7 @@ from midflight.adapters import gymnasium, textarena
 from midflight.config.sources import SourceSection
 from midflight.environments.tasks import load_sources
 from midflight.errors import ConfigError, EnvironmentFailed
-from midflight.types import Result, Task
+from midflight.types import Json, Result, Task
 
 LAKE = {"actions": ["left", "down", "right", "up"], "options": {"is_slippery": False}}
 SAFE = ["down", "down", "right", "right", "down", "right"]
@@ -147,18 +147,28 @@ def test_a_game_of_several_players_needs_somebody_for_the_other_seats() -> None:
         textarena.tasks("Nothing-v0")
 
 
-@pytest.mark.parametrize("name", ["gymnasium", "textarena"])
-def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gymnasium", {"env": "Some-v0"}),
+        ("textarena", {"env": "Some-v0"}),
+        ("verifiers", {"taskset": "some"}),
+        ("openenv", {"url": "http://127.0.0.1:9", "action": "move"}),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Json]
+) -> None:
     real = __import__("importlib").import_module
 
     def missing(wanted: str, *args: Any) -> Any:
-        if wanted == name:
+        if wanted.partition(".")[0] == name:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(wanted, *args)
 
     monkeypatch.setattr("midflight.entries.importlib.import_module", missing)
-    section = SourceSection(entry=f"midflight.adapters.{name}:tasks", options={"env": "Some-v0"})
-    with pytest.raises(ConfigError, match=rf"needs the package {name}; install it with: pip install 'midflight\[{name}\]'\.$"):
+    section = SourceSection(entry=f"midflight.adapters.{name}:tasks", options=options)
+    with pytest.raises(ConfigError, match=rf"needs the package {name}[\w.]*; install it with: pip install 'midflight\[{name}\]'\.$"):
         load_sources([section], seed=0)
 
 
