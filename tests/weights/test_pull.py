@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -390,13 +391,15 @@ def test_wrong_bytes_of_one_source_come_from_another_and_the_source_is_counted(m
         share.held.intersection_update({0})  # so that it is asked
         both, end = f"{bad.server.url} {good.server.url}", machine("m")
 
-        def mend() -> None:
+        def has_it_too() -> None:
+            while not bad.server.num_bytes:
+                time.sleep(0.01)
             good.server.shares[manifest.fingerprint].held.add(0)
 
-        timer = threading.Timer(0.3, mend)
-        timer.start()
+        later = threading.Thread(target=has_it_too, daemon=True)
+        later.start()
         assert came(end, replace(manifest, location=both))
-        timer.join()
+        later.join(20)
     assert end.blamed == {place(bad.server.url): 1}
 
 
