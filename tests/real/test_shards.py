@@ -76,9 +76,11 @@ async def killed_beside(command: Command, run: Path, killed: Path, other: Path) 
         sessions = [(await http.post("/midflight/v1/sessions", json={})).json() for _ in range(2)]
         assert [one["session_id"][:6] for one in sessions] == ["mf-s0-", "mf-s1-"]
         session = sessions[0 if other == run else 1]
-        assert session["base_url"].startswith(url)
         stream = Stream(300)
-        async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none", max_retries=0) as client, asyncio.TaskGroup() as group:
+        async with (
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=session["api_key"], max_retries=0) as client,
+            asyncio.TaskGroup() as group,
+        ):
             group.create_task(stream.read(client))
             while not stream.num_chunks:
                 await asyncio.sleep(0.01)
