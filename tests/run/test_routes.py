@@ -98,7 +98,7 @@ class Service:
     async def take_back(self, lease: int) -> None:
         self.said.append(("take_back", lease))
 
-    async def restart(self, checkpoint: Version) -> Version:
+    async def restart(self, checkpoint: Version, *, least: Version = 0) -> Version:
         self.said.append(("restart", checkpoint))
         return 9
 
