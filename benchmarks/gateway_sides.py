@@ -319,20 +319,25 @@ def request(*, key: str, stream: bool) -> bytes:
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
+FRAMES_AROUND = 3
+"""Of a stream, beside those with tokens: the role, the finish, and `[DONE]`."""
+
+
 async def load(port: int, connections: int, seconds: float, *, stream: bool, keys: list[str]) -> dict[str, float]:
     loop = asyncio.get_running_loop()
     requests = cycle([request(key=key, stream=stream) for key in keys])
     latencies: list[float] = []
-    failures = 0
+    failures = num_frames = 0
     until = time.perf_counter() + seconds
 
     async def client() -> None:
-        nonlocal failures
+        nonlocal failures, num_frames
         _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
         while (started := time.perf_counter()) < until:
             answer = await connection.ask(next(requests))
             latencies.append(time.perf_counter() - started)
             failures += not answer.startswith(b"HTTP/1.1 200")
+            num_frames += answer.count(b"data: ")
         connection.transport.close()
 
     started = time.perf_counter()
@@ -346,6 +351,7 @@ async def load(port: int, connections: int, seconds: float, *, stream: bool, key
         "p50_ms": statistics.median(latencies) * 1e3,
         "p99_ms": latencies[int(0.99 * (len(latencies) - 1))] * 1e3,
         "tokens_per_second": len(latencies) * STREAM_TOKENS / spent if stream else 0.0,
+        "tokens_a_message": len(latencies) * STREAM_TOKENS / max(1, num_frames - len(latencies) * FRAMES_AROUND) if stream else 0.0,
         "failures": failures,
     }
 

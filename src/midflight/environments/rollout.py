@@ -305,10 +305,8 @@ class GroupRunner:
         Waits for all of them; ended by cancellation, or by an error priced at the run, which cancels the other samples.
         """
         async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(self._sample(RolloutKey(key, sample), task), name=f"rollout {RolloutKey(key, sample)}")
-                for sample in range(self._group_size)
-            ]
+            keys = [RolloutKey(key, sample) for sample in range(self._group_size)]
+            running = [group.create_task(self._sample(of, task), name=f"rollout {of}") for of in keys]
         return [task.result() for task in running]
 
     async def _sample(self, key: RolloutKey, task: Task) -> Trajectory:

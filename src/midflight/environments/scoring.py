@@ -94,6 +94,8 @@ def number_in(value: object, said: str) -> float:
 
 def shown(result: Result) -> Mapping[str, float]:
     """The metrics, the rewards of roles, and the fields that are numbers."""
+    if not (result.fields or result.roles):
+        return result.metrics
     numbers = {f"fields/{name}": float(value) for name, value in result.fields.items() if isinstance(value, int | float)}
     roles = {f"roles/{name}": value for name, value in result.roles.items() if value is not None}
     return {**{name: value for name, value in numbers.items() if math.isfinite(value)}, **roles, **result.metrics}

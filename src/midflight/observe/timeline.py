@@ -179,7 +179,7 @@ class Timeline:
             round(began + ended.seconds, 6),
             ended.reward,
             ended.num_tokens,
-            tuple(self._turn(turn) for turn in ended.times),
+            tuple([self._turn(turn) for turn in ended.times]),
             ended.key.kind,
             failure,
             ended.truncated,
@@ -189,8 +189,8 @@ class Timeline:
         return TurnTimes(
             self._at(turn.began),
             self._at(turn.ended),
-            tuple((engine, self._at(at)) for engine, at in turn.placed),
-            tuple((version, self._at(at)) for version, at in turn.sampled),
+            tuple([(engine, self._at(at)) for engine, at in turn.placed]),
+            tuple([(version, self._at(at)) for version, at in turn.sampled]),
             turn.num_tokens,
         )
 

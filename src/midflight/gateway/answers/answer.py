@@ -261,7 +261,7 @@ class Answer:
 
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, Finish | None]:
         """How many new tokens stand, and the finish that cuts them there, if any does. The matcher has read them then."""
-        room = self.room
+        room = self.request.sampling.max_tokens - len(self.output_ids)
         if self._matcher is not None and self._chat is not None and self._chat.one_call:
             cut = self._cut_after_call(self._matcher, token_ids[:room])
             if cut is not None:

@@ -38,12 +38,6 @@ class OpenSession:
     owner_token: str = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Secrets:
-    agent: str = field(repr=False)
-    owner: str = field(repr=False)
-
-
 class SessionRegistry:
     def __init__(
         self, tokenizer: Tokenizer, *, max_sessions: int, message_format: MessageFormat | None = None, shard: int | None = None
@@ -54,7 +48,8 @@ class SessionRegistry:
         self._matcher = Matcher(tokenizer, message_format)
         self._max_sessions = max_sessions
         self._live: dict[str, Session] = {}
-        self._secrets: dict[str, _Secrets] = {}
+        self._secrets: dict[str, tuple[str, str]] = {}
+        """The agent's of each session, and its owner's."""
         self._ended: OrderedDict[str, SessionRecord] = OrderedDict()
         self._serial = 0
 
@@ -91,9 +86,9 @@ class SessionRegistry:
     def _with_new_secrets(self, session_id: str, address: str) -> OpenSession:
         both = secrets.token_urlsafe(2 * _SECRET_BYTES)
         half = len(both) // 2
-        drawn = self._secrets[session_id] = _Secrets(both[:half], both[half:])
-        token = f"{session_id}.{drawn.agent}"
-        return OpenSession(session_id, f"{address}/s/{token}/v1", token, f"{session_id}.{drawn.owner}")
+        agent, owner = self._secrets[session_id] = both[:half], both[half:]
+        token = f"{session_id}.{agent}"
+        return OpenSession(session_id, f"{address}/s/{token}/v1", token, f"{session_id}.{owner}")
 
     def close(self, session_id: str) -> SessionRecord:
         """The session's record. Its tokens are handed over once (I3): closing again gives the record without rows."""
@@ -119,7 +114,7 @@ class SessionRegistry:
         """The live session that a client's token names, or the part of it."""
         whole, part = parted(token) if PART in token else (token, "")
         session_id, _, secret = whole.partition(".")
-        if not same_token(secret, self._known(session_id).agent):
+        if not same_token(secret, self._known(session_id)[0]):
             raise Unauthorized(f"wrong secret for session {session_id}: use the address or key that was given for it.")
         session = self.get(session_id)
         if not part:
@@ -129,17 +124,17 @@ class SessionRegistry:
     def check_owner(self, session_id: str, token: str) -> None:
         """`Unauthorized` unless the token is the owner's of this session. Holds also after its end, as long as it is remembered."""
         named, _, secret = token.partition(".")
-        if named != session_id or not same_token(secret, self._known(session_id).owner):
+        if named != session_id or not same_token(secret, self._known(session_id)[1]):
             raise Unauthorized(f"not the owner of session {shown(session_id)}: use the owner token that was given when it was opened.")
 
     def owner_token(self, session_id: str) -> str:
         """The owner's token of a session of this process, for the worker outside that runs its rollout."""
-        return f"{session_id}.{self._known(session_id).owner}"
+        return f"{session_id}.{self._known(session_id)[1]}"
 
     def is_session_token(self, api_key: str) -> bool:
         return api_key.startswith(PREFIX) and "." in api_key
 
-    def _known(self, session_id: str) -> _Secrets:
+    def _known(self, session_id: str) -> tuple[str, str]:
         known = self._secrets.get(session_id)
         if known is None:
             raise UnknownSession(f"there is no session {shown(session_id)}: use the address that was given for the session.")

@@ -35,8 +35,10 @@ from midflight.trajectories.writer import StoreWriter
 from midflight.types import Accounts, Batch, PackedBatch, Task, Version, WeightManifest, facts
 from midflight.types.rollouts import GroupScores
 
-_STORED, _BOOKED = frozenset(get_args(facts.Stored)), frozenset(get_args(facts.Booked))
-"""The classes of facts that the store applies, and the books: to look for one among them is cheaper than to ask it for each."""
+_STORED = frozenset(get_args(facts.Stored))
+_WAKING = frozenset(get_args(facts.Booked)) - {facts.TrajectoryKept, facts.SlotFreed}
+"""The classes of facts that the store applies, and those that may end a wait of the queue: to look for one among them is cheaper than to ask it for
+each. A slot is one of many that a group needs."""
 
 
 def held_out(sources: Sequence[Source]) -> list[Task]:
@@ -199,7 +201,7 @@ class RolloutSystem:
         if type(fact) in _STORED:
             self._writer.put(fact)
         self._observe(fact)
-        if type(fact) in _BOOKED:
+        if type(fact) in _WAKING or (type(fact) is facts.SlotFreed and self.books.admission() is None):
             self.queue.wake()
 
     def post(self, rows: Sequence[Columns]) -> tuple[range, int]:
