@@ -26,7 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rests", type=int, nargs="+", default=[4000, 2000, 1500, 1000, 800], help="microseconds between the engine's steps")
+    parser.add_argument(
+        "--rests", type=int, nargs="+", default=[4000, 2000, 1500, 1000, 800], help="microseconds between the engine's steps"
+    )
     parser.add_argument("--streams", type=int, default=64)
     options = options_of(parser, seconds=0.2, rounds=1, rests=[4000])
     found: dict[int, list[dict[str, float]]] = {rest: [] for rest in options.rests}
