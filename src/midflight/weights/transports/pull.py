@@ -271,8 +271,9 @@ class _Fetch:
             self._changed.notify_all()
 
     def _moved(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self._last = time.monotonic()
+        with self._changed:
+            self.num_bytes += num_bytes
+            self._last = time.monotonic()
 
     def _arrived(self, bucket: int, source: str) -> None:
         self.transfer.arrived(bucket)

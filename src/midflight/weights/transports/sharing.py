@@ -93,10 +93,15 @@ class BucketServer(ThreadingHTTPServer):
         """By fingerprint. Threads read it while its owner changes it."""
         self.num_bytes = 0
         """Given away so far."""
+        self._counting = threading.Lock()
         self._room, self.sending = threading.BoundedSemaphore(MAX_CLIENTS), threading.BoundedSemaphore(MAX_SENDING)
         named = f"[{host}]" if ":" in host else host
         self.url = f"http://{named}:{self.server_address[1]}/{secret}"
         threading.Thread(target=self.serve_forever, args=(QUIET_SECONDS,), name="weights-buckets", daemon=True).start()
+
+    def count(self, num_bytes: int) -> None:
+        with self._counting:
+            self.num_bytes += num_bytes
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread of its own, while there are not too many."""
@@ -156,8 +161,8 @@ class _Giver(BaseHTTPRequestHandler):
             self._answer(503)
             return
         try:
+            server.count(sum(map(len, views)))
             self._answer(200, *views)
-            server.num_bytes += sum(map(len, views))
         finally:
             server.sending.release()
 
