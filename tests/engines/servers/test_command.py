@@ -106,6 +106,12 @@ def test_a_server_over_several_devices_is_told_so_in_its_own_words_and_sees_thos
     assert placed.environ["CUDA_VISIBLE_DEVICES"] == "6,4"
 
 
+def test_on_a_cpu_the_processes_of_a_vllm_server_share_what_there_is() -> None:
+    alone, two = command("vllm"), command("vllm", servers=[{"tensor_parallel": 2}])
+    assert two.argv == (*alone.argv, "--tensor-parallel-size=2")
+    assert two.environ == {**alone.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
 def test_our_environment_does_not_leak_and_the_rest_does() -> None:
     inherited = {
         "PATH": "/ours/bin:/usr/bin",

@@ -94,6 +94,8 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(cache / 2**30)))  # GiB, and whole ones only
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # two processes that wait for each other by spinning
         settings["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles C++, for which there must be a compiler
+        if any(server.world_size > 1 for server in engine.servers[:1]):
+            settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else each of its processes wants a NUMA node of its own
     return words, settings
 
 
