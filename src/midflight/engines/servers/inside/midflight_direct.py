@@ -1,4 +1,4 @@
-"""Runs inside vLLM's and SGLang's workers: a version comes straight from the trainer while the server generates, and a pause only swaps it in.
+"""Runs inside SGLang's workers: a version comes straight from the trainer while the server generates, and a pause only swaps it in.
 
 Torch and the standard library only. A thread meets the trainer in a process group of its own, receives bucket by bucket, and lays the
 tensors out as the model has its own, beside those that are served. Every wait has a deadline, and whatever fails leaves what is served as it is.
@@ -172,8 +172,7 @@ def beside(model):
     return module(model)
 
 
-EXCHANGED = ("_parameters", "_buffers", "cpu_linear")
-"""The last is vLLM's: on a CPU a layer computes with a packed copy of its weight."""
+EXCHANGED = ("_parameters", "_buffers")
 
 
 def exchange(model, other):
@@ -181,6 +180,5 @@ def exchange(model, other):
     for ours, theirs in zip(model.modules(), other.modules(), strict=True):
         a, b = vars(ours), vars(theirs)
         for name in EXCHANGED:
-            if name in a:
-                a[name], b[name] = b[name], a[name]
+            a[name], b[name] = b[name], a[name]
     return other
