@@ -1,4 +1,4 @@
-"""The pull transport: buckets from whoever has them, each proven; a source that lies or dies costs its own buckets a second question."""
+"""The pull transport: buckets from whoever has them, each proven (I7); a source that lies or dies costs its own buckets a second question."""
 
 from __future__ import annotations
 
