@@ -54,7 +54,7 @@ def _states(said: object) -> Sequence[WorkerState]:
 
 
 WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {"sglang": SglangWorkers}
-"""Not vLLM: on a CPU its layers compute with packed copies, which do not stand being exchanged."""
+"""Not vLLM: tried on a CPU, its answers after an exchange were of neither version."""
 
 
 class DirectWay:
