@@ -79,14 +79,15 @@ def made(scratch: Path, options: argparse.Namespace) -> Path:
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     if options.smoke:
         sizes = {name: size // 16 if size > 16 else 2 for name, size in sizes.items()}
-    ends = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
     config = Qwen3Config(
         vocab_size=options.vocabulary,
         num_hidden_layers=options.layers,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
-        **sizes,
-        **ends,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        **sizes,  # type: ignore[arg-type]
     )
     torch.manual_seed(0)
     write_byte_tokenizer(scratch / "tokenizer")
@@ -151,6 +152,7 @@ def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, s
     source: PreTrainedModel = load_model(folder, dtype="float32", device=options.device)
     engine = EngineWeights(load_model(folder, dtype="bfloat16", device=options.device), receiver(), version=0)
     found: dict[str, list[float]] = {"publish": [], "stage": [], "commit": []}
+    sent = 0
     with publisher("shared_memory", name=f"midflight-bench-gpu-{os.getpid()}", folder=folder) as outbox:
         for version in range(1, options.rounds + 2):
             marks = [time.perf_counter()]
@@ -163,7 +165,7 @@ def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, s
             outbox.release(version - 1)
             for what, begun, ended in zip(found, marks, marks[1:], strict=False):
                 found[what].append(ended - begun)
-    sent = sum(spec.num_bytes for spec in manifest.tensors)
+            sent = sum(spec.num_bytes for spec in manifest.tensors)
     told = ", ".join(f"{what} {statistics.median(taken[1:]):.4f} s" for what, taken in found.items())
     yield f"a version of {sent / 1e9:.2f} GB", told
 

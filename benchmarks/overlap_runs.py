@@ -235,15 +235,14 @@ def _train(config_json: str, model: str, batches: list[PackedBatch], warmup: int
 async def _train_all(config: Config, model: Path, replay: Replay) -> None:
     from midflight.models.load import load_model
     from midflight.models.names import named_tensors
-    from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions
+    from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, put_together
     from midflight.trainer.trainer import trainer_of
     from midflight.weights.transports.select import publisher
 
     trainer = trainer_of(config, load_model(model, dtype=config.model.dtype, device=config.trainer.device))
     with publisher(config.weights.transport, name=config.run.name, folder=config.run.folder / "weights") as weights:
-        outbox = ModelWeights(
-            lambda: named_tensors(trainer.model), weights, PublishedVersions(config.run.folder / "published"), dtype=config.model.dtype
-        )
+        publish = put_together(lambda: named_tensors(trainer.model), weights, dtype=config.model.dtype)
+        outbox = ModelWeights(publish, PublishedVersions(config.run.folder / "published"))
         await TrainingLoop(trainer, outbox, replay, steps=config.run.steps, prefetch=True, stage=lambda: lambda: None, save_every=0).run()
 
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,7 @@ Engines = list["subprocess.Popen[str]"]
 
 
 @contextmanager
-def standing(way: str, folder: Path, *, machines: int, engines: int) -> Iterator[Engines]:
+def standing(way: str, folder: Path, *, machines: int, engines: int) -> Generator[Engines]:
     started: Engines = []
     for machine in range(machines):
         place = folder / f"machine-{machine}"
