@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_records_arrive_with_their_tokens() -> None:
     assert KEPT.for_outlet(1).kept == (b"\x00\x05", b"") and KEPT.for_outlet(2).kept == (None,)
     chunks = [(1, Chunk((5, 6), (-0.5, -1.0), 3, 3, kept=(b"\x00\x05", b""))), (2, Chunk((9,), (-1.0,), 3, 3))]
     assert step_kept(pack_chunks(chunks, started=0.0, ended=1.0, num_running=1)) == [b"\x00\x05", b"", None]
-    assert not can_carry(replace(chunks[0][1], kept=(b"",)))
+    assert not can_carry(msgspec.structs.replace(chunks[0][1], kept=(b"",)))
 
 
 def test_a_request_that_did_not_ask_gets_no_records_of_its_neighbours_step() -> None:

@@ -1,4 +1,4 @@
-"""Weights from whoever has them, between processes: a source that is killed in mid-transfer, stops or lies costs nobody a version."""
+"""I7: weights from whoever has them, between processes: a source that is killed in mid-transfer, stops or lies costs nobody a version."""
 
 from __future__ import annotations
 

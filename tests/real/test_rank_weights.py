@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.trainer.fixtures import batch, exact_norm, tiny_model, trainer
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -19,8 +20,6 @@ from midflight.trainer.critic import Valuation
 from midflight.trainer.model.policy import Ranks
 from midflight.trainer.objective import Objective
 from midflight.trainer.step import Scoring
-
-from .fixtures import batch, exact_norm, tiny_model, trainer
 
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}, {}),
@@ -58,7 +57,8 @@ def one_rank(rank: int, size: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def test_several_ranks_reach_the_weights_of_one(tmp_path: Path) -> None:
+def test_several_ranks_reach_the_weights_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", exact_norm)
     size = 3
     multiprocessing.set_forkserver_preload([__name__])  # imports once for all ranks
     mp.start_processes(one_rank, args=(size, str(tmp_path)), nprocs=size, start_method="forkserver")
