@@ -51,9 +51,7 @@ def test_i8_a_killed_rank_of_the_trainer_costs_steps_and_no_request_engine_or_ga
         asyncio.run(asyncio.wait_for(killed_in_mid_stream(command, run), 120))
         before = command.parts()
         killed = min(before["trainer"])
-        made = steps(run)[-1]["version"]
-        command.kill("trainer", 0)
-        again(command, run, above=made)
+        again(command, run, above=kill_a_rank(command, run, 0))
         assert not alive(killed) and {part: command.parts()[part] for part in STAY} == {part: before[part] for part in STAY}
         everything = [pid for pids in command.parts().values() for pid in pids]
         assert command.wait(90) == 0, command.said
@@ -101,6 +99,14 @@ def test_i8_a_run_whose_machine_is_lost_with_the_store_goes_on_from_the_last_pai
     assert all(list(folder.glob("store-*.sqlite")) for folder in (run / "checkpoints").glob("version-*")), "kept as long as its checkpoint"
 
 
+def kill_a_rank(command: Command, run: Path, rank: int) -> int:
+    """The last version of those that end with it."""
+    ranks = set(command.parts()["trainer"])
+    command.kill("trainer", rank)
+    command.until(lambda: not ranks & set(command.parts().get("trainer", ())), "end of all ranks")
+    return int(steps(run)[-1]["version"])
+
+
 def again(command: Command, run: Path, *, above: int) -> None:
     """Waits for a step of the next trainer: its versions are above all that there were."""
     command.until(lambda: any(line["version"] > above + 1 for line in steps(run)), "step of the next trainer")
@@ -116,8 +122,8 @@ async def killed_in_mid_stream(command: Command, run: Path) -> None:
             group.create_task(stream.read(client))
             while not stream.num_chunks:
                 await asyncio.sleep(0.01)
-            before, made = command.parts(), steps(run)[-1]["version"]
-            command.kill("trainer", 1)
+            before = command.parts()
+            made = await asyncio.to_thread(kill_a_rank, command, run, 1)
             at_kill = stream.num_chunks
             assert not stream.ended
             await asyncio.to_thread(again, command, run, above=made)

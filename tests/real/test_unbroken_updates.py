@@ -24,7 +24,7 @@ from .processes import CONFIG, Command
 pytestmark = pytest.mark.timeout(150)
 
 NUM_UPDATES = 20
-NUM_TOKENS = 2500
+NUM_TOKENS = 3900
 TOKENS_BETWEEN = 20
 """Tokens that the chat must gain before the next version is published, so that each version has some."""
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1", "max_context=4096")
