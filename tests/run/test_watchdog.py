@@ -169,6 +169,19 @@ def test_progress_ends_a_standstill() -> None:
         assert not ring.pass_time(9) and not ring.dog.due()
 
 
+def test_a_part_that_was_started_again_is_not_blamed_for_the_time_before_nor_for_the_moment_after_its_imports() -> None:
+    ring = Ring("rollout", "trainer")
+    ring.does("rollout", doing("waits for steps", whom="trainer"))
+    assert not ring.pass_time(int(STALL))
+    ring.dog.begin("trainer", 1)
+    ring.does("trainer", doing("imports", since=ring.now, limit=600.0, heavy=True))
+    assert not ring.pass_time(int(STALL) + 3)
+    ring.does("trainer")
+    assert not ring.pass_time(int(STALL) + 2)
+    (hung,) = ring.pass_time(1)
+    assert hung.name == "trainer"
+
+
 def test_a_launcher_that_stood_itself_blames_nobody_for_it() -> None:
     ring = Ring("trainer", "engine0")
     ring.pass_time(5)

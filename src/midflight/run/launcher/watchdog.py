@@ -8,7 +8,7 @@ does not come back from quarantine, and a run in which nothing moves. Synchronou
 | blocked | it beats, but its event loop has not turned for as long |
 | idle | what it does takes processor time, and took none for as long |
 | absent | an engine is in quarantine for as long, started before that, and a trainer could have brought it weights all the time |
-| standing | no counter of the run has moved for as long, and no limit of anything that is done has time left |
+| standing | nothing has moved for as long (a counter of the run, a part that began), and no limit of anything that is done has time left |
 """
 
 import os
@@ -104,6 +104,7 @@ class Watchdog:
     def begin(self, name: str, pid: int | None) -> None:
         """`pid` is of this machine; None where the process is on another."""
         self.pulses[name] = Pulse(name, pid, now=self._clock())
+        self._move()
 
     def end(self, name: str) -> None:
         """The process has ended, or is about to: nothing is found of it any more."""
@@ -111,7 +112,10 @@ class Watchdog:
 
     def hear(self, name: str, beat: Beat) -> None:
         if (pulse := self.pulses.get(name)) is not None:
-            pulse.hear(beat, now=self._clock())
+            now, still = self._clock(), {doing.what for doing in beat.doing}
+            if any(doing.excused(now) and doing.what not in still for doing in pulse.beat.doing):
+                self._move()
+            pulse.hear(beat, now=now)
 
     def ready(self, name: str) -> None:
         if (pulse := self.pulses.get(name)) is not None:
@@ -125,9 +129,14 @@ class Watchdog:
         self._weights = self._clock()
 
     def progress(self, counters: object) -> None:
-        """How far the run is, in any form that can be compared; nothing moves while it stays equal."""
+        """How far the run is, in any form that can be compared. While it stays equal nothing moves but parts that begin, or end what may take
+        long."""
         if counters != self._counters:
-            self._counters, self._moved, self._report_after = counters, self._clock(), self._stall_seconds
+            self._counters = counters
+            self._move()
+
+    def _move(self) -> None:
+        self._moved, self._report_after = self._clock(), self._stall_seconds
 
     # --- What it finds -----------------------------------------------------------------------------------------------
 
