@@ -51,7 +51,8 @@ def test_i8_a_killed_rank_of_the_trainer_costs_steps_and_no_request_engine_or_ga
         asyncio.run(asyncio.wait_for(killed_in_mid_stream(command, run), 120))
         before = command.parts()
         killed = min(before["trainer"])
-        again(command, run, above=kill_a_rank(command, run, 0))
+        command.kill("trainer", 0)
+        again(command, run, above=last_of(before["trainer"], command, run))
         assert not alive(killed) and {part: command.parts()[part] for part in STAY} == {part: before[part] for part in STAY}
         everything = [pid for pids in command.parts().values() for pid in pids]
         assert command.wait(90) == 0, command.said
@@ -99,11 +100,9 @@ def test_i8_a_run_whose_machine_is_lost_with_the_store_goes_on_from_the_last_pai
     assert all(list(folder.glob("store-*.sqlite")) for folder in (run / "checkpoints").glob("version-*")), "kept as long as its checkpoint"
 
 
-def kill_a_rank(command: Command, run: Path, rank: int) -> int:
-    """The last version of those that end with it."""
-    ranks = set(command.parts()["trainer"])
-    command.kill("trainer", rank)
-    command.until(lambda: not ranks & set(command.parts().get("trainer", ())), "end of all ranks")
+def last_of(ranks: list[int], command: Command, run: Path) -> int:
+    """The last version of ranks that are about to end."""
+    command.until(lambda: not {*ranks} & {*command.parts().get("trainer", ())}, "end of all ranks")
     return int(steps(run)[-1]["version"])
 
 
@@ -123,9 +122,10 @@ async def killed_in_mid_stream(command: Command, run: Path) -> None:
             while not stream.num_chunks:
                 await asyncio.sleep(0.01)
             before = command.parts()
-            made = await asyncio.to_thread(kill_a_rank, command, run, 1)
+            command.kill("trainer", 1)
             at_kill = stream.num_chunks
             assert not stream.ended
+            made = await asyncio.to_thread(last_of, before["trainer"], command, run)
             await asyncio.to_thread(again, command, run, above=made)
             after = command.parts()
         assert stream.ended == "length" and stream.num_chunks > at_kill
