@@ -7,6 +7,9 @@ from midflight.config.agent import CLAIMED, agent_of
 from midflight.config.derived import buffer_bytes, num_workers
 from midflight.config.sections import Config
 
+MOST_SHARDS = 11
+"""Whose stores are read as one: SQLite attaches ten databases to the first."""
+
 
 def shard_folder(folder: Path, shard: int) -> Path:
     """Where its store and journal lie; those of the first are where a run with one process has them."""
@@ -43,6 +46,8 @@ def shard_contradictions(config: Config) -> Iterator[str]:
     shards, r = config.gateway.shards, config.rollout
     if shards == 1:
         return
+    if shards > MOST_SHARDS:
+        yield f"gateway.shards is {shards}, and more than {MOST_SHARDS} stores can't be read as one; make it smaller"
     for name, number in (("groups_per_step", r.groups_per_step), ("buffer_groups", r.buffer_groups)):
         if number is not None and number % shards:
             yield f"rollout.{name} ({number}) can't be shared out equally by gateway.shards ({shards}); make it a multiple"
