@@ -15,16 +15,17 @@ from transformers.masking_utils import sdpa_mask
 from midflight.errors import NotSupported
 
 Place = tuple[int, int]
-Stretch = Mapping[Place, tuple[Tensor, Tensor]]
-"""Keys [kv_heads, n, head_dim] and values of some tokens, by attention."""
+Stretch = tuple[Tensor, ...]
+"""Of some tokens: [lines, kv_heads, n, head_dim] out of each block."""
 
 
 class KvCache:
-    """Two tensors per attention, [slots, kv_heads, context, head_dim], made at the first write and grown by doubling.
+    """For each attention a line of keys and one of values, [slots, kv_heads, context, head_dim], made at the first write and grown by doubling.
 
     An attention is (layer, how often the layer has attended before in the same step): some architectures attend twice. Heads and
-    sizes are learned from the first keys written, so any attention shape fits. Entries past a sequence's length are finite garbage:
-    they are masked, and a masked value must not be NaN because 0 * NaN is NaN.
+    sizes are learned from the first keys written, so any attention shape fits. Behind the step that wrote them first, lines of equal shape lie
+    in one block, [slots, lines, kv_heads, context, head_dim]: what is kept of a sequence is copied in one piece. Entries past a sequence's
+    length are finite garbage: they are masked, and a masked value must not be NaN because 0 * NaN is NaN.
     """
 
     def __init__(self, *, max_slots: int, max_context: int) -> None:
@@ -32,56 +33,75 @@ class KvCache:
         self._slots = 0
         self.context = 0
         """Positions a slot has room for now."""
-        self._keys: dict[Place, Tensor] = {}
-        self._values: dict[Place, Tensor] = {}
+        self._blocks: list[Tensor] = []
+        self._lines: dict[Place, tuple[Tensor, Tensor]] = {}
+        """Keys and values; views of blocks, but for those of `_loose`."""
+        self._loose: list[Place] = []
+        self._where: list[list[tuple[Place, int]]] = []
+        """Of each line of each block the place, and whether it is of keys (0) or values (1)."""
 
     def reserve(self, *, slots: int, context: int) -> None:
         """Makes room for `slots` sequences of `context` tokens."""
+        self._gather()
         if slots <= self._slots and context <= self.context:
             return
         self._slots = max(self._slots, min(self._max_slots, max(slots, 2 * self._slots)))
         self.context = max(self.context, min(self._max_context, max(context, 2 * self.context, 32)))
-        for tensors in (self._keys, self._values):
-            for place, old in tensors.items():
-                tensors[place] = self._grown(old)
+        self._blocks = [self._grown(block) for block in self._blocks]
+        self._look()
 
-    def write(self, place: Place, keys: Tensor, values: Tensor, *, rows: Tensor) -> None:
-        """Stores N tokens: keys [N, kv_heads, D], values [N, kv_heads, E]. `rows` [N * kv_heads] numbers the rows of the cache seen as [slots * kv_heads * context, head_dim]."""
-        if place not in self._keys:
-            self._keys[place], self._values[place] = self._empty(keys), self._empty(values)
-        for cache, new in ((self._keys[place], keys), (self._values[place], values)):
-            cache.view(-1, cache.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
+    def line(self, place: Place, *, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots; new ones where there are none yet, for tokens such as these, [N, kv_heads, size] each."""
+        if place not in self._lines:
+            empty = [new.new_zeros(self._slots, new.shape[1], self.context, new.shape[-1]) for new in like]
+            self._lines[place] = empty[0], empty[1]
+            self._loose.append(place)
+        return self._lines[place]
 
     def read(self, place: Place, slots: Tensor | slice, *, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [b, kv_heads, length, head_dim] of some slots; a view where `slots` is a slice."""
-        return self._keys[place][slots, :, :length], self._values[place][slots, :, :length]
+        keys, values = self._lines[place]
+        return keys[slots, :, :length], values[slots, :, :length]
 
     def take(self, slot: int, *, start: int, end: int) -> Stretch:
         """Copies entries [start, end) of a slot."""
-        return {
-            place: (keys[slot, :, start:end].clone(), self._values[place][slot, :, start:end].clone()) for place, keys in self._keys.items()
-        }
+        self._gather()
+        return tuple([block[slot, :, :, start:end].clone() for block in self._blocks])
 
     def put(self, slot: int, stretch: Stretch, *, start: int, num: int) -> None:
         """Writes the first `num` entries of what was taken, from `start` on."""
-        for place, (keys, values) in stretch.items():
-            self._keys[place][slot, :, start : start + num] = keys[:, :num]
-            self._values[place][slot, :, start : start + num] = values[:, :num]
+        for block, taken in zip(self._blocks, stretch, strict=False):  # an attention that came later has a block of its own
+            block[slot, :, :, start : start + num] = taken[:, :, :num]
 
-    def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._slots, like.shape[1], self.context, like.shape[-1])
+    def _gather(self) -> None:
+        """Puts lines that were made since into blocks."""
+        if not self._loose:
+            return
+        alike: dict[tuple[int, int], list[tuple[Place, int]]] = {}
+        for place in self._loose:
+            for kind, line in enumerate(self._lines[place]):
+                alike.setdefault((line.shape[1], line.shape[-1]), []).append((place, kind))
+        self._blocks += [torch.stack([self._lines[place][kind] for place, kind in lines], 1) for lines in alike.values()]
+        self._where += alike.values()
+        self._loose = []
+        self._look()
+
+    def _look(self) -> None:
+        """Finds the lines where they are now."""
+        found = {at: block[:, line] for block, lines in zip(self._blocks, self._where, strict=True) for line, at in enumerate(lines)}
+        self._lines = {place: (found[place, 0], found[place, 1]) for place in self._lines}
 
     def _grown(self, old: Tensor) -> Tensor:
-        slots, heads, context, size = old.shape
-        new = old.new_zeros(self._slots, heads, self.context, size)
-        new[:slots, :, :context] = old
+        slots, lines, heads, context, size = old.shape
+        new = old.new_zeros(self._slots, lines, heads, self.context, size)
+        new[:slots, :, :, :context] = old
         return new
 
 
-def slot_rows(slots: Tensor, positions: Tensor, *, num_heads: int, context: int) -> Tensor:
-    """Rows for `KvCache.write`, token by token: row(n, h) = (slot_n * num_heads + h) * context + position_n."""
+def slot_rows(slots: Tensor, positions: Tensor, *, num_heads: int, context: int, stride: int) -> Tensor:
+    """Rows of a line seen as [.., head_dim], token by token: row(n, h) = slot_n * stride + h * context + position_n."""
     heads = torch.arange(0, num_heads * context, context, device=slots.device)
-    return ((slots * (num_heads * context) + positions)[:, None] + heads).view(-1)
+    return ((slots * stride + positions)[:, None] + heads).view(-1)
 
 
 ATTENTION: Final = "midflight_slots"
@@ -144,16 +164,25 @@ class StepPlaces:
     buckets: list[Bucket]
     reaches: Mapping[int, Reach]
     """By layer, where the model says it in its configuration."""
-    rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """By the number of key heads, made by the first layer of a step that has so many."""
+    rows: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+    """By the number of key heads and the rows of a slot, made by the first layer of a step that has so many."""
     times: dict[int, int] = field(default_factory=dict[int, int])
     """How often each layer has attended in this step."""
 
-    def token_rows(self, num_heads: int) -> Tensor:
-        """For `KvCache.write`."""
-        if num_heads not in self.rows:
-            self.rows[num_heads] = slot_rows(self.slots, self.positions, num_heads=num_heads, context=self.cache.context)
-        return self.rows[num_heads]
+    def write(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        """Stores the step's tokens: keys [N, kv_heads, D], values [N, kv_heads, E]."""
+        for line, new in zip(self.cache.line(place, like=(keys, values)), (keys, values), strict=True):
+            slots, heads, context, size = line.shape
+            stride = line.stride(0) // size
+            rows = torch.as_strided(line, ((slots - 1) * stride + heads * context, size), (size, 1))
+            rows.index_copy_(0, self._token_rows(heads, stride), new.reshape(-1, size))
+
+    def _token_rows(self, num_heads: int, stride: int) -> Tensor:
+        if (num_heads, stride) not in self.rows:
+            self.rows[num_heads, stride] = slot_rows(
+                self.slots, self.positions, num_heads=num_heads, context=self.cache.context, stride=stride
+            )
+        return self.rows[num_heads, stride]
 
     def place(self, layer: int) -> Place:
         """Where the layer's keys are kept, the next time that it attends."""
@@ -200,9 +229,9 @@ def slot_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options)  # pyright: ignore[reportArgumentType]
     if not _UNKNOWN.isdisjoint(options) and (used := [name for name in _UNKNOWN if options.get(name) is not None]):
         raise NotSupported(f"running the model: its attention uses {used[0]!r}, which the embedded engine does not compute")
-    layer, num_heads = int(module.layer_idx), key.shape[1]  # pyright: ignore[reportArgumentType]
+    layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     place = step.place(layer)
-    step.cache.write(place, key[0].transpose(0, 1), value[0].transpose(0, 1), rows=step.token_rows(num_heads))
+    step.write(place, key[0].transpose(0, 1), value[0].transpose(0, 1))
     reach = step.reaches.get(layer, _EVERYWHERE)
     if sliding_window is not None:
         reach = Reach(sliding_window, reach.chunk)

@@ -187,16 +187,15 @@ class SpanOfSlot:
 
     @property
     def num_bytes(self) -> int:
-        tensors = [*itertools.chain(*self.stretch.values()), *(self.states or {}).values()]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum([tensor.nbytes for tensor in (*self.stretch, *(self.states or {}).values())])
 
     @property
     def has_state(self) -> bool:
         return self.states is not None
 
     def cut(self, start: int, end: int) -> "SpanOfSlot":
-        length = next((keys.shape[1] for keys, _ in self.stretch.values()), end)
-        stretch = {place: (keys[:, start:end].clone(), values[:, start:end].clone()) for place, (keys, values) in self.stretch.items()}
+        length = self.stretch[0].shape[2] if self.stretch else end
+        stretch = tuple([taken[:, :, start:end].clone() for taken in self.stretch])
         return SpanOfSlot(stretch, self.states if end == length else None)
 
 
@@ -320,7 +319,7 @@ class PlainRunner(Runner):
         qkv = _product(self._normed(x, layer.first_norm), layer.qkv, layer.qkv_bias).view(num, turned + self._kv_heads, self._size)
         qk = qkv[:, :turned] if norm is None else self._normed(qkv[:, :turned], norm)
         qk = torch.addcmul(qk * cos, qk.roll(self._size // 2, -1), sin)
-        step.cache.write(place, qk[:, self._heads :], qkv[:, turned:], rows=step.token_rows(self._kv_heads))
+        step.write(place, qk[:, self._heads :], qkv[:, turned:])
         attended = attend(qk[:, : self._heads], place, step, scale=self._scale, weighing=None, reach=layer.reach)
         x = _added(x, attended.reshape(num, -1), layer.out, layer.out_bias)
         gate, up = _product(self._normed(x, layer.second_norm), layer.gate_up, layer.gate_up_bias).chunk(2, -1)

@@ -284,11 +284,15 @@ class Prefixes:
 
     def _walk(self, tokens: Ints) -> list[tuple[_Span, int]]:
         """The spans along the tokens, and how many of each agree: all, but for the last."""
-        found, children, start = list[tuple[_Span, int]](), self._roots, 0
-        while start < len(tokens) and (span := children.get(int(tokens[start]))) is not None:
-            width = min(len(span.tokens), len(tokens) - start)
-            differ = np.flatnonzero(span.tokens[:width] != tokens[start : start + width])
-            num = int(differ[0]) if len(differ) else width
+        found, children, start, words, size = list[tuple[_Span, int]](), self._roots, 0, tokens.tobytes(), tokens.itemsize
+        while start < len(tokens) and (span := children.get(tokens.item(start))) is not None:
+            width = len(span.tokens)
+            if words.startswith(span.tokens.tobytes(), start * size):
+                num = width
+            else:
+                width = min(width, len(tokens) - start)
+                differ = np.flatnonzero(span.tokens[:width] != tokens[start : start + width])
+                num = int(differ[0]) if len(differ) else width
             found.append((span, num))
             if num < len(span.tokens):
                 break
