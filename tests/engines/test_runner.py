@@ -14,6 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from midflight.engines.embedded.attention import KvCache, StepPlaces
 from midflight.engines.embedded.engine import Generated
 from midflight.types import GenerateRequest
 
@@ -80,3 +81,19 @@ def test_other_architectures_agree_with_their_plain_forward(name: str) -> None:
     for request, generation in zip(REQUESTS, generations, strict=True):
         difference = reference_logprobs(plain, request, generation) - torch.tensor(generation.logprobs, dtype=torch.float64)
         assert difference.abs().max() < 1e-5
+
+
+def test_what_was_kept_of_a_sequence_is_put_back_also_after_another_attention_has_come() -> None:
+    cache = KvCache(max_slots=2, max_context=8)
+    cache.reserve(slots=2, context=4)
+    slots, positions = torch.tensor([0, 0]), torch.tensor([0, 1])
+    step = StepPlaces(cache, slots, positions, buckets=[], reaches={})
+    keys, values = torch.arange(6.0).view(2, 1, 3), torch.arange(10.0, 14.0).view(2, 1, 2)
+    step.write((0, 0), keys, values)
+    kept = cache.take(0, start=0, end=2)
+    step.write((1, 0), keys + 100, values + 100)
+    cache.reserve(slots=2, context=6)
+    cache.put(1, kept, start=0, num=2)
+    (found, also), (others, _) = cache.read((0, 0), torch.tensor([1]), length=2), cache.read((1, 0), slice(0, 2), length=2)
+    assert torch.equal(found[0, 0], keys[:, 0]) and torch.equal(also[0, 0], values[:, 0])
+    assert torch.equal(others[0, 0], keys[:, 0] + 100) and not others[1].any(), "nothing was kept of that one"
