@@ -99,6 +99,7 @@ def test_a_dry_run_starts_nothing_and_prints_what_follows(launch: Launch, capsys
     for words in (
         "worst-case staleness",
         "4 versions",
+        "a version by shared_memory:",
         "effective loss",
         "min(ρ, 2)",
         "placement",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config.load import load_config
-from midflight.config.seats import engines_min, run_resources, seat_resources
+from midflight.config.seats import LARGE_BYTES, MANY_ENGINES, engines_min, run_resources, seat_resources, way_of_weights
 from midflight.errors import ConfigError
 
 RAY = "cluster.kind=ray"
@@ -37,6 +37,37 @@ variables = ["HF_HOME"]
 
 def test_a_transport_that_is_asked_for_stays() -> None:
     assert load_config(None, [RAY, "weights.transport=file"]).weights.transport == "file"
+
+
+@pytest.mark.parametrize("from_ranks", [False, True])
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("num_bytes", [0, LARGE_BYTES - 1, LARGE_BYTES])
+@pytest.mark.parametrize("num_engines", [1, MANY_ENGINES - 1, MANY_ENGINES])
+def test_weights_go_by_size_and_place(num_engines: int, num_bytes: int, swaps: bool, from_ranks: bool) -> None:
+    def way(*, over_machines: bool) -> str:
+        return way_of_weights(
+            num_bytes=num_bytes, num_engines=num_engines, swaps=swaps, over_machines=over_machines, from_ranks=from_ranks
+        )[0]
+
+    straight = swaps and num_bytes == LARGE_BYTES
+    assert way(over_machines=False) == ("direct" if straight else "shared_memory")
+    few = "direct" if straight else "pull" if from_ranks else "collective"
+    assert way(over_machines=True) == ("pull" if num_engines == MANY_ENGINES else few)
+
+
+def test_a_run_finds_the_way_of_its_weights_by_itself() -> None:
+    # 16 layers of 2 x 1024 x 64 x (16 + 16) + 3 x 1024 x 4096 + 2 x 1024 + 2 x 64 numbers, 4 bytes each, are 1.07e9; half of it in bfloat16.
+    large = [f"model.{key}={value}" for key, value in {"hidden_size": 1024, "intermediate_size": 4096, "num_layers": 16}.items()]
+    large += ["model.num_heads=16", "model.num_kv_heads=16"]
+
+    def way(*options: str) -> str:
+        return load_config(None, [*large, *options]).weights.transport
+
+    assert (way(), way("engine.kind=sglang"), way("engine.kind=vllm")) == ("shared_memory", "direct", "direct")
+    assert way("engine.kind=vllm", "engine.dtype=bfloat16") == "shared_memory"
+    assert way("engine.kind=vllm", "lora.rank=8") == "shared_memory"
+    assert (way(RAY, "trainer.ranks=2"), way(RAY, "engine.count=8")) == ("pull", "pull")
+    assert way("engine.kind=vllm", "weights.transport=auto") == "direct"
 
 
 def test_seats_ask_for_what_the_parts_compute_with() -> None:

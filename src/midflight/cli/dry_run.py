@@ -13,7 +13,7 @@ from rich.text import Text
 from midflight.config import Config, derived
 from midflight.config.checks import effective_loss, notes
 from midflight.config.devices import num_present
-from midflight.config.seats import device_map
+from midflight.config.seats import chosen_transport, device_map, version_bytes
 from midflight.observe.status import size
 from midflight.run.launcher import opening
 from midflight.run.launcher.folder import kept
@@ -111,6 +111,9 @@ def _derived(config: Config) -> Table:
     )
     table.add_row("worst-case staleness", f"{stale.worst} versions; price: {stale.price}")
     table.add_row("smallest group", f"{derived.min_group_size(r)} scored rollouts of {r.group_size}")
+    (by_itself, why), said = chosen_transport(config), config.weights.transport
+    reason = why if said == by_itself else f'as said; "auto" would be {by_itself}: {why}'
+    table.add_row("weights", f"{size(version_bytes(config))} a version by {said}: {reason}")
     return table
 
 

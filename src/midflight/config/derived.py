@@ -308,7 +308,7 @@ def memory_estimate(config: Config, sizes: ModelSizes) -> tuple[MemoryItem, ...]
     m, e, t, r = config.model, config.engine, config.trainer, config.rollout
     element = element_bytes(m.dtype)
     weights, served = sizes.num_parameters * element, sizes.weight_bytes(served_dtype(config))
-    trained, handed = _trained_parameters(config, sizes), _handed_bytes(config, sizes)
+    trained, handed = _trained_parameters(config, sizes), handed_bytes(config, sizes)
     added = 0 if config.lora.rank is None else trained * element  # adapters beside the weights; a warm start trains the weights first
     optimised = weights if config.warm_start.is_made else trained * element
     slots = e.max_running * m.max_context * sizes.kv_bytes_per_token(served_dtype(config))
@@ -348,7 +348,7 @@ def shared_bytes(config: Config, sizes: ModelSizes) -> int:
     """Room that versions take in shared memory: what the trainer publishes, and two folders beside each server."""
     servers = 0 if config.engine.kind == "embedded" else num_engines(config.engine)
     held = held_versions(config) if config.weights.transport == "shared_memory" else 0
-    return held * _handed_bytes(config, sizes) + 2 * servers * sizes.weight_bytes(served_dtype(config))
+    return held * handed_bytes(config, sizes) + 2 * servers * sizes.weight_bytes(served_dtype(config))
 
 
 def disk_bytes(config: Config, sizes: ModelSizes) -> int:
@@ -358,7 +358,7 @@ def disk_bytes(config: Config, sizes: ModelSizes) -> int:
     trained = _trained_parameters(config, sizes) * element_bytes(config.model.dtype)
     models = (3 if config.model.path is None else 2) + (config.objective.kl_coefficient > 0)
     critic = 3 * trained * (config.objective.advantage == "gae")
-    versions = 3 * _handed_bytes(config, sizes) * (config.weights.transport == "file")
+    versions = 3 * handed_bytes(config, sizes) * (config.weights.transport == "file")
     return models * weights + (config.trainer.keep_checkpoints + 1) * (3 * trained + critic) + versions
 
 
@@ -366,7 +366,7 @@ def _trained_parameters(config: Config, sizes: ModelSizes) -> int:
     return sizes.num_parameters if config.lora.rank is None else sizes.num_adapter_parameters(config.lora.rank)
 
 
-def _handed_bytes(config: Config, sizes: ModelSizes) -> int:
+def handed_bytes(config: Config, sizes: ModelSizes) -> int:
     """Of one version on its way."""
     return _trained_parameters(config, sizes) * element_bytes(served_dtype(config))
 

@@ -4,28 +4,74 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from midflight.config.derived import num_engines, num_workers
+from midflight.config.derived import handed_bytes, model_sizes, num_engines, num_workers
 from midflight.config.devices import DevicePool, DeviceRequest, ServerSection
 from midflight.config.sections import Config, EngineSection
 from midflight.config.shards import shard_contradictions
-from midflight.errors import ConfigError
+from midflight.errors import ConfigError, ModelNotFound
 
 Resources = Mapping[str, float]
+Transport = Literal["shared_memory", "file", "collective", "direct", "pull"]
 _TENSOR_PARALLEL = re.compile(r"(?:--tensor-parallel-size|-tp|--tp-size|--tp)[= ](\d+)")
 
 
+LARGE_BYTES = 2**30
+"""Of a version: a server's own loader takes about a second for so many, in a pause; to swap them takes milliseconds."""
+MANY_ENGINES = 8
+"""Over machines. From so many on, what every engine's link and the trainer's CPU save by `pull` is worth its four times as much CPU an engine."""
+
+
 def placed(config: Config) -> Config:
-    """What a cluster changes of the other sections: how many engines there are, and, where no transport is given, that weights go by
-    broadcast, because machines share no memory."""
+    """What a run's place and size change of its sections: how many engines a cluster has, and how weights go where that is not said."""
     engine, weights, cluster = config.engine, config.weights, config.cluster
-    if cluster.kind == "local":
-        return config
-    if "transport" not in weights.model_fields_set:
-        weights = weights.model_copy(update={"transport": "collective"})
-    if cluster.engines_max is not None and not engine.urls and not engine.servers:
+    if cluster.kind != "local" and cluster.engines_max is not None and not engine.urls and not engine.servers:
         engine = engine.model_copy(update={"count": cluster.engines_max})
-    return config.model_copy(update={"engine": engine, "weights": weights})
+    config = config.model_copy(update={"engine": engine})
+    if weights.transport != "auto":
+        return config
+    return config.model_copy(update={"weights": weights.model_copy(update={"transport": chosen_transport(config)[0]})})
+
+
+def chosen_transport(config: Config) -> tuple[Transport, str]:
+    """What `weights.transport = "auto"` stands for in this run, and why, in words."""
+    return way_of_weights(
+        num_bytes=version_bytes(config),
+        num_engines=num_engines(config.engine),
+        swaps=config.engine.kind != "embedded" and config.lora.rank is None,
+        over_machines=config.cluster.kind != "local",
+        from_ranks=config.trainer.ranks > 1 and not config.weights.delta,
+    )
+
+
+def version_bytes(config: Config) -> int:
+    """Of one version on its way; 0 where there is no such model, which is said where it is looked for."""
+    try:
+        return handed_bytes(config, model_sizes(config.model))
+    except ModelNotFound:
+        return 0
+
+
+def way_of_weights(*, num_bytes: int, num_engines: int, swaps: bool, over_machines: bool, from_ranks: bool) -> tuple[Transport, str]:
+    """The transport for a version of `num_bytes`, and why. `swaps`: engines are servers that take whole versions. `from_ranks`: each of
+    several trainer ranks may give away its own part.
+
+    | engines | a version has | on one machine | over machines, fewer than `MANY_ENGINES` | over machines, more |
+    |---|---|---|---|---|
+    | servers | `LARGE_BYTES` or more | direct | direct | pull |
+    | servers | less, or is adapters | shared_memory | collective; pull from several ranks | pull |
+    | embedded | any size | shared_memory | collective; pull from several ranks | pull |
+    """
+    if over_machines and num_engines >= MANY_ENGINES:
+        return "pull", f"{num_engines} engines over machines give it to each other"
+    if swaps and num_bytes >= LARGE_BYTES:
+        return "direct", "a server would pause long to load so much, and only swaps what came straight to its workers"
+    if not over_machines:
+        return "shared_memory", "engines on the trainer's machine map what it has written"
+    if from_ranks:
+        return "pull", "each rank of the trainer gives away its own part"
+    return "collective", f"one broadcast for {num_engines} engines over machines"
 
 
 def engines_min(config: Config) -> int:

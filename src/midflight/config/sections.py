@@ -342,8 +342,8 @@ class WarmStartSection(Section):
 
 
 class WeightsSection(Section):
-    transport: Literal["shared_memory", "file", "collective", "direct", "pull"] = "shared_memory"
-    """How bytes reach the engines: shared_memory on one machine, file through a common folder, collective by broadcast, direct by broadcast into the workers of SGLang, which only swap in their pause, pull from whoever has them."""
+    transport: Literal["auto", "shared_memory", "file", "collective", "direct", "pull"] = "auto"
+    """How bytes reach the engines: shared_memory on one machine, file through a common folder, collective by broadcast, direct by broadcast into the workers of vLLM and SGLang, which only swap in their pause, pull from whoever has them. auto chooses by size and place, and `--dry-run` says what and why."""
     every: Positive = 1
     """Steps from one version that is published to the next, at most `rollout.max_staleness` + 1. Every step makes a version, and ages count steps; larger hands over less often and trains on older tokens."""
     stage_seconds: Seconds = 60.0
