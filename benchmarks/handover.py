@@ -27,7 +27,7 @@ from handover_sides import PYTHONS, Cost, RemoteTrainer, Side, Size, cpu_seconds
 from smoke import options_of
 
 from midflight.ports import Engine
-from midflight.types import Version
+from midflight.types import PauseMode, Version
 from midflight.types.facts import Fact, WeightsCommitted
 from midflight.weights.handover import Handover
 
@@ -77,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--pause-mode", choices=("auto", "keep"), default="auto", help="for commits and reloads; auto is each server's own")
     parser.add_argument("--in-flight", type=int, default=16, help="streams")
     parser.add_argument("--hidden-size", type=int, default=256, help="multiple of 128")
     parser.add_argument("--layers", type=int, default=4)
@@ -106,7 +107,7 @@ async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list
     async with AsyncExitStack() as stack:
         stack.push_async_callback(trainer.close)
         side = await stack.enter_async_context(engine_side(kind, size, folder, max_running=options.in_flight))
-        round_of = Rounds(side, trainer, in_flight=options.in_flight, max_tokens=options.context)
+        round_of = Rounds(side, trainer, in_flight=options.in_flight, max_tokens=options.context, pause_mode=options.pause_mode)
         for number in range(options.rounds + 1):
             for way in (*options.transports, *([RELOAD] if side.server else [])):
                 sample = await round_of.sample(way)
@@ -118,14 +119,15 @@ async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list
 class Rounds:
     """The handovers of one engine, one after the other, each with streams of its own."""
 
-    def __init__(self, side: Side, trainer: RemoteTrainer, *, in_flight: int, max_tokens: int) -> None:
+    def __init__(self, side: Side, trainer: RemoteTrainer, *, in_flight: int, max_tokens: int, pause_mode: str) -> None:
         self._side, self._trainer, self._in_flight, self._max_tokens = side, trainer, in_flight, max_tokens
+        self._keeps = pause_mode == "keep"
         self._version: Version = 0
         self._releasable: tuple[Version, ...] = ()
         self._facts: list[Fact] = []
         self._handover = Handover(
             Alone(side.engine),
-            pause_mode="auto",
+            pause_mode=PauseMode.KEEP if self._keeps else "auto",
             stage_seconds=DEADLINE_SECONDS,
             commit_seconds=DEADLINE_SECONDS,
             record=self._facts.append,
@@ -172,7 +174,7 @@ class Rounds:
     async def _reload(self) -> Done:
         folder, wait = await self._trainer.save(self._version)
         began = time.perf_counter()
-        await self._side.reload(folder)
+        await self._side.reload(folder, keeps=self._keeps)
         return Done(wait, 0.0, time.perf_counter() - began, (Path(folder) / "model.safetensors").stat().st_size)
 
 

@@ -221,10 +221,10 @@ class Side:
     engine: RemoteEngine
     server: ServerClient | None
 
-    async def reload(self, folder: str) -> None:
-        """The server's own way to new weights in its running requests: pause, read the folder, go on."""
+    async def reload(self, folder: str, *, keeps: bool) -> None:
+        """The server's own way to new weights in its running requests: pause, read the folder, go on. `keeps`: with their keys."""
         assert self.server is not None
-        for path, body in RELOADS[self.kind]:
+        for path, body in KEEPING if keeps and self.kind == "sglang" else RELOADS[self.kind]:
             await self.server.post(path, body and json.loads(json.dumps(body).replace("FOLDER", folder)))
 
 
@@ -241,6 +241,12 @@ RELOADS: Mapping[str, tuple[tuple[str, object], ...]] = {
     ),
 }
 """In the mode that our own commit uses on that server: keys stay in vLLM, and are made anew in SGLang."""
+KEEPING: tuple[tuple[str, object], ...] = (
+    ("/pause_generation", {"mode": "in_place"}),
+    ("/update_weights_from_disk", {"model_path": "FOLDER", "flush_cache": False}),
+    ("/continue_generation", {}),
+)
+"""SGLang, where keys stay."""
 
 
 @asynccontextmanager

@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.engines.contract import EngineContract
 from tests.engines.sites import Site
+from tests.real_engines.direct import DirectContract
 from tests.real_engines.process import ServerProcess
 from tests.real_engines.shaped import ShapedContract
 from tests.real_engines.sites import attached
 
 
-class TestVllm(EngineContract, ShapedContract):
+class TestVllm(EngineContract, ShapedContract, DirectContract):
     @pytest.fixture(autouse=True)
     def _server(self, vllm: ServerProcess) -> None:
         self.server = vllm

@@ -6,7 +6,9 @@ The workers here are the plugin's own code around a small model of torch; real s
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -222,6 +224,19 @@ def test_a_server_that_was_started_again_is_met_in_a_new_group_and_one_of_anothe
         assert server.serves(2)
 
     asyncio.run(main())
+
+
+def test_what_was_exchanged_is_gone_with_its_last_user() -> None:
+    """A model is large, and the collector may come late."""
+    gc.disable()
+    try:
+        model = Small()
+        other = midflight_direct.exchange(model, midflight_direct.beside(model))
+        gone = [weakref.ref(other), weakref.ref(other.fused.weight)]
+        del other
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_publisher_that_is_gone_is_an_error_at_once(sender: CollectivePublisher) -> None:

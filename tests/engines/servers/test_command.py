@@ -26,7 +26,7 @@ VLLM = (
     "/venv/bin/python -m vllm.entrypoints.openai.api_server --model /models/small --served-model-name policy --host 127.0.0.1 --port 30001 "
     "--dtype float32 --max-model-len 2048 --max-num-seqs 16 --max-num-batched-tokens 2048 --enable-scale-out --generation-config vllm "
     "--max-logprobs 21 --logprobs-mode processed_logprobs --worker-extension-cls midflight_vllm.Loader "
-    '--structured-outputs-config {"backend": "guidance"} --disable-uvicorn-access-log'
+    '--weight-transfer-config {"backend": "midflight"} --structured-outputs-config {"backend": "guidance"} --disable-uvicorn-access-log'
 )
 SGLANG = (
     "/venv/bin/python -m sglang.launch_server --model-path /models/small --served-model-name policy --host 127.0.0.1 --port 30001 "

@@ -78,6 +78,7 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
         *("--max-logprobs", str(MAX_TOP_LOGPROBS + 1)),  # the sampled token counts
         *("--logprobs-mode", "processed_logprobs"),  # of the distribution sampled from, not of temperature 1
         *("--worker-extension-cls", "midflight_vllm.Loader"),
+        *("--weight-transfer-config", '{"backend": "midflight"}'),  # it takes in what comes straight from the trainer
         *("--structured-outputs-config", '{"backend": "guidance"}'),  # whose masks our plugin fills
         "--disable-uvicorn-access-log",
     ]

@@ -1,4 +1,4 @@
-"""Weights that come straight into SGLang's workers, by its own routes, which our plugin inside it makes wait for nothing.
+"""Weights that come straight into a server's workers, by the server's own routes, which our plugin inside it makes wait for nothing.
 
 The companion gives orders and asks what the workers hold. In the pause they only swap what has come for what they serve.
 """
@@ -23,6 +23,26 @@ class DirectServer(ServerWorkers, Protocol):
     async def take(self, version: Version, *, recompute: bool) -> None:
         """In a pause: what came, or what was served before it, becomes what is served, in all workers or in none."""
         ...
+
+
+class VllmWorkers:
+    """vLLM's weight-transfer engine, for which our plugin has registered a backend."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+
+    async def states(self) -> Sequence[WorkerState]:
+        answer = await self._client.post("/collective_rpc", {"method": "midflight_landed"})
+        return _states(part(answer, "results", of=_OF))
+
+    async def receive(self, order: TransferOrder) -> None:
+        await self._client.post("/init_weight_transfer_engine", {"init_info": {"order": msgspec.to_builtins(order)}})
+
+    async def take(self, version: Version, *, recompute: bool) -> None:
+        """Caches were cleared by the pause, where they had to be."""
+        await self._client.post("/start_weight_update")
+        await self._client.post("/update_weights", {"update_info": {"version": version}})
+        await self._client.post("/finish_weight_update", {"weight_version": str(version)})
 
 
 class SglangWorkers:
@@ -53,16 +73,14 @@ def _states(said: object) -> Sequence[WorkerState]:
         raise EngineError(f"reading {str(said)[:200]!r}: {error}. Attach to {_OF}.") from error
 
 
-WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {"sglang": SglangWorkers}
-"""Not vLLM: tried on a CPU, its answers after an exchange were of neither version."""
+WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {"vllm": VllmWorkers, "sglang": SglangWorkers}
 
 
 class DirectWay:
     """Which versions come to one server in this way, and how."""
 
     def __init__(self, kind: str, feed: WorkerFeed) -> None:
-        self._make, self._feed = WORKERS.get(kind, SglangWorkers), feed
-        self._kind = kind
+        self._make, self._feed = WORKERS[kind], feed
         self._is_open: bool | None = None
         """Whether the server can; known after the first version."""
 
@@ -70,8 +88,6 @@ class DirectWay:
         """Whether this version comes by it. Where it does not, it is written as a folder like every other, and the log says why."""
         if manifest.transport != TRANSPORT:
             return False
-        if self._kind not in WORKERS:
-            return self._closed(client, f"workers of {self._kind} do not receive by themselves")
         if not same_names or manifest.deltas:
             return self._closed(client, "its tensors have other names, or are adapters or differences")
         if not self._is_open:

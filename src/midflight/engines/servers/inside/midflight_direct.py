@@ -1,4 +1,4 @@
-"""Runs inside SGLang's workers: a version comes straight from the trainer while the server generates, and a pause only swaps it in.
+"""Runs inside vLLM's and SGLang's workers: a version comes straight from the trainer while the server generates, and a pause only swaps it in.
 
 Torch and the standard library only. A thread meets the trainer in a process group of its own, receives bucket by bucket, and lays the
 tensors out as the model has its own, beside those that are served. Every wait has a deadline, and whatever fails leaves what is served as it is.
@@ -169,10 +169,14 @@ def beside(model):
             vars(new)["_modules"] = {name: m and module(m) for name, m in old._modules.items()}
         return modules[id(old)]
 
-    return module(model)
+    made = module(model)
+    modules.clear()  # a function that calls itself is kept until the collector comes, with all that it knows
+    tensors.clear()
+    return made
 
 
-EXCHANGED = ("_parameters", "_buffers")
+EXCHANGED = ("_parameters", "_buffers", "cpu_linear", "_cpu_unpacked_conv_weight")
+"""The last two are vLLM's: on a CPU a layer computes with a packed copy of its weight, which the first holds, or keeps one that is not."""
 
 
 def exchange(model, other):
@@ -180,5 +184,6 @@ def exchange(model, other):
     for ours, theirs in zip(model.modules(), other.modules(), strict=True):
         a, b = vars(ours), vars(theirs)
         for name in EXCHANGED:
-            a[name], b[name] = b[name], a[name]
+            if name in a:
+                a[name], b[name] = b[name], a[name]
     return other

@@ -2,20 +2,29 @@
 
 vLLM's interpreter has no Midflight: this file imports only what is there. It is called between two steps, in a pause, by
 `POST /collective_rpc`.
+
+And weights that come straight from the trainer, by vLLM's own routes, where it was started with `--weight-transfer-config
+'{"backend": "midflight"}'`: `/init_weight_transfer_engine` begins to receive while vLLM generates, and `/update_weights` in a pause only swaps.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from midflight_direct import Landing, beside, can_stand_beside, exchange
 from midflight_seed import mixed
 from safetensors import safe_open
 from torch import Tensor, nn
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import layerwise as reload
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 
 class Loader:
@@ -50,18 +59,103 @@ class Loader:
 
         Layer by layer, because plain `load_weights` fails half way on a CPU, where layers have packed their weights and let them go.
         """
-        model = self.model_runner.get_model()
-        device = next(model.parameters()).device
         names: list[str] = []
-        if device.type == "cpu":
-            _forget_packed_experts(model)
-        # The context makes every operation slower, so it is there only where it says something new.
-        with nullcontext() if device.type == "cpu" else torch.device(device):
-            initialize_layerwise_reload(model)
-            model.load_weights(_tensors(Path(folder), names))
-            finalize_layerwise_reload(model, self.model_runner.model_config)
-        _repack_heads(model)
+        _reload(self.model_runner.get_model(), self.model_runner.model_config, _tensors(Path(folder), names))
         return len(names)
+
+    def midflight_landed(self) -> dict[str, object] | None:
+        """What this worker holds of what came straight from the trainer; `None` where vLLM was started without that."""
+        engine = self.weight_transfer_engine
+        return engine.landing.state() if isinstance(engine, DirectTransfer) else None
+
+
+def _reload(model: nn.Module, model_config: object, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        _forget_packed_experts(model)
+    # The context makes every operation slower, so it is there only where it says something new.
+    with nullcontext() if device.type == "cpu" else torch.device(device):
+        reload.initialize_layerwise_reload(model)
+        model.load_weights(tensors)
+        reload.finalize_layerwise_reload(model, model_config)
+    _repack_heads(model)
+
+
+@dataclass
+class OrderBody:
+    """The body of `/init_weight_transfer_engine`."""
+
+    order: dict
+
+
+@dataclass
+class TakeBody:
+    """The body of `/update_weights`."""
+
+    version: int
+
+
+class DirectTransfer(WeightTransferEngine):
+    """vLLM's end of a way for weights: what is ordered comes in the background, and an update swaps it in."""
+
+    init_info_cls, update_info_cls = OrderBody, TakeBody
+
+    def __init__(self, config, vllm_config, device, model):
+        super().__init__(config, vllm_config, device, model)
+        self.landing = Landing(self._prepared, self._swapped)
+
+    def init_transfer_engine(self, init_info: OrderBody) -> None:
+        parallel = self.parallel_config
+        index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self.landing.begin(init_info.order, index=index, workers=parallel.world_size_across_dp)
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict) -> None:
+        """vLLM's own waits for an accelerator in the end, and fails where there is none."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: TakeBody) -> None:
+        self.landing.take(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def _prepared(self, tensors: list[tuple[str, Tensor]]):
+        if not can_stand_beside(self.model):
+            return tensors
+        ready = beside(self.model)
+        for served, other in zip(self.model.modules(), ready.modules(), strict=True):
+            known, new = reload.get_layerwise_info(served), reload.get_layerwise_info(other)
+            new.restore_device = known.restore_device
+            new.restore_metadata = tuple({name: _unloaded(t, served) for name, t in kind.items()} for kind in known.restore_metadata)
+        _reload(ready, self.model_config, tensors)
+        for other in ready.modules():  # vLLM's notes of a layer hold the layer
+            reload.LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
+        return ready
+
+    def _swapped(self, ready):
+        if isinstance(ready, nn.Module):
+            return exchange(self.model, ready)
+        _reload(self.model, self.model_config, ready)
+        return None
+
+
+WeightTransferEngineFactory.register_engine("midflight", DirectTransfer)
+
+
+def _unloaded(tensor: Tensor, served: nn.Module) -> Tensor:
+    """A tensor's form before it is loaded, for a layer beside the `served` one, whose loaders it keeps: what was exchanged then keeps
+    nothing alive. After a first reload the form of `served` has a loader that takes in what is for `served`, and drops the rest without a word."""
+    form = restore_layer_refs(to_meta_tensor(tensor), served)
+    form.weight_loader = reload._get_original_loader(form)
+    return form
 
 
 def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):
