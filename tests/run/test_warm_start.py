@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from midflight.config import load_config
+from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.errors import ConfigError
 from midflight.models.load import load_model, make_model, save_model
 from midflight.run.parts import WarmStart
 from midflight.run.trainer.conversations import Conversations
-from midflight.run.trainer.warm_start import lessons_of, warm_start
+from midflight.run.trainer.warm_start import SCREENED, Accuracy, Lessons, lessons_of, warm_start
 from midflight.text.byte_tokenizer import END, write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 
@@ -109,3 +110,17 @@ def test_a_model_learns_the_form_of_a_conversation_until_the_accuracy_is_reached
     told: list[WarmStart] = []
     asyncio.run(warm_start(load_model(tmp_path / "model", dtype="float32", device="cpu"), lessons, config, told.append))
     assert told[-1].accuracy is not None and told[-1].accuracy >= 0.9 and told[-1].step < 200
+
+
+@pytest.mark.parametrize(("target", "asked"), [(0.9, SCREENED), (0.1, 100)])
+def test_where_the_first_examples_are_far_below_the_target_the_others_are_not_tried(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, target: float, asked: int
+) -> None:
+    tried: list[int] = []
+    generate = EmbeddedEngine.generate_all
+    monkeypatch.setattr(EmbeddedEngine, "generate_all", lambda engine, requests: tried.append(len(requests)) or generate(engine, requests))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 16}
+    examples = [((65, 66 + number % 20), (67, 68, END)) for number in range(100)]
+    config = load_config(None, [f"warm_start.target_accuracy={target}", "environment.max_tokens=3", "model.max_context=16"])
+    accuracy = Accuracy(make_model(vocab_size=262, seed=0, dtype="float32", **sizes), Lessons(tokenizer, iter(examples), examples), config)
+    assert accuracy.measure(seed=1) == 0 and sum(tried) == asked

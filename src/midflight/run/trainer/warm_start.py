@@ -31,6 +31,10 @@ WARM_START_BATCH = 64
 """Examples of one step."""
 EVALUATED = 256
 """Examples that the accuracy is taken on: a standard error of at most 0.03."""
+SCREENED = 64
+"""Of them, those that are tried first: a standard error of at most 0.0625."""
+FAR = 0.19
+"""An accuracy of the first so far below the target, three standard errors, is the answer: the others would not bring it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class Accuracy:
         self._model, self._tokenizer, self._examples = model, lessons.tokenizer, lessons.heldout
         longest = max((len(answer) for _, answer in lessons.heldout), default=0)
         self._max_tokens = config.environment.max_tokens if config.warm_start.data is None else longest
-        self._temperature = config.environment.temperature
+        self._temperature, self._target = config.environment.temperature, config.warm_start.target_accuracy or 0.0
         self._copy = copy.deepcopy(model)
         self._engine = EmbeddedEngine(
             self._copy,
@@ -129,12 +133,19 @@ class Accuracy:
         )
 
     def measure(self, *, seed: int) -> float:
-        """Of the model as it is now. Blocking."""
+        """Of the model as it is now, on a part of the examples where that says enough. Blocking."""
         for name, tensor in named_tensors(self._copy).items():
             tensor.data.copy_(named_tensors(self._model)[name])
-        answers = self._engine.generate_all([self._request(number, prompt, seed) for number, (prompt, _) in enumerate(self._examples)])
-        pairs = zip(answers, self._examples, strict=True)
-        return sum(exact_match(self._text(given.token_ids), self._text(wanted)) for given, (_, wanted) in pairs) / len(self._examples)
+        exact = self._exact(0, SCREENED, seed=seed)
+        if len(self._examples) <= SCREENED or sum(exact) / SCREENED < self._target - FAR:
+            return sum(exact) / len(exact)
+        return sum(exact + self._exact(SCREENED, len(self._examples), seed=seed)) / len(self._examples)
+
+    def _exact(self, start: int, end: int, *, seed: int) -> list[float]:
+        examples = self._examples[start:end]
+        asked = [self._request(start + number, prompt, seed) for number, (prompt, _) in enumerate(examples)]
+        answers = self._engine.generate_all(asked)
+        return [exact_match(self._text(given.token_ids), self._text(wanted)) for given, (_, wanted) in zip(answers, examples, strict=True)]
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special=True)
