@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 
 import numpy as np
 import pytest
@@ -99,3 +100,62 @@ def test_an_answer_that_ends_without_a_token_has_a_last_chunk() -> None:
         assert await anext(stream) == Chunk((), (), 4, 4, LENGTH)
 
     run_virtual(main())
+
+
+def test_chunks_are_brought_as_they_come_and_those_of_one_message_as_one() -> None:
+    async def main() -> None:
+        streams, stream = opened(eager=True)
+        found: list[tuple[int, ...]] = []
+
+        def take(chunk: Chunk) -> bool:
+            found.append(chunk.token_ids)
+            return False
+
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(stream.each(take))
+            await asyncio.sleep(0.01)
+            streams.put(step(1))
+            await asyncio.sleep(0.01)
+            assert found == [(1,)] and not reading.done()
+            streams.put(step(2))
+            streams.put(step(3, finish=LENGTH))
+        assert found == [(1,), (2, 3)]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("who", ["reader", "engine", "reader's error"])
+def test_what_ends_the_bringing_tells_the_engine_once_and_leaves_nothing_behind(who: str) -> None:
+    async def main() -> None:
+        closed: list[int] = []
+        stream = ChunkStream(eager=False, on_close=lambda: closed.append(1))
+
+        def take(chunk: Chunk) -> bool:
+            if who == "reader's error":
+                raise ValueError(chunk.token_ids)
+            return who == "reader"
+
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(outcome(stream.each(take)))
+            await asyncio.sleep(0.01)
+            stream.add(5, -0.5, version=0, kv_version=0)
+            await asyncio.sleep(0 if who == "reader" else 0.01)
+            if who == "reader":
+                stream.fail(EngineUnavailable("too late to matter"))
+            if who == "engine":
+                stream.add(6, -0.5, version=0, kv_version=0)
+                stream.fail(EngineUnavailable("gone"))
+            await reading
+            stream.add(7, -0.5, version=0, kv_version=0)  # for nobody
+            await asyncio.sleep(1)
+        expected = {"reader": "None", "engine": "EngineUnavailable('gone')", "reader's error": "ValueError((5,))"}
+        assert (repr(reading.result()), closed) == (expected[who], [1])
+
+    run_virtual(main())
+
+
+async def outcome(work: Coroutine[object, object, None]) -> Exception | None:
+    try:
+        return await work
+    except Exception as error:
+        return error

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import httpx2
 
+from midflight.engines.streams import ChunkStream
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import EngineLimits
@@ -18,16 +19,42 @@ from midflight.gateway.http.control import Control
 from midflight.gateway.http.http import build_app
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
-from midflight.types import PauseMode
+from midflight.types import Chunk, GenerateRequest, PauseMode
 from midflight.types.facts import unheard
 from midflight.wire.memory import MemoryTransport
 
 
+class BringingEngine(ScriptedEngine):
+    """One whose stream is that of an engine in another process: it brings its chunks itself."""
+
+    def generate(self, request: GenerateRequest) -> ChunkStream:
+        chunks = super().generate(request)
+        feeding: list[asyncio.Task[None]] = []
+
+        def opened(stream: ChunkStream) -> None:
+            feeding.append(asyncio.create_task(fed(stream, chunks)))
+
+        return ChunkStream(eager=request.eager, on_open=opened, on_close=lambda: [task.cancel() for task in feeding])
+
+
+async def fed(stream: ChunkStream, chunks: AsyncIterator[Chunk]) -> None:
+    try:
+        async with aclosing(chunks):
+            async for c in chunks:
+                tops = c.top_logprobs or (None,) * len(c.token_ids)
+                for token_id, logprob, top in zip(c.token_ids, c.logprobs, tops, strict=True):
+                    stream.add(token_id, logprob, version=c.version, kv_version=c.kv_version, top=top)
+                if c.finish is not None:
+                    stream.end(c.version, c.finish, attested=c.attested)
+    except Exception as error:
+        stream.fail(error)
+
+
 class Site:
-    """A gateway over two scripted engines, and what can happen to them."""
+    """A gateway over two scripted engines, of which one brings its chunks itself, and what can happen to them."""
 
     def __init__(self, engines: Sequence[ScriptedEngine] | None = None) -> None:
-        self.engines = engines or [ScriptedEngine(f"e{k}", script=Script(mean_length=30)) for k in range(2)]
+        self.engines = engines or [kind(f"e{k}", script=Script(mean_length=30)) for k, kind in enumerate((ScriptedEngine, BringingEngine))]
         self.fleet = Fleet()
         for engine in self.engines:
             self.fleet.attach(engine)

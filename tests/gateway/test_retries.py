@@ -11,6 +11,7 @@ import pytest
 from tests.gateway.offered import DEFAULTS, KEY, Offered, RecordingControl, ScriptedGenerator, make_gateway, offered
 
 from midflight.errors import NoEngine
+from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.answers.readers import MAX_KEPT, MAX_KEY_CHARS
 from midflight.gateway.http.http import build_app
 from midflight.testing.virtual_time import run_virtual
@@ -353,6 +354,38 @@ def test_a_slow_reader_is_told_all_that_waits_at_once() -> None:
             assert len(parts) < 70
 
     run_virtual(main())
+
+
+def test_over_a_real_socket_a_client_that_reads_late_gets_every_token_once_and_in_order() -> None:
+    """1 500 tokens are 350 KB, more than the server's 64 KB and the socket's buffers hold: in between it must wait for the client."""
+    text = 'a"東\n' * 250
+
+    async def main() -> None:
+        generator = ScriptedGenerator(texts=[text], seconds_per_token=0.0)
+        gateway = make_gateway(generator, limits=EngineLimits(4096, 262))
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        started = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(serve_app(build_app(gateway, RecordingControl()), listener, ready=started.set))
+            await started.wait()
+            reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=2**12)
+            body = chat(stream=True, max_tokens=2000)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            while not (len(generator.requests) == 1 and generator.running == 0):
+                await asyncio.sleep(0.01)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            parts: list[bytes] = []
+            while size := int(await reader.readline(), 16):
+                parts.append((await reader.readexactly(size + 2))[:-2])
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 200")
+            told = b"".join(parts).decode()
+            assert content(told) == text and told.endswith("data: [DONE]\n\n")
+            assert len(parts) < 1500, "what waited for the client is told at once"
+            serving.cancel()
+
+    asyncio.run(main())
 
 
 def test_over_a_real_socket_a_client_who_times_out_is_given_the_rest_of_his_answer() -> None:

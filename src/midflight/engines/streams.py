@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -181,16 +182,15 @@ class Outlet(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Gathered:
+class _Gathered(msgspec.Struct):
     """Tokens of one version that wait for the caller."""
 
     version: Version
     kv_version: Version
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list[tuple[tuple[int, float], ...]])
-    kept: list[bytes] = field(default_factory=list[bytes])
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    top_logprobs: list[tuple[tuple[int, float], ...]] = []
+    kept: list[bytes] = []
     finish: Finish | None = None
     attested: tuple[Segment, ...] = ()
     experts: bytes = b""
@@ -211,8 +211,10 @@ class ChunkStream:
         self._error: Exception | None = None
         self._is_ready = False
         """Only while tokens or an error wait for the caller."""
-        self._waiter: asyncio.Future[None] | None = None
-        """Of the caller, who waits alone: one future a token costs half of what an `asyncio.Event` does."""
+        self._waiter: asyncio.Future[bool] | None = None
+        """Of the caller, who waits alone: one future a token costs half of what an `asyncio.Event` does. True: it has had enough."""
+        self._take: Callable[[Chunk], bool] | None = None
+        """Of a caller who has the chunks brought."""
         self._eager, self._at_once = eager, True
         self._timer: asyncio.TimerHandle | None = None
         self._on_open, self._on_close = on_open, on_close
@@ -253,9 +255,29 @@ class ChunkStream:
         self._wake()
 
     def _wake(self) -> None:
+        if self._take is not None:
+            if not self._is_ready:  # once for all that one message brings
+                self._is_ready = True
+                asyncio.get_running_loop().call_soon(self._bring)
+            return
         self._is_ready = True
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_result(False)
+
+    def _bring(self) -> None:
+        """Gives the caller what has gathered; with the end of it, or with what `take` raises, the wait in `each` ends."""
+        take, waiter = self._take, self._waiter
+        if take is None or waiter is None or waiter.done():
+            return
+        self._is_ready = enough = False
+        try:
+            while self._gathered and not enough:
+                chunk = self._next()
+                enough = take(chunk) or chunk.finish is not None
+        except Exception as error:
+            self._error = error
+        if enough or self._error is not None:
+            waiter.set_result(enough)
 
     # --- For the caller ----------------------------------------------------------------------------------------------
 
@@ -278,16 +300,33 @@ class ChunkStream:
         except BaseException:
             self.close()
             raise
+        self._is_ready = len(self._gathered) > 1 or self._error is not None
+        return self._next()
+
+    async def each(self, take: Callable[[Chunk], bool]) -> None:
+        """As the iteration, but `take` is called with each chunk as it comes, without a switch of tasks, until it says that it is enough
+        or a chunk has `finish`. Waits for that, or for `fail`, whose error it raises, as it does what `take` raises."""
+        try:
+            self._take, self._waiter = take, asyncio.get_running_loop().create_future()
+            if self._on_open is not None:
+                self._on_open(self)
+            self._bring()
+            if not await self._waiter and self._error is not None:
+                raise self._error
+        finally:
+            self._take = None
+            self.close()
+
+    def _next(self) -> Chunk:
+        """What has gathered of one version."""
         part = self._gathered.popleft()
         if part.finish is not None:
             self.close()
-        elif not self._gathered:
-            self._is_ready = self._error is not None
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-        ids, logprobs, top = tuple(part.token_ids), tuple(part.logprobs), tuple(part.top_logprobs)
-        return Chunk(ids, logprobs, part.version, part.kv_version, part.finish, top, part.attested, tuple(part.kept), part.experts)
+        elif self._timer is not None and not self._gathered:
+            self._timer.cancel()
+            self._timer = None
+        ids, logprobs, tops, kept = tuple(part.token_ids), tuple(part.logprobs), tuple(part.top_logprobs), tuple(part.kept)
+        return Chunk(ids, logprobs, part.version, part.kv_version, part.finish, tops, part.attested, kept, part.experts)
 
     async def aclose(self) -> None:
         self.close()

@@ -1,7 +1,7 @@
 """Text as tokens arrive: never half a character, in the end the text of the whole, and stop strings across token borders."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,10 +118,11 @@ class StopMatcher:
         """Letters of `_text` that were given out."""
         self.match: StopMatch | None = None
 
-    def feed(self, token_ids: Iterable[int]) -> StopMatch | None:
+    def feed(self, token_ids: Sequence[int]) -> StopMatch | None:
         """Takes tokens up to the one that completes a stop string; later ones are ignored."""
         if not self._stop:
-            self._text += "".join(map(self._detokenizer.push, token_ids))
+            push = self._detokenizer.push
+            self._text += push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
             return None
         for token_id in token_ids:
             if self.match is not None:

@@ -72,7 +72,7 @@ class _MemoryAnswer(httpx.AsyncByteStream):
         """Waits for the application. An error of it is the client's connection error, never the task group's."""
         error = httpx.RemoteProtocolError("the application ended without a whole response")
         try:
-            await app(scope, self._receive, self._send)
+            await app(scope, self._receive, _MemorySend(self))
         except Exception as failure:  # the edge: what a server would log and answer by cutting the connection
             error = httpx.RemoteProtocolError(f"the application failed: {failure!r}")
         finally:
@@ -118,7 +118,7 @@ class _MemoryAnswer(httpx.AsyncByteStream):
             await self._watcher
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
         """Waits while the reader is far behind; ended by its reading or leaving."""
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], list(message["headers"])
@@ -133,6 +133,23 @@ class _MemoryAnswer(httpx.AsyncByteStream):
             self._whole = True
             _resolve(self._watcher)
         _resolve(self._reader)
+
+    def push(self, body: bytes) -> bool:
+        """As a server's: more of the body from outside the task that answers; False where the reader is far behind then."""
+        if body and not self._gone:
+            self._parts.append(body)
+            _resolve(self._reader)
+        return len(self._parts) < _MAX_PARTS
+
+
+class _MemorySend:
+    """The `send` that the application gets."""
+
+    def __init__(self, answer: _MemoryAnswer) -> None:
+        self._answer, self.push = answer, answer.push
+
+    async def __call__(self, message: Message) -> None:
+        await self._answer.send(message)
 
 
 def _resolve(waiting: asyncio.Future[None] | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from midflight.errors import ConfigError, Stopping
 from midflight.wire.edge import Fault, fault_of, headers_of, plain_fault, send_fault
@@ -81,19 +81,38 @@ class _Answered:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = False
-
-        async def sending(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
+        sending = _Sending(send)
         try:
             await self._app(scope, receive, sending)
         except asyncio.CancelledError:
-            if not begun:
+            if not sending.begun:
                 await send_fault(send, fault_of(Stopping("the server is stopping: try again when it is back.")))
             raise
+
+
+class _Sending:
+    """The server's `send`, which also sends more of an answer from outside the task that answers."""
+
+    __slots__ = ("_cycle", "_send", "begun")
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.begun = send, False
+        cycle = getattr(send, "__self__", None)
+        self._cycle = cycle if isinstance(cycle, RequestResponseCycle) else None
+
+    async def __call__(self, message: Message) -> None:
+        self.begun = True
+        await self._send(message)
+
+    def push(self, body: bytes) -> bool:
+        """More of an answer whose length is not known, while nobody is in `send`. Says whether the client keeps up: else the next must go
+        by `send`, which waits. Without bytes nothing is sent."""
+        cycle = self._cycle
+        if cycle is None or not cycle.chunked_encoding:
+            return False
+        if body and not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return not cycle.flow.write_paused
 
 
 class _ClientConnection(HttpToolsProtocol):

@@ -144,9 +144,10 @@ class Answer:
         Nonsense raises `EngineUnavailable` and changes nothing.
         """
         wrong = nonsense(chunk, vocab_size=vocab_size, floor=self._floor, num_before=self.num_gained)
-        num_tokens = len(self.prompt.ids) + len(self.output_ids) + len(chunk.token_ids)
-        if wrong is None and len(chunk.experts) % num_tokens:
-            wrong = f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
+        if wrong is None and chunk.experts:
+            num_tokens = len(self.prompt.ids) + len(self.output_ids) + len(chunk.token_ids)
+            if len(chunk.experts) % num_tokens:
+                wrong = f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
         if wrong is not None:
             raise EngineUnavailable(f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and its adapter.")
         self.ended, self._floor = chunk.finish is not None, chunk.version
@@ -345,14 +346,16 @@ def nonsense(chunk: Chunk, *, vocab_size: int, floor: Version | None, num_before
     `floor`: the version of the chunk before it in its attempt. `num_before`: the attempt's output tokens before it.
     """
     ids, logprobs = chunk.token_ids, chunk.logprobs
-    if len(ids) != len(logprobs):
+    if len(ids) == len(logprobs) == 1 and 0 <= ids[0] < vocab_size and -math.inf < logprobs[0] <= _MAX_LOGPROB and not chunk.kept:
+        pass  # as most are
+    elif len(ids) != len(logprobs):
         return f"it has {len(logprobs)} log-probabilities"
-    if chunk.kept and len(chunk.kept) != len(ids):
+    elif chunk.kept and len(chunk.kept) != len(ids):
         return f"it says of {len(chunk.kept)} tokens what truncation kept"
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+    elif ids and (min(ids) < 0 or max(ids) >= vocab_size):
         strange = next(i for i in ids if not 0 <= i < vocab_size)
         return f"token id {strange} is outside the vocabulary of {vocab_size}"
-    if not all(map(math.isfinite, logprobs)) or (logprobs and max(logprobs) > _MAX_LOGPROB):
+    elif not all(map(math.isfinite, logprobs)) or (logprobs and max(logprobs) > _MAX_LOGPROB):
         return f"a log-probability is {next(p for p in logprobs if not (math.isfinite(p) and p <= _MAX_LOGPROB))}"
     if floor is not None and chunk.version < floor:
         return f"its version went back from {floor} to {chunk.version}"

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from midflight.errors import IdempotencyConflict, Overloaded, RequestRejected
@@ -61,7 +61,9 @@ class Ongoing:
 
     def end(self, error: Exception | None = None) -> None:
         self.ended, self.error, self._scope = True, error, None
-        self.hear()
+        for reader in self._readers:
+            reader.has_news = True
+            reader.wake()
 
     @property
     def is_lost(self) -> bool:
@@ -100,7 +102,7 @@ class Ongoing:
 class Reader:
     """One client's place in the answers of a call. What it has not taken yet is merged, so a slow reader costs no memory of its own."""
 
-    __slots__ = ("_marks", "_waiter", "done", "gone", "has_news", "ongoing")
+    __slots__ = ("_marks", "_waiter", "done", "gone", "has_news", "ongoing", "tell")
 
     def __init__(self, ongoing: Ongoing) -> None:
         self.ongoing = ongoing
@@ -108,6 +110,8 @@ class Reader:
         """Whether the client has left before it was told all."""
         self.done = False
         """Whether the last byte was sent."""
+        self.tell: Callable[[], None] | None = None
+        """Tells the client news at once, without a switch to the task that waits for them."""
         self.has_news = True
         self._marks: list[Mark] = [START] * len(ongoing.job.answers)
         """What the client was told of each answer; emptied when that is all."""
@@ -115,8 +119,15 @@ class Reader:
 
     def wake(self, *, news: bool = False) -> None:
         self.has_news |= news
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None or self._waiter.done():
+            return
+        if not news or self.tell is None:
             self._waiter.set_result(None)
+            return
+        try:
+            self.tell()
+        except Exception as error:  # it is the reader's, and not that of whoever has the news
+            self._waiter.set_exception(error)
 
     def take(self) -> list[Event]:
         """What is new: one event for each answer, and the answer itself once it is closed."""

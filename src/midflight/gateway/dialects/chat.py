@@ -3,22 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Annotated, cast
 
+import msgspec
 from pydantic import Field, JsonValue, WithJsonSchema
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import Answer, Event, News
-from midflight.gateway.dialects import options, tool_bodies
+from midflight.gateway.dialects import exchange, options, tool_bodies
 from midflight.gateway.dialects.constraints import SamplingBody
-from midflight.gateway.dialects.exchange import (
-    Alternatives,
-    Reply,
-    call_id,
-    logprob_entries,
-    prompt_logprobs,
-    usage,
-    usage_so_far,
-    weight_versions,
-)
 from midflight.gateway.dialects.fields import (
     PromptTop,
     Tokens,
@@ -36,6 +27,7 @@ from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import ArgumentsPiece, AssistantMessage, ContentPiece, Piece, ReasoningPiece, ToolCall
 from midflight.types import FinishReason, Json
+from midflight.wire.edge import sse
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles, with the names that templates know."""
@@ -237,6 +229,7 @@ def _read_call(call: JsonValue, param: str) -> Json:
 
 
 _Object = dict[str, Json]
+_encode = msgspec.json.encode
 
 
 class ChatExchange:
@@ -255,18 +248,25 @@ class ChatExchange:
         self._usage_so_far = parsed.continuous_usage
         self._num_streamed = 0
         """Tokens of all choices."""
+        self._is_plain = not (self._logprobs or self._token_ids or self._usage_so_far)
+        """Whether only the text of a frame differs from that of the one before."""
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """Of each choice what stands before and after that text."""
 
-    def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
+    def whole(self, reply: exchange.Reply, answers: Sequence[Answer]) -> Json:
         body = _envelope(reply, "chat.completion", [self._choice(reply, answer) for answer in answers])
-        body["usage"] = usage(answers)
+        body["usage"] = exchange.usage(answers)
         return body | self._of_prompt(reply, answers[0])
 
-    def opening(self, reply: Reply) -> Iterable[Json]:
+    def opening(self, reply: exchange.Reply) -> Iterable[Json]:
         for answer in reply.job.answers:
             chunk = self._chunk(reply, answer.index, {"role": "assistant", "content": ""})
             yield chunk | self._of_prompt(reply, answer) if answer is reply.job.answers[0] else chunk
 
-    def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
+    def frames(self, reply: exchange.Reply, event: Event) -> "Iterable[Json | bytes]":
+        if self._is_plain and isinstance(event, News) and len(event.pieces) == 1 and isinstance(event.pieces[0], ContentPiece):
+            before, after = self._around.get(event.index) or self._template(reply, event.index)
+            return (before + _encode(event.pieces[0].text) + after,)
         if isinstance(event, Answer):
             deltas = self._deltas(event.tail_pieces, event.request_id)
             return [
@@ -282,20 +282,20 @@ class ChatExchange:
             told = {}
         return frames
 
-    def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
+    def closing(self, reply: exchange.Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         if self._include_usage:
             body = _envelope(reply, "chat.completion.chunk", [])
-            body["usage"] = usage(answers)
+            body["usage"] = exchange.usage(answers)
             yield body
 
-    def _of_prompt(self, reply: Reply, answer: Answer) -> _Object:
+    def _of_prompt(self, reply: exchange.Reply, answer: Answer) -> _Object:
         """What is told of the prompt, once for all choices."""
         told: _Object = {"prompt_token_ids": list(answer.prompt.ids)} if self._token_ids else {}
         if self.call.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(reply.tokenizer, answer.prompt_logprobs)
+            told["prompt_logprobs"] = exchange.prompt_logprobs(reply.tokenizer, answer.prompt_logprobs)
         return told
 
-    def _choice(self, reply: Reply, answer: Answer) -> Json:
+    def _choice(self, reply: exchange.Reply, answer: Answer) -> Json:
         turn = answer.turn
         choice: _Object = {
             "index": answer.index,
@@ -314,7 +314,7 @@ class ChatExchange:
         if isinstance(finish.matched, str):
             ended["stop_reason"] = finish.matched
         if self._token_ids:
-            ended["weight_versions"] = weight_versions(answer.turn)
+            ended["weight_versions"] = exchange.weight_versions(answer.turn)
         return ended
 
     def _of_tokens(self, tokenizer: Tokenizer, event: News) -> _Object:
@@ -326,19 +326,25 @@ class ChatExchange:
             told["token_ids"] = list(event.token_ids)
         return told
 
-    def _content(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: Alternatives) -> Json:
+    def _content(self, tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], top: exchange.Alternatives) -> Json:
         if not self._logprobs:
             return None
-        return {"content": logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=self._names_as_ids), "refusal": None}
+        return {"content": exchange.logprob_entries(tokenizer, token_ids, logprobs, top, as_ids=self._names_as_ids), "refusal": None}
 
-    def _chunk(self, reply: Reply, index: int, delta: _Object, **more: Json) -> _Object:
+    def _chunk(self, reply: exchange.Reply, index: int, delta: _Object, **more: Json) -> _Object:
         choice: _Object = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         chunk = _envelope(reply, "chat.completion.chunk", [choice])
         if self._usage_so_far:
-            chunk["usage"] = usage_so_far(reply.job.answers, self._num_streamed)
+            chunk["usage"] = exchange.usage_so_far(reply.job.answers, self._num_streamed)
         elif self._include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _template(self, reply: exchange.Reply, index: int) -> tuple[bytes, bytes]:
+        """An event of content without its text."""
+        before, content, after = sse(self._chunk(reply, index, {"content": ""})).partition(b'"content":""')
+        self._around[index] = before + content[:-2], after
+        return self._around[index]
 
     def _message(self, message: AssistantMessage, request_id: str) -> Json:
         """Content is null in a message that only calls tools."""
@@ -373,9 +379,9 @@ class ChatExchange:
         """`told`: with its arguments."""
         if call.name in self._custom:
             written: _Object = {"name": call.name, "input": tool_bodies.custom_input(call.arguments) if told else ""}
-            return {"id": call_id(request_id, index), "type": tool_bodies.CUSTOM, tool_bodies.CUSTOM: written}
+            return {"id": exchange.call_id(request_id, index), "type": tool_bodies.CUSTOM, tool_bodies.CUSTOM: written}
         function: _Object = {"name": call.name, "arguments": call.arguments if told else ""}
-        return {"id": call_id(request_id, index), "type": "function", "function": function}
+        return {"id": exchange.call_id(request_id, index), "type": "function", "function": function}
 
 
 def _reasoning(text: str) -> _Object:
@@ -383,7 +389,7 @@ def _reasoning(text: str) -> _Object:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _envelope(reply: Reply, kind: str, choices: list[Json]) -> _Object:
+def _envelope(reply: exchange.Reply, kind: str, choices: list[Json]) -> _Object:
     return {
         "id": f"chatcmpl-{reply.job.request_id}",
         "object": kind,

@@ -47,8 +47,8 @@ class Exchange(Protocol):
         """Frames of a stream before the first event."""
         ...
 
-    def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
-        """Frames for one event of a stream."""
+    def frames(self, reply: Reply, event: Event) -> "Iterable[Json | bytes]":
+        """Frames for one event of a stream; bytes are whole server-sent events."""
         ...
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:

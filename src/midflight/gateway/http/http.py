@@ -62,81 +62,14 @@ class WholeAnswer:
             self._reader.told_all()
 
 
-class AnswerStream:
-    """The answer as it comes. Nothing is sent before the first event, so that an early error still gets its own status."""
-
-    def __init__(self, reader: Reader, exchange: Exchange, reply: Reply, *, dialect: Dialect, failed: Callable[[Exception], None]) -> None:
-        """`failed` is called with an error before the client is told."""
-        self._reader, self._exchange, self._reply = reader, exchange, reply
-        self._dialect, self._failed = dialect, failed
-        self.started = False
-        """As in `WholeAnswer`."""
-
-    async def tell(self, send: Send) -> None:
-        """Waits for news and sends them; ended by the end of the answer, or by the client's disconnection. An error before the start is
-        left to the caller; a later one is the last event."""
-        reader, ongoing = self._reader, self._reader.ongoing
-        loop, silence = asyncio.get_running_loop(), Silence(reader)
-        try:
-            while not reader.gone:
-                await reader.news()
-                events, ended = reader.take(), ongoing.ended
-                if ended:
-                    break
-                frames = self._frames(events)
-                if frames or (events and not self.started):
-                    await self._send(send, frames)
-                    silence.since = loop.time()
-                elif silence.is_long:
-                    await self._send(send, _COMMENT)
-                    silence.since = loop.time()
-            else:
-                return
-        finally:
-            silence.stop()
-        if ongoing.error is None:
-            await self._send(send, self._frames(events) + self._closing(), last=True)
-        elif self.started and not reader.gone:
-            self._failed(ongoing.error)
-            await self._send(send, self._frames(events) + self._broken(ongoing.error), last=True)
-        else:
-            return
-        reader.told_all()
-
-    async def _send(self, send: Send, frames: bytes, *, last: bool = False) -> None:
-        if not self.started:
-            self.started = True
-            await edge.start_stream(send, headers=self._reply.headers)
-            frames = b"".join(self._sse(frame) for frame in self._exchange.opening(self._reply)) + frames
-        if frames or last:
-            await edge.send_more(send, frames, last=last)
-
-    def _frames(self, events: list[Event]) -> bytes:
-        named, exchange, reply = self._dialect.named_events, self._exchange, self._reply
-        frames: list[bytes] = []
-        for event in events:
-            for frame in exchange.frames(reply, event):
-                frames.append(edge.sse(frame, named=named))
-        return b"".join(frames)
-
-    def _closing(self) -> bytes:
-        closing = b"".join(self._sse(frame) for frame in self._exchange.closing(self._reply, self._reader.ongoing.job.answers))
-        return closing if self._dialect.named_events else closing + _DONE
-
-    def _broken(self, error: Exception) -> bytes:
-        return self._sse(self._dialect.broken(self._exchange, self._dialect.fault(error)))
-
-    def _sse(self, frame: Json) -> bytes:
-        return edge.sse(frame, named=self._dialect.named_events)
-
-
 class Silence:
     """Wakes a reader after every `KEEP_ALIVE_SECONDS` in which nothing was sent. Its timer is set anew only when it rings."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._loop = asyncio.get_running_loop()
-        self.since = self._loop.time()
+        self.time = self._loop.time
+        self.since = self.time()
         """When something was sent last."""
         self._timer = self._loop.call_at(self.since + KEEP_ALIVE_SECONDS, self._ring)
 
@@ -153,6 +86,89 @@ class Silence:
             self._reader.wake()
         due = (self._loop.time() if is_long else self.since) + KEEP_ALIVE_SECONDS
         self._timer = self._loop.call_at(due, self._ring)
+
+
+class AnswerStream:
+    """The answer as it comes. Nothing is sent before the first event, so that an early error still gets its own status."""
+
+    def __init__(self, reader: Reader, exchange: Exchange, reply: Reply, *, dialect: Dialect, failed: Callable[[Exception], None]) -> None:
+        """`failed` is called with an error before the client is told."""
+        self._reader, self._exchange, self._reply = reader, exchange, reply
+        self._dialect, self._failed = dialect, failed
+        self.started = False
+        """As in `WholeAnswer`."""
+
+    async def tell(self, send: Send) -> None:
+        """Waits for news and sends them; ended by the end of the answer, or by the client's disconnection. An error before the start is
+        left to the caller; a later one is the last event."""
+        reader, ongoing = self._reader, self._reader.ongoing
+        silence = Silence(reader)
+        try:
+            while not reader.gone:
+                await reader.news()
+                events, ended = reader.take(), ongoing.ended
+                if ended:
+                    break
+                frames = self._frames(events)
+                if frames or (events and not self.started):
+                    await self._send(send, frames)
+                    silence.since = silence.time()
+                    reader.tell = self._at_once(send, silence)
+                elif silence.is_long:
+                    await self._send(send, _COMMENT)
+                    silence.since = silence.time()
+            else:
+                return
+        finally:
+            silence.stop()
+            reader.tell = None
+        if ongoing.error is None:
+            await self._send(send, self._frames(events) + self._closing(), last=True)
+        elif self.started and not reader.gone:
+            self._failed(ongoing.error)
+            await self._send(send, self._frames(events) + self._broken(ongoing.error), last=True)
+        else:
+            return
+        reader.told_all()
+
+    def _at_once(self, send: Send, silence: Silence) -> Callable[[], None] | None:
+        """What sends news while `tell` waits for them, until the client does not keep up; `None` where the server has no way to."""
+        push: Callable[[bytes], bool] = getattr(send, "push", bool)
+        reader = self._reader
+
+        def tell() -> None:
+            if frames := self._frames(reader.take()):
+                silence.since = silence.time()
+                if not push(frames):
+                    reader.tell = None
+
+        return tell if push(b"") else None
+
+    async def _send(self, send: Send, frames: bytes, *, last: bool = False) -> None:
+        if not self.started:
+            self.started = True
+            await edge.start_stream(send, headers=self._reply.headers)
+            frames = b"".join(self._sse(frame) for frame in self._exchange.opening(self._reply)) + frames
+        if frames or last:
+            await edge.send_more(send, frames, last=last)
+
+    def _frames(self, events: list[Event]) -> bytes:
+        named, exchange, reply = self._dialect.named_events, self._exchange, self._reply
+        frames: list[bytes] = []
+        for event in events:
+            for frame in exchange.frames(reply, event):
+                frames.append(frame if isinstance(frame, bytes) else edge.sse(frame, named=named))
+        return frames[0] if len(frames) == 1 else b"".join(frames)
+
+    def _closing(self) -> bytes:
+        closing = b"".join(self._sse(frame) for frame in self._exchange.closing(self._reply, self._reader.ongoing.job.answers))
+        return closing if self._dialect.named_events else closing + _DONE
+
+    def _broken(self, error: Exception) -> bytes:
+        return self._sse(self._dialect.broken(self._exchange, self._dialect.fault(error)))
+
+    def _sse(self, frame: Json) -> bytes:
+        return edge.sse(frame, named=self._dialect.named_events)
 
 
 WATCH_AFTER_SECONDS = 0.02
