@@ -9,12 +9,16 @@
 | handover, CPU ms an engine | CPU of bringing a version to all, with 64 requests under way on each, by engine |
 | handover, virtual s | of commits of 80 ms each, `--max-paused` at once |
 | versions | served at the same time, at most |
+| idle | share of the engines' slots, 64 each, that hold no request that goes on: 64 agents for each engine ask again and again (answers of 8 s at the median, log-normal, sigma 0.75), and a version comes every 10 s or after the one before |
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import math
+import random
 import statistics
 import time
 
@@ -77,23 +81,60 @@ async def handed_over(engines: int, *, beside: int, max_paused: int, watched: bo
     return took
 
 
+async def idle_share(engines: int, *, beside: int, max_paused: int, seconds: float) -> float:
+    """Mean over virtual time of the slots without a request that goes on."""
+    fleet, lengths = Fleet(), random.Random(engines)
+    made = [ScriptedEngine(f"e{number}", commit_seconds=0.08) for number in range(engines)]
+    for engine in made:
+        fleet.attach(engine)
+    handover = Handover(fleet, pause_mode=PauseMode.RECOMPUTE, stage_seconds=600, commit_seconds=600, record=unheard, max_paused=max_paused)
+
+    async def ask() -> None:
+        while True:
+            length = lengths.lognormvariate(math.log(8), 0.75)
+            lease = await fleet.place(fleet.ticket(), tokens=int(50 * length), affinity="", allowance=Allowance(600))
+            await asyncio.sleep(length)
+            fleet.leave(lease)
+
+    async def bring() -> None:
+        for version in itertools.count(1):
+            await asyncio.gather(asyncio.sleep(10), handover.publish(WeightManifest(version, f"print-{version}", "file", "nowhere", ())))
+
+    busy = list[float]()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask()) for _ in range(beside * engines)] + [group.create_task(bring())]
+        await asyncio.sleep(seconds)  # until those who began together no longer end together
+        for _ in range(int(seconds / 0.053)):
+            await asyncio.sleep(0.053)
+            running = sum(min(state.num_requests, beside) for state in fleet.states() if not state.paused_by)
+            busy.append(running / (beside * engines))
+        for task in tasks:
+            task.cancel()
+    return 1 - statistics.mean(busy)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64, 256, 1000])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--beside", type=int, default=64, help="requests under way on each engine")
     parser.add_argument("--max-paused", type=int, default=16)
-    options = options_of(parser, engines=[1, 8], requests=500, beside=4)
+    parser.add_argument("--seconds", type=float, default=40.0, help="virtual, for which idleness is watched, after as many")
+    options = options_of(parser, engines=[1, 8], requests=500, beside=4, seconds=12.0)
     print(
-        f"| engines | us a request | of {options.engines[0]} engine | handover, CPU ms an engine | handover, virtual s | versions |\n|---|---|---|---|---|---|"
+        f"| engines | us a request | of {options.engines[0]} engine | handover, CPU ms an engine | handover, virtual s | versions | idle |\n|---|---|---|---|---|---|---|"
     )
     first = 0.0
     for engines in options.engines:
         each = run_virtual(microseconds(engines, requests=options.requests, beside=options.beside))
         cpu, seconds, _ = run_virtual(handed_over(engines, beside=options.beside, max_paused=options.max_paused))
         *_, versions = run_virtual(handed_over(engines, beside=1, max_paused=options.max_paused, watched=True))
+        idle = run_virtual(idle_share(engines, beside=options.beside, max_paused=options.max_paused, seconds=options.seconds))
         first = first or each
-        print(f"| {engines} | {each:.1f} | {each / first:.2f} | {cpu / engines * 1e3:.2f} | {seconds:.2f} | {versions} |", flush=True)
+        print(
+            f"| {engines} | {each:.1f} | {each / first:.2f} | {cpu / engines * 1e3:.2f} | {seconds:.2f} | {versions} | {idle:.1%} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -52,6 +52,17 @@ def test_the_newest_version_is_preferred_among_engines_about_equally_loaded() ->
     assert chosen({"old": (0, 100), "new": (1, 126)}) == "old"
 
 
+def test_an_engine_with_a_free_slot_is_taken_before_one_that_is_full_of_few_tokens() -> None:
+    loads = Loads()
+    loads.put("full", version=1, load=100, order=0, full=True)
+    loads.put("free", version=0, load=900, order=1)
+    assert loads.choose(pinned=None) == "free"
+    loads.add("free", 50, full=True)  # now 950: where all are full, the fewest tokens decide again
+    assert loads.choose(pinned=None) == "full"
+    loads.add("full", -50)
+    assert (loads.choose(pinned=None), loads.choose(pinned="free", tokens=900)) == ("full", "free")  # 950 is what the lighter would have
+
+
 def test_no_engine_is_no_choice() -> None:
     assert chosen({}, pinned="a") is None
 

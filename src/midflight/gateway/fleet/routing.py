@@ -6,7 +6,7 @@ import asyncio
 import bisect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from midflight.allowance import Allowance
 from midflight.gateway.fleet.pauses import SharedPause
@@ -137,6 +137,9 @@ _CROWDED = 1.25
 """A session leaves its engine when that has this multiple of the mean load. Sessions differ so much in length that affinity
 alone leaves the heaviest of eight engines at 1.8 times the mean; between this and 1.3 there is room for requests on their way."""
 
+_Entry: TypeAlias = tuple[bool, int, int, str]
+"""Of an engine: whether its slots are full, load, order, name."""
+
 _MAX_PINS = 20_000
 """Twice the sessions a gateway admits by default. Forgetting the oldest costs that session its prefix cache, nothing else."""
 
@@ -149,26 +152,27 @@ class Loads:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Version, list[tuple[int, int, str]]] = {}
-        """(load, order, name), rising."""
-        self._places: dict[str, tuple[Version, tuple[int, int, str]]] = {}
+        self._lines: dict[Version, list[_Entry]] = {}
+        """Rising."""
+        self._places: dict[str, tuple[Version, _Entry]] = {}
         self._total = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def put(self, engine: str, *, version: Version, load: int, order: int) -> None:
-        """`load`: prompt tokens plus output budget of the requests there. It may be in already. Of equal engines the one of lower `order` is taken."""
+    def put(self, engine: str, *, version: Version, load: int, order: int, full: bool = False) -> None:
+        """`load`: prompt tokens plus output budget of the requests there. It may be in already. Of equal engines the one of lower `order` is taken.
+        `full`: it has a request for each of its slots, so that one more would wait."""
         self.drop(engine)
-        entry = (load, order, engine)
+        entry = (full, load, order, engine)
         self._places[engine] = version, entry
         bisect.insort(self._lines.setdefault(version, []), entry)
         self._total += load
 
-    def add(self, engine: str, tokens: int) -> None:
+    def add(self, engine: str, tokens: int, *, full: bool = False) -> None:
         """It has so many more than before; fewer where they are negative."""
         version, entry = self._places[engine]
-        line, changed = self._lines[version], (entry[0] + tokens, *entry[1:])
+        line, changed = self._lines[version], (full, entry[1] + tokens, *entry[2:])
         del line[bisect.bisect_left(line, entry)]
         bisect.insort(line, changed)
         self._places[engine] = version, changed
@@ -183,24 +187,25 @@ class Loads:
         del line[bisect.bisect_left(line, entry)]
         if not line:
             del self._lines[version]
-        self._total -= entry[0]
+        self._total -= entry[1]
 
     def choose(self, *, pinned: str | None, tokens: int = 0) -> str | None:
-        """The pinned engine if it is in and not crowded; else the newest version among the least loaded, the lightest first.
+        """The pinned engine if it is in and not crowded; else the newest version among the least loaded, the lightest first. Of those with a
+        free slot, where one has.
 
         `tokens` is the load the request brings: to move it costs a prefill of that size at most, so a smaller difference moves
         nobody. `None` if no engine is in.
         """
         if not self._places:
             return None
-        lightest = min(line[0][0] for line in self._lines.values())
+        full, lightest, *_ = min(line[0] for line in self._lines.values())
         if pinned in self._places and not self._is_crowded(pinned, spare=lightest + tokens):
             return pinned
-        newest = max(version for version, line in self._lines.items() if line[0][0] <= lightest * _NEAR)
-        return self._lines[newest][0][2]
+        newest = max(version for version, line in self._lines.items() if line[0][0] == full and line[0][1] <= lightest * _NEAR)
+        return self._lines[newest][0][3]
 
     def _is_crowded(self, engine: str, *, spare: int) -> bool:
-        return self._places[engine][1][0] > max(spare, _CROWDED * self._total / len(self._places))
+        return self._places[engine][1][1] > max(spare, _CROWDED * self._total / len(self._places))
 
 
 class Lease:
@@ -260,16 +265,20 @@ class Member:
     def name(self) -> str:
         return self.shared.engine.name
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self.leases) >= self.shared.engine.capabilities.max_running
+
     def load(self, tokens: int) -> None:
         """So many tokens come, or go where they are negative."""
         self.tokens_in_flight += tokens
         if self.is_in:
-            self._loads.add(self.shared.engine.name, tokens)
+            self._loads.add(self.shared.engine.name, tokens, full=self._is_full)
 
     def stand(self, *, takes: bool) -> None:
         """Whether requests may go there, as far as it alone decides."""
         if takes:
-            self._loads.put(self.name, version=self.version, load=self.tokens_in_flight, order=self.order)
+            self._loads.put(self.name, version=self.version, load=self.tokens_in_flight, order=self.order, full=self._is_full)
         elif self.is_in:
             self._loads.drop(self.name)
         self.is_in = takes
