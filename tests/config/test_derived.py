@@ -154,7 +154,12 @@ def test_memory_counts_adapters_where_they_alone_are_trained_and_handed_over() -
     assert 4 < copies_of_weights("trainer", "lora.rank=4", "warm_start.target_accuracy=0.5") < 4.1
     assert 0 < copies_of_weights("weights", "lora.rank=4") < 0.3
     assert 1 < copies_of_weights("engines", "lora.rank=4") < 1.1
-    assert copies_of_weights("engines", "lora.rank=4", "engine.kind=vllm") == 5
+    assert copies_of_weights("engines", "lora.rank=4", "engine.kind=vllm", "lora.merged=true") == 5
+    one = copies_of_weights("engines", "lora.rank=4") - 1
+    kept = copies_of_weights(
+        "engines", "lora.rank=4", "engine.kind=vllm"
+    )  # the base; six versions in files and in memory, and one that comes
+    assert kept == pytest.approx(1 + (6 + 6 + 1) * one)
 
 
 def test_memory_counts_what_differences_and_a_served_precision_take() -> None:

@@ -103,6 +103,12 @@ def test_who_is_not_there_gets_nothing(tmp_path: Path) -> None:
         ([*CUDA, "cluster.kind=ray", "engine.servers=[{devices=[1]}]"], "engine.servers.0.devices ([1]) are chosen by Ray"),
         ([*CUDA, "cluster.kind=ray", "trainer.devices=[1]"], "trainer.devices ([1]) are chosen by Ray"),
         (["cluster.kind=ray", "engine.servers=[{}]", "cluster.engines_max=2"], "does nothing beside engine.servers"),
+        (["lora.merged=true", "lora.rank=4"], "lora.merged is for adapters that vLLM or SGLang serve, and there are none"),
+        (["engine.kind=vllm", "lora.rank=513"], "lora.rank (513) is more than vLLM's own LoRA takes (512)"),
+        (
+            ["engine.kind=sglang", "lora.rank=4", "weights.commit=barrier"],
+            'weights.commit = "barrier" is for weights that replace each other',
+        ),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_before_anything_is_touched(options: list[str], words: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ import pytest
 
 from midflight.config.sections import EngineSection
 from midflight.engines.servers.command import HOST, READY, Served, server_command
+from midflight.models.sizes import adapter_of
 from midflight.run.engine import leash
 
 Kind = Literal["vllm", "sglang"]
@@ -42,12 +44,14 @@ def free_port() -> int:
 class ServerProcess:
     """Ends with its context. `arguments` are further words for its command line."""
 
-    def __init__(self, kind: Kind, model: Path, *, log: Path, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(self, kind: Kind, model: Path, *, log: Path, arguments: tuple[str, ...] = (), num_adapters: int = 0) -> None:
         self.kind: Kind = kind
         self.model, self.log, self.port = model, log, free_port()
         self.url = f"http://{HOST}:{self.port}"
         engine = EngineSection(kind=kind, max_running=MAX_RUNNING, arguments=arguments)
         served = Served(folder=model, name="policy", dtype="float32", max_context=MAX_CONTEXT, kv_bytes_per_token=4096, version=0)
+        if num_adapters and (adapter := adapter_of(model)) is not None:
+            served = replace(served, num_adapters=num_adapters, rank=adapter.rank, targets=adapter.targets)
         self._command = server_command(engine, served, python=interpreter(kind), port=self.port, inherited=os.environ)
         self._leash: subprocess.Popen[bytes] | None = None
 

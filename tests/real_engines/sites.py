@@ -17,12 +17,14 @@ from tests.engines.sites import ModelSite
 from tests.real_engines.process import MAX_CONTEXT, MAX_RUNNING, Kind, ServerProcess
 from transformers import PreTrainedModel
 
+from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.vllm import VllmServer
-from midflight.models.load import make_model, save_model
+from midflight.models.load import add_adapters, lora_config, make_model, save_model
+from midflight.models.names import assign, named_tensors
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.types import GenerateRequest, Version
 
@@ -61,6 +63,16 @@ def _model(version: Version, *, is_tied: bool) -> PreTrainedModel:
     return model
 
 
+@cache
+def adapted(version: Version) -> PreTrainedModel:
+    """Version 0 with adapters of all its linear layers, drawn from the version."""
+    model = _model(0, is_tied=True)
+    add_adapters(model, lora_config(model, rank=4, alpha=8), seed=version)
+    draw = torch.Generator().manual_seed(version)
+    assign(model, {name: torch.randn(t.shape, generator=draw) * 0.1 for name, t in named_tensors(model).items()})
+    return model
+
+
 class ServerSite(ModelSite):
     async def seeded(self, request: GenerateRequest) -> tuple[int, ...]:
         """As the server itself says it, asked alone: its noise is another than ours."""
@@ -73,23 +85,23 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def adapter(kind: Kind) -> Server:
+def adapter(kind: Kind, *, num_adapters: int = 0) -> Server:
     if kind == "vllm":
-        return VllmServer(vocab_size=262, max_running=MAX_RUNNING)
-    return SglangServer(vocab_size=262, max_running=MAX_RUNNING, max_context=MAX_CONTEXT)
+        return VllmServer(vocab_size=262, max_running=MAX_RUNNING, num_adapters=num_adapters)
+    return SglangServer(vocab_size=262, max_running=MAX_RUNNING, max_context=MAX_CONTEXT, num_adapters=num_adapters)
 
 
 @asynccontextmanager
 async def attached(
-    server: ServerProcess, models: Callable[[Version], PreTrainedModel] = tied, *, direct: DirectWay | None = None
+    server: ServerProcess, models: Callable[[Version], PreTrainedModel] = tied, *, direct: DirectWay | None = None, num_adapters: int = 0
 ) -> AsyncIterator[ModelSite]:
     """A new adapter: it gives the server the weights that it started with, whatever it served before."""
     receiver = MemoryReceiver()
     with tempfile.TemporaryDirectory(dir=STAGING, prefix="midflight-test-") as staging:
-        engine = ServerEngine(
+        engine = (AdapterEngine if num_adapters else ServerEngine)(
             server.kind,
             server.url,
-            adapter(server.kind),
+            adapter(server.kind, num_adapters=num_adapters),
             tokenizer=TOKENIZER,
             model=server.model,
             receiver=receiver,

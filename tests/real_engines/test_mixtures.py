@@ -39,7 +39,7 @@ def test_the_text_tower_of_a_model_that_also_reads_images_trains_on_vllm(tmp_pat
     trained(folder, tmp_path, kind="vllm")
 
 
-def trained(model: Path, folder: Path, *, kind: Kind) -> list[dict[str, Any]]:
+def trained(model: Path, folder: Path, *, kind: Kind, more: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Four steps, whose lines in the journal are returned. With no staleness every token of step n is of version n - 1: a version that did
     not arrive whole would show in the mismatch."""
     (folder / "small.toml").write_text(CONFIG)
@@ -47,7 +47,7 @@ def trained(model: Path, folder: Path, *, kind: Kind) -> list[dict[str, Any]]:
     sets = [f"model.path={model}", f"engine.kind={kind}", f"engine.python={interpreter(kind)}", "run.steps=4", "rollout.max_staleness=0"]
     sets += ["trainer.learning_rate=0.01", "trainer.warmup_steps=0", "model.max_context=256", "environment.entry=letters:solve"]
     sets += ["gateway.request_seconds=200", "environment.rollout_seconds=200"]
-    words = [word for each in sets for word in ("--set", each)]
+    words = [word for each in (*sets, *more) for word in ("--set", each)]
     command = Command("train", "small.toml", "--folder", folder / "run", *words, folder=folder)
     try:
         assert command.wait(360) == 0, command.said

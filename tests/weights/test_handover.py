@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import pytest
@@ -53,6 +54,14 @@ def test_a_mode_other_than_keep_holds_pauses_commits_and_resumes():
     run_virtual(handover(fleet, mode=PAUSING).publish(manifest(1)))
     assert list(a.calls) == ["stage", "pause", "health", "commit", "health", "resume"]
     assert fleet.log == ["hold a", "served a 1", "release a", "hold b", "served b 1", "release b"]
+    fleet.check_whole()
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RECOMPUTE, PauseMode.ABORT])
+def test_an_engine_that_keeps_versions_side_by_side_is_never_paused(mode: PauseMode):
+    engine = ScriptedEngine("a", capabilities=replace(CAPABLE, side_by_side=True))
+    report = run_virtual(handover(fleet := RecordingFleet(engine), mode=mode).publish(manifest(1)))
+    assert report.served_by == ("a",) and list(engine.calls) == ["stage", "commit", "resume"]
     fleet.check_whole()
 
 

@@ -383,11 +383,12 @@ def _teacher_memory(config: Config) -> tuple[MemoryItem, ...]:
 
 
 def _weights_memory(config: Config, *, served: int, handed: int) -> int:
-    """Weights of all engines. Beside a server: two folders that it loads from, and what is fetched or merged next; one more where it starts
-    with merged adapters. For differences: what they change."""
-    engine = config.engine
-    folders = (3 if engine.urls else 4) + (config.lora.rank is not None)
-    each = served + handed if engine.kind == "embedded" else folders * served
+    """Weights of all engines. Beside a server: two folders that it loads from, and what is fetched or merged next, or adapters in files and
+    in its memory. For differences: what they change."""
+    engine, lora = config.engine, config.lora
+    each = served + handed if engine.kind == "embedded" else ((3 if engine.urls else 4) + lora.merged) * served
+    if engine.kind != "embedded" and lora.rank is not None and not lora.merged:
+        each = (0 if engine.urls else served) + (2 * (config.rollout.max_staleness + 2) + 1) * handed
     return num_engines(engine) * (each + config.weights.delta * handed)
 
 

@@ -14,6 +14,10 @@ _FILES = "nvidia[0-9]*"
 """One for each device that this machine, or this container, has."""
 
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters, for which vLLM makes room; others get the next."""
+
+
 class ServerSection(Section):
     """One engine of a run whose engines differ, or have GPUs that are named. There are as many engines as there are of these, and with
     `engine.urls` these say what is expected of each."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
@@ -17,7 +18,7 @@ from midflight.config.formulas import (
     Reduction,
     WeightKind,
 )
-from midflight.config.section import Above0, Count, Fraction, NonNegative, Section
+from midflight.config.section import Above0, Count, Fraction, NonNegative, Seconds, Section
 from midflight.entries import ENTRY
 
 
@@ -206,3 +207,16 @@ def _masks(correction: CorrectionSection) -> Mapping[str, Mapping[str, float]]:
 
 def _open_end(name: str) -> float:
     return 0.0 if name == "low" else float("inf")
+
+
+class DistillationSection(Section):
+    """On-policy distillation: the student samples, and a teacher says how likely each of its tokens is."""
+
+    teacher: Path | None = None
+    """A Hugging Face model folder with the student's tokenizer, scored in an embedded engine of its own; none distils nothing."""
+    weight: NonNegative = 1.0
+    """Weight of a token's log teacher - log behaviour beside the advantage of its reward; larger follows the teacher more closely."""
+    rewards: bool = True
+    """Whether rewards count too; without them the teacher is all there is to learn from."""
+    score_seconds: Seconds = 600.0
+    """Deadline of the scores of one batch, a restart of the teacher included; larger waits longer for a slow one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midflight.config.derived import handed_bytes, model_sizes, num_engines, num_workers
-from midflight.config.devices import DevicePool, DeviceRequest, ServerSection
+from midflight.config.devices import VLLM_RANKS, DevicePool, DeviceRequest, ServerSection
 from midflight.config.sections import Config, EngineSection
 from midflight.config.shards import shard_contradictions
 from midflight.errors import ConfigError, ModelNotFound
@@ -208,11 +208,24 @@ def server_contradictions(config: Config) -> Iterator[str]:
         yield f"trainer.devices ({list(trainer.devices)}) are one for each of trainer.ranks ({trainer.ranks}); name as many"
     if trainer.devices and not local:
         yield f"trainer.devices ({list(trainer.devices)}) are chosen by Ray on a cluster; remove them"
+    yield from _adapter_contradictions(config)
     if local:
         try:
             device_map(config)
         except ConfigError as error:
             yield str(error).rstrip(".")
+
+
+def _adapter_contradictions(config: Config) -> Iterator[str]:
+    lora, engine = config.lora, config.engine
+    if lora.merged and (lora.rank is None or engine.kind == "embedded"):
+        yield "lora.merged is for adapters that vLLM or SGLang serve, and there are none: remove it, or set lora.rank and engine.kind"
+    if lora.rank is None or lora.merged or engine.kind == "embedded":
+        return
+    if config.weights.commit == "barrier":
+        yield 'weights.commit = "barrier" is for weights that replace each other, and servers keep versions of adapters side by side; remove it, or set lora.merged'
+    if engine.kind == "vllm" and lora.rank > VLLM_RANKS[-1]:
+        yield f"lora.rank ({lora.rank}) is more than vLLM's own LoRA takes ({VLLM_RANKS[-1]}); lower it, or set lora.merged"
 
 
 def _server_contradictions(engine: EngineSection, at: str, server: ServerSection, *, local: bool) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue
 from midflight.config.agents import McpSection, RewardSection, SandboxSection, UntrackedSection
 from midflight.config.cluster import ClusterSection
 from midflight.config.devices import ServerSection
-from midflight.config.loss import CorrectionSection, CriticSection, ObjectiveSection
+from midflight.config.loss import CorrectionSection, CriticSection, DistillationSection, ObjectiveSection
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Seconds, Section
 from midflight.config.sources import CurriculumSection, SourceSection
 from midflight.types import PauseMode, SamplingParams, StalePolicy
@@ -306,19 +306,8 @@ class LoraSection(Section):
     """The adapters' output is scaled by alpha / rank; larger learns faster. Default 2 * rank."""
     targets: tuple[str, ...] = ()
     """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear layer but the output layer. Experts and routers of a mixture are no linear layers, and get none."""
-
-
-class DistillationSection(Section):
-    """On-policy distillation: the student samples, and a teacher says how likely each of its tokens is."""
-
-    teacher: Path | None = None
-    """A Hugging Face model folder with the student's tokenizer, scored in an embedded engine of its own; none distils nothing."""
-    weight: NonNegative = 1.0
-    """Weight of a token's log teacher - log behaviour beside the advantage of its reward; larger follows the teacher more closely."""
-    rewards: bool = True
-    """Whether rewards count too; without them the teacher is all there is to learn from."""
-    score_seconds: Seconds = 600.0
-    """Deadline of the scores of one batch, a restart of the teacher included; larger waits longer for a slow one."""
+    merged: bool = False
+    """Whether servers get whole weights, the adapters merged into them, in a pause for each version; else they keep versions side by side. For models that a server's own LoRA does not take."""
 
 
 class WarmStartSection(Section):

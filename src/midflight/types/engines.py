@@ -25,6 +25,8 @@ class Capabilities:
     max_keys: int | None = None
     """Tokens that it has room to keep keys and values of, all requests together; none where every one of `max_running` may fill the context."""
     features: frozenset[Feature] = frozenset()
+    side_by_side: bool = False
+    """It keeps several versions, and a request goes on with the one that it began with: a commit is of new requests alone, and pauses nothing."""
     commit_mode: PauseMode | None = None
     """What a commit is to requests in flight where nobody paused the engine, if that is not `keep`. It is how it changes weights best."""
 

@@ -33,8 +33,9 @@ def commit_mode(engine: str, capabilities: Capabilities, wanted: PauseMode | Lit
 
 
 def swaps_between_steps(capabilities: Capabilities, mode: PauseMode) -> bool:
-    """Whether a commit needs no pause of ours: staged weights go live between two steps, if need be in a pause that the engine makes."""
-    return capabilities.stages_weights and mode is (capabilities.commit_mode or PauseMode.KEEP)
+    """Whether a commit needs no pause of ours: staged weights go live between two steps, if need be in a pause that the engine makes, or
+    for new requests alone."""
+    return capabilities.stages_weights and (capabilities.side_by_side or mode is (capabilities.commit_mode or PauseMode.KEEP))
 
 
 class Guard:

@@ -14,8 +14,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tests.engines.models import TOKENIZER, MemoryReceiver
 from tests.engines.test_contract import listening
-from tests.models.tiny import tiny_model
+from tests.models.tiny import tiny_adapted, tiny_model
 
+from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
@@ -51,6 +52,11 @@ class Fake:
         self.tells: dict[str, object] = {}
         """What it says of itself beyond what it must: for SGLang names and values, for vLLM routes and their answers."""
         self.num_failing_loads = 0
+        self.num_adapters = 0
+        """Versions that it is to keep side by side; with none they are whole weights."""
+        self.loras: dict[str, str] = {}
+        """Adapters that it has, and their folders."""
+        self.most_loras = 0
         self.ignores_pause = False
         self.has_plugin = False
         self.overlaps = False
@@ -91,11 +97,31 @@ class Fake:
         if path == self.load and self.num_failing_loads:
             self.num_failing_loads -= 1
             return Response("the weights are of another model", status_code=400)
+        if (lora := self._lora(path, body)) is not None:
+            return lora
         answer = self.answer(path, body)
         if path == "/model_info" and self.done_meanwhile is not None:
             meanwhile, self.done_meanwhile = self.done_meanwhile, None
             await meanwhile
         return JSONResponse(answer)
+
+    def _lora(self, path: str, body: dict[str, object]) -> Response | None:
+        """As both kinds answer: what is there already, or is not there, is refused."""
+        _, verb, name = *path.rpartition("/")[1:], str(body.get("lora_name"))
+        if path == "/v1/models":
+            return JSONResponse(
+                {"data": [{"id": "policy", "max_model_len": 64, "root": self.model}, *({"id": lora} for lora in self.loras)]}
+            )
+        if verb not in ("load_lora_adapter", "unload_lora_adapter"):
+            return None
+        if self.num_failing_loads or (name in self.loras) == (verb == "load_lora_adapter"):
+            return Response("this adapter is not taken", status_code=400)
+        if verb == "load_lora_adapter":
+            self.loras[name] = str(body["lora_path"])
+            self.most_loras = max(self.most_loras, len(self.loras))
+        else:
+            del self.loras[name]
+        return Response("Success")
 
     async def _say(self, body: dict[str, object]) -> AsyncIterator[bytes]:
         num = self.wanted(body)
@@ -168,7 +194,8 @@ class FakeSglang(Fake):
 
     def adapter(self) -> Server:
         asked = self.asked_to_be_deterministic
-        return SglangServer(vocab_size=262, max_running=8, max_context=64, theirs=self.is_theirs, deterministic=asked)
+        given = {"theirs": self.is_theirs, "deterministic": asked, "num_adapters": self.num_adapters}
+        return SglangServer(vocab_size=262, max_running=8, max_context=64, **given)
 
 
 class FakeVllm(Fake):
@@ -183,7 +210,6 @@ class FakeVllm(Fake):
         return {
             "/openapi.json": {"paths": {p: {} for p in (self.own, *self.paths, *self.tells) if p not in self.missing}},
             "/version": {"version": self.version},
-            "/v1/models": {"data": [{"max_model_len": 64, "root": self.model}]},
             "/is_paused": {"is_paused": not self._going.is_set()},
             "/weight_info": {"weight_version": self.label},
             "/collective_rpc": {"results": [str(self.has_plugin)]},
@@ -199,7 +225,7 @@ class FakeVllm(Fake):
         return body["sampling_params"]["max_tokens"]  # type: ignore[index]
 
     def adapter(self) -> Server:
-        return VllmServer(vocab_size=262, max_running=8, theirs=self.is_theirs)
+        return VllmServer(vocab_size=262, max_running=8, theirs=self.is_theirs, num_adapters=self.num_adapters)
 
 
 @asynccontextmanager
@@ -208,11 +234,11 @@ async def attached(
 ) -> AsyncIterator[tuple[ServerEngine, MemoryReceiver]]:
     """The adapter before the fake, which is to have so many workers. Its failure to attach is raised."""
     if not (folder / "model").exists():
-        save_model(tiny_model(), folder / "model")
+        save_model(tiny_adapted() if fake.num_adapters else tiny_model(), folder / "model")
     fake.model = fake.model or str(folder / "model")
     receiver = MemoryReceiver()
     async with listening(fake.app()) as url:
-        engine = ServerEngine(
+        engine = (AdapterEngine if fake.num_adapters else ServerEngine)(
             *("fake", url, fake.adapter()),
             tokenizer=TOKENIZER,
             model=folder / "model",

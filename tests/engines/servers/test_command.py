@@ -149,3 +149,21 @@ def test_of_a_model_that_also_reads_images_vllm_serves_the_text_alone() -> None:
     for model in (MODEL, replace(MODEL, has_other_towers=True)):
         made = server_command(section, model, python=PYTHON, port=30001, inherited={})
         assert ("--language-model-only" in made.argv) is model.has_other_towers
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("vllm", "--enable-lora --max-loras 6 --max-cpu-loras 6 --max-lora-rank 16 --enforce-eager"),
+        (
+            "sglang",
+            "--enable-lora --max-loras-per-batch 6 --max-loaded-loras 6 --max-lora-rank 12 --lora-target-modules q_proj o_proj --device cpu "
+            "--attention-backend torch_native --lora-backend torch_native",
+        ),
+    ],
+)
+def test_a_server_of_adapters_has_room_for_all_versions_that_may_be_in_use(kind: str, words: str) -> None:
+    """vLLM makes room for the next of its own ranks."""
+    model = replace(MODEL, num_adapters=6, rank=12, targets=("q_proj", "o_proj"))
+    made = server_command(EngineSection.model_validate({"kind": kind}), model, python=PYTHON, port=30001, inherited={})
+    assert words in " ".join(made.argv) and (kind == "sglang" or made.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1")

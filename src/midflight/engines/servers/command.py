@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.config.devices import VISIBLE, ServerSection, visible
+from midflight.config.devices import VISIBLE, VLLM_RANKS, ServerSection, visible
 from midflight.config.sections import EngineSection
 from midflight.types import Version
 from midflight.types.generation import MAX_TOP_LOGPROBS
@@ -45,6 +45,10 @@ class Served:
     version: Version
     records_experts: bool = False
     """Whether it is a mixture that is to say which experts it chose."""
+    num_adapters: int = 0
+    """Versions that it keeps side by side, where they are adapters of this rank and these layers; else 0."""
+    rank: int = 0
+    targets: tuple[str, ...] = ()
     has_other_towers: bool = False
     """Whether it reads more than text, such as images, of which nothing is served."""
 
@@ -85,6 +89,11 @@ def _vllm(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[str
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the first opens the control routes
     if engine.deterministic:
         settings["VLLM_BATCH_INVARIANT"] = "1"
+    if model.num_adapters:
+        settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # routes that load them
+        room = str(model.num_adapters)  # with less it would drop one that is in use
+        words += ["--enable-lora", "--max-loras", room, "--max-cpu-loras", room]
+        words += ["--max-lora-rank", str(next(rank for rank in VLLM_RANKS if rank >= model.rank))]
     if model.has_other_towers:
         words.append("--language-model-only")  # only text is trained, and what reads images would take memory
     if model.records_experts and engine.device != "cpu":  # on a CPU it refuses to start with it
@@ -115,6 +124,10 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
         "--skip-server-warmup",  # it asks through a proxy, if the environment names one
         *("--log-level-http", "warning"),
     ]
+    if model.num_adapters:
+        room = str(model.num_adapters)
+        words += ["--enable-lora", "--max-loras-per-batch", room, "--max-loaded-loras", room]
+        words += ["--max-lora-rank", str(model.rank), "--lora-target-modules", *model.targets]
     if model.records_experts:
         words.append("--enable-return-routed-experts")
     settings = {
@@ -125,6 +138,7 @@ def _sglang(engine: EngineSection, model: Served, port: int) -> tuple[Sequence[s
         words.append("--enable-deterministic-inference")
     if engine.device == "cpu":
         words += ["--device", "cpu", "--attention-backend", "torch_native"]
+        words += ["--lora-backend", "torch_native"] if model.num_adapters else []
         words.append("--sleep-on-idle")  # else it waits by spinning, on a core that others could use
         words += ["--max-total-tokens", str(model.max_context * engine.max_running)]  # else a share of all memory
         settings["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -42,6 +42,8 @@ class ServerEngine:
     weights that are not whole (I7).
     """
 
+    _merges = True  # versions of adapters into their base
+
     def __init__(
         self,
         name: str,
@@ -61,9 +63,8 @@ class ServerEngine:
         self._num_workers = num_workers
         self._name, self._server, self.tokenizer = name, server, tokenizer
         self._client, self._direct = ServerClient(name, url), direct
-        self._area = StagingArea(staging, model=model, receiver=receiver)
-        self._first = StagedFolder(version, "", self._area.first)
-        self._live = self._first
+        self._area = StagingArea(staging, model=model, receiver=receiver, merges=self._merges)
+        self._live = self._first = self._area.begin(version)
         self._next: StagedFolder | None = None
         self._found: Found | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -74,12 +75,10 @@ class ServerEngine:
         self._gate.set()
         self._idle.set()
         self._paused: types.PauseMode | None = None
-        self._held = False
-        """Whether the server has said that it is paused, in that mode."""
+        self._held = False  # whether the server has said that it is paused, in that mode
         self._whole = True
         self._num_tokens = 0
-        self._grammars: Grammars | None = None
-        """From the first request with one."""
+        self._grammars: Grammars | None = None  # from the first request with one
 
     @property
     def name(self) -> str:
@@ -148,7 +147,7 @@ class ServerEngine:
                 running.shape = await asyncio.to_thread(self._shape, running)
             await self._gate.wait()
             self._idle.clear()
-            running.attempt = Attempt(self._live.version)
+            running.attempt, running.adapter = Attempt(self._live.version), self._live.adapter
             path, body = self._server.body(running, salt=f"v{self._live.version}")
             reader = self._server.reader(running.request)
             async for event in self._client.events(path, body):
@@ -190,7 +189,10 @@ class ServerEngine:
     async def abort(self, request_id: str | None) -> None:
         """A request that has tokens ends with the server's last words. One that has none, or is frozen, ends here at once: a server
         forgets an abort that comes before its request."""
-        for running in [r for r in self._running if request_id in (None, r.request.request_id)]:
+        self._abort_these([r for r in self._running if request_id in (None, r.request.request_id)])
+
+    def _abort_these(self, requests: list[ServerRequest]) -> None:
+        for running in requests:
             if running.attempt is None or not running.attempt.num_tokens or self._paused is not None:
                 self._end_here(running)
             else:
@@ -297,12 +299,8 @@ class ServerEngine:
     async def commit(self, version: types.Version) -> types.Attestation:
         """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own."""
         async with self._control, self._staging:
-            staged = self._next
-            if staged is None and self._whole and self._live.version == version and self._live.fingerprint:
-                return types.Attestation(version, self._live.fingerprint)
-            if staged is None or staged.version != version:
-                has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
-                raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
+            if (staged := self._staged(version)) is self._live:
+                return types.Attestation(version, staged.fingerprint)
             own_pause, admitted = self._paused is None, self._gate.is_set()
             if own_pause:
                 await self._pause_server(self.capabilities.commit_mode or types.PauseMode.KEEP)
@@ -313,6 +311,16 @@ class ServerEngine:
                 if own_pause and self._whole:
                     await self._resume_server(admit=admitted)
             return types.Attestation(version, staged.fingerprint)
+
+    def _staged(self, version: types.Version) -> StagedFolder:
+        """What is live already where nothing else is staged."""
+        staged = self._next
+        if staged is None and self._whole and self._live.version == version and self._live.fingerprint:
+            return self._live
+        if staged is None or staged.version != version:
+            has = "nothing is staged" if staged is None else f"version {staged.version} is staged"
+            raise EngineError(f"committing version {version}: {has}. Stage version {version} first.")
+        return staged
 
     async def _load(self, staged: StagedFolder) -> None:
         """Rolls back to the weights that were live where the new ones cannot be loaded; where that fails too, they are not whole."""

@@ -236,16 +236,14 @@ class Server(Protocol):
     async def abort(self, client: ServerClient, request_id: str) -> None: ...
 
     async def pause(self, client: ServerClient, mode: PauseMode) -> None:
-        """Keep, recompute or abort; the step that is under way may still make tokens (see `settle`). Not called while it is paused."""
+        """Keep, recompute or abort; the step that is under way may still make tokens (see `settle`). Not called in a pause; `resume` is."""
         ...
 
     async def settle(self, client: ServerClient) -> None:
         """Waits for the step that is under way: returns when the server has heeded all that it was told before."""
         ...
 
-    async def resume(self, client: ServerClient) -> None:
-        """Idempotent."""
-        ...
+    async def resume(self, client: ServerClient) -> None: ...
 
     async def load(self, client: ServerClient, folder: Path, version: Version, *, recompute: bool) -> None:
         """In a pause: makes the weights of a model folder live, and labels them. Where it fails they may be of both.
@@ -369,6 +367,7 @@ class ServerRequest:
     """At the server: of fixed length, because some match ids by their beginning, and never used twice."""
     shape: str = ""
     """Its grammar and where it stands, for our plugin in the server."""
+    adapter: str = ""  # the server's name of the version that it is sampled by, where versions are adapters
     attempt: Attempt | None = None
     """From when the server was asked."""
     reading: asyncio.Task[None] | None = None
@@ -384,7 +383,8 @@ class ServerRequest:
         for token_id, logprob, top in zip(event.token_ids, event.logprobs, tops, strict=True):
             self.stream.add(token_id, logprob, version=version, kv_version=kv_version, top=top)
         if event.finish is not None:
-            self.stream.end(version, event.finish, attested=attempt.account(event), experts=self._record(event.experts, attempt))
+            attested = () if self.adapter else attempt.account(event)
+            self.stream.end(version, event.finish, attested=attested, experts=self._record(event.experts, attempt))
         return event
 
     def _record(self, experts: UInt8 | None, attempt: Attempt) -> bytes:

@@ -88,7 +88,7 @@ class SglangReader:
             said = _decode(event)
         except msgspec.DecodeError as error:
             raise EngineUnavailable(f"reading SGLang's answer {event[:200]!r}: {error}. Use SGLang 0.5.20 or newer.") from error
-        if said.error is not None and said.error.code == _REFUSED:
+        if said.error is not None and said.error.code == _REFUSED and "LoRA adapter" not in said.error.message:  # one it has lost
             raise RequestRejected(f"SGLang refused the request: {said.error.message}.")
         if said.error is not None or said.meta_info is None:
             raise EngineUnavailable(f"SGLang ended an answer with {event[:300]!r}. Look at its log.")
@@ -159,8 +159,10 @@ class SglangServer:
         deterministic: bool = False,
         num_experts: int = 0,
         num_choices: int = 0,
+        num_adapters: int = 0,
     ) -> None:
-        """`theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token."""
+        """`theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token. `num_adapters`: versions that it is to keep, if they are such."""
+        self.num_adapters = num_adapters
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
         self._theirs, self._deterministic = theirs, deterministic
         self._num_experts, self._num_choices, self._records = num_experts if num_choices else 0, num_choices, False
@@ -187,8 +189,7 @@ class SglangServer:
             )
         if missing := [path for path in _NEEDED if path not in paths]:
             raise EngineError(f"attaching to {client.url}: SGLang {version} has no {missing[0]}; use 0.5.20 or newer.")
-        if self._deterministic and _part(info, "enable_deterministic_inference") is not True:
-            raise EngineError(f"attaching to {client.url}: {_INEXACT}")
+        self._check(client, cast(dict[str, object], info))
         await self.resume(client)
         model = await client.get("/model_info")
         running = self._max_running if _part(info, "max_running_requests") is None else _number_of(info, "max_running_requests")
@@ -204,6 +205,7 @@ class SglangServer:
                 stops_on_strings=True,
                 aborts_single_requests=True,
                 stages_weights=True,
+                side_by_side=self.num_adapters > 0,
                 max_context=self._room,
                 vocab_size=self._vocab_size,
                 max_running=running if self._theirs else min(running, self._max_running),
@@ -214,6 +216,17 @@ class SglangServer:
             label=str(_part(model, "weight_version")),
             model=str(_part(model, "model_path")),
         )
+
+    def _check(self, client: ServerClient, info: Mapping[str, object]) -> None:
+        """Whether it was started with what is asked of it."""
+        if self._deterministic and info.get("enable_deterministic_inference") is not True:
+            raise EngineError(f"attaching to {client.url}: {_INEXACT}")
+        kept = [info.get(name) for name in ("max_loras_per_batch", "max_loaded_loras")]
+        if self.num_adapters and not (info.get("enable_lora") and all(n is None or cast(int, n) >= self.num_adapters for n in kept)):
+            raise EngineError(
+                f"attaching to {client.url}: SGLang was started without room for {self.num_adapters} adapters (rollout.max_staleness + 2); start "
+                f"it with --enable-lora and --max-loras-per-batch {self.num_adapters}, or set lora.merged = true."
+            )
 
     def _features(self, info: Mapping[str, object]) -> frozenset[Feature]:
         """What it was started with: keeps what it records and how it samples, and says what else it can do."""
@@ -244,6 +257,7 @@ class SglangServer:
             "extra_key": salt,
             "sampling_params": sampling,
             **({"return_routed_experts": True} if self._records else {}),
+            **({"lora_path": asked.adapter} if asked.adapter else {}),
         }
 
     def reader(self, request: GenerateRequest) -> SglangReader:
@@ -266,6 +280,12 @@ class SglangServer:
         """Clearing its cache is refused, after the weights have changed, while requests hold keys: only retracted ones hold none."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": recompute}
         await client.post("/update_weights_from_disk", body)
+
+    async def load_adapter(self, client: ServerClient, name: str, folder: str) -> None:
+        await client.post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    async def unload_adapter(self, client: ServerClient, name: str) -> None:
+        await client.post("/unload_lora_adapter", {"lora_name": name})
 
 
 def _keys(info: object) -> int | None:

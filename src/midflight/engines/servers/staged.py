@@ -3,15 +3,16 @@
 A server loads whole weights, by the names and shapes of the folder that it started from. Versions come as the trainer and the embedded
 engine have them in memory, which for mixtures of experts is another form: their conversion is here, at the last moment, and not
 where a version is published. So one version serves engines of every kind, the embedded one takes it by assignment without a copy, a
-fingerprint is of what was trained, and the work falls beside the steps of the trainer. Where a version is adapters, they are
-merged into their base here. Both import torch; a version whose names are those of the folder is written without it.
+fingerprint is of what was trained, and the work falls beside the steps of the trainer. Where a version is adapters, they stay that, as PEFT
+writes them, or are merged into their base here. Conversion and merging import torch; a version whose names are those of the folder is written without it.
 """
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Generator, Iterable, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import msgspec
 from safetensors import safe_open
 
 from midflight.errors import EngineUnavailable, RunFailed, WeightsCorrupt, nearest
-from midflight.models.sizes import FOLDER, Adapter, adapter_of, served_weights
+from midflight.models.sizes import CONFIG, FOLDER, WEIGHTS, Adapter, adapter_of, served_weights
 from midflight.ports import WeightReceiver
 from midflight.types import TensorSpec, Version, WeightManifest
 
@@ -31,6 +32,7 @@ _ALIGNMENT = 8
 """Bytes, of the header of a safetensors file."""
 REST = "model-rest.safetensors"
 """The file of the tensors that no version holds."""
+ADAPTER_PREFIX = "policy-v"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class StagedFolder:
     version: Version
     fingerprint: str
     folder: Path | None
-    """A Hugging Face model folder with these weights; none where they are with the server's workers already."""
+    """A Hugging Face model folder with these weights, or one of adapters; none where they are with the server's workers already."""
+    adapter: str = ""
+    """The server's name of them, where they are adapters."""
 
 
 class StagingArea:
@@ -48,10 +52,12 @@ class StagingArea:
     of memory. Blocking. Any thread may write. A write goes on even if its caller has left, and the next waits for it.
     """
 
-    def __init__(self, place: Path, *, model: Path, receiver: WeightReceiver) -> None:
-        """`model`: the folder that the server's weights are from; names and shapes of what is served of it are those of every version."""
+    def __init__(self, place: Path, *, model: Path, receiver: WeightReceiver, merges: bool = True) -> None:
+        """`model`: the folder that the server's weights are from; names and shapes of what is served of it are those of every version.
+        `merges`: adapters go into their base; else they stay what they are, and the server starts from the base."""
         self._place, self._model, self._receiver = place, model, receiver
-        self._adapter, self.first = adapter_of(model), first_folder(model, place)
+        self._adapter, self.first = adapter_of(model), first_folder(model, place) if merges else model
+        self._merges = merges
         self._shapes = tensor_shapes(model)
         self._names: FileNames | None = None
         """Where names in memory are not those in files; known after the first version."""
@@ -63,7 +69,7 @@ class StagingArea:
         self._check(manifest)
         with self._writing:
             views = self._receiver.fetch(manifest)
-            try:
+            with _room_for(manifest.version, folder):
                 _fresh_copy(self._model, folder)
                 if self._adapter is not None:
                     _write_merged(self._model, self._adapter, folder, given=(manifest.tensors, views))
@@ -71,11 +77,34 @@ class StagingArea:
                     self._write_converted(self._names, folder, manifest.tensors, views)
                 else:
                     _write_tensors(folder / "model.safetensors", ((spec, views[spec.name]) for spec in manifest.tensors))
-            except OSError as error:
-                raise EngineUnavailable(
-                    f"staging version {manifest.version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
-                ) from error
         return StagedFolder(manifest.version, manifest.fingerprint, folder)
+
+    def begin(self, version: Version) -> StagedFolder:
+        """What the server starts with."""
+        if self._merges or self._adapter is None:
+            return StagedFolder(version, "", self.first)
+        return StagedFolder(version, "", self._adapter.folder, adapter_version(version))
+
+    def write_adapter(self, manifest: WeightManifest) -> StagedFolder:
+        """Fetches and verifies a version of adapters and writes it as PEFT does, beside those before it. `WeightsCorrupt` where it does not fit."""
+        assert self._adapter is not None
+        name = adapter_version(manifest.version)
+        folder = self._place / name
+        self._check(manifest)
+        with self._writing:
+            views = self._receiver.fetch(manifest)
+            with _room_for(manifest.version, folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                shutil.copy(self._adapter.folder / CONFIG, folder)
+                _write_tensors(folder / WEIGHTS, ((spec, views[spec.name]) for spec in manifest.tensors))
+        return StagedFolder(manifest.version, manifest.fingerprint, folder, name)
+
+    def remove_adapters(self, *, but: Set[str]) -> None:
+        """Folders of versions that no server will read again."""
+        for folder in self._place.glob(f"{ADAPTER_PREFIX}*"):
+            if folder.name not in but:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def is_in_files(self, manifest: WeightManifest) -> bool:
         """Whether a version has just the tensors of the server's model folder. `WeightsCorrupt` where it does, in other shapes."""
@@ -125,6 +154,21 @@ class StagingArea:
         if not (rest := self._place / REST).exists():
             _write_rest(self._model, rest, untrained)
         (folder / REST).hardlink_to(rest)
+
+
+@contextmanager
+def _room_for(version: Version, folder: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EngineUnavailable(
+            f"staging version {version} in {str(folder)!r}: {error}; make room there (containers: --shm-size)."
+        ) from error
+
+
+def adapter_version(version: Version) -> str:
+    """The name by which a server knows a version of adapters."""
+    return f"{ADAPTER_PREFIX}{version}"
 
 
 def first_folder(model: Path, place: Path) -> Path:

@@ -27,6 +27,8 @@ _NEEDED = {
     "/update_weight_version": "use vLLM 0.32 or newer",
 }
 """Routes that we cannot do without, and how to get them."""
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_ADAPTED = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set lora.merged = true"
 _REASONS = {"stop": types.FinishReason.STOP, "length": types.FinishReason.LENGTH, "abort": types.FinishReason.ABORT}
 _NO_NUMBER = -9999.0
 """Stands for minus infinity, NaN, and a log-probability that it has not got."""
@@ -138,10 +140,11 @@ class VllmServer:
 
     late_labels = 0
 
-    def __init__(self, *, vocab_size: int, max_running: int, theirs: bool = False, num_experts: int = 0) -> None:
+    def __init__(self, *, vocab_size: int, max_running: int, theirs: bool = False, num_experts: int = 0, num_adapters: int = 0) -> None:
         """`theirs`: others started it, so it is asked how many requests it runs, and has `max_running` only where it does not say.
-        `num_experts`: of a mixture's layer, where it is to say which ones it chose."""
+        `num_experts`: of a mixture's layer, where it is to say which ones it chose. `num_adapters`: versions that it is to keep, if they are such."""
         self._vocab_size, self._max_running, self._theirs, self._num_experts = vocab_size, max_running, theirs, num_experts
+        self.num_adapters = num_adapters
         self._seeds = False
         """Whether noise is a function of seed and position, so that it survives a resume."""
 
@@ -150,7 +153,7 @@ class VllmServer:
         if "/version" not in paths:
             raise EngineError(f"attaching to {client.url}: no vLLM listens there; check the URL and --engine (engine.urls, engine.kind).")
         version = _part(await client.get("/version"), "version")
-        for path, remedy in _NEEDED.items():
+        for path, remedy in {**_NEEDED, **({_LOAD: _ADAPTED} if self.num_adapters else {})}.items():
             if path not in paths:
                 raise EngineError(f"attaching to {client.url}: vLLM {version} has no {path}; {remedy}.")
         model = _part(await client.get("/v1/models"), "data", 0)
@@ -168,6 +171,7 @@ class VllmServer:
                 stops_on_strings=True,
                 aborts_single_requests=True,
                 stages_weights=True,
+                side_by_side=self.num_adapters > 0,
                 max_context=_number_of(model, "max_model_len"),
                 vocab_size=self._vocab_size,
                 max_running=await self._running(client, paths),
@@ -206,6 +210,7 @@ class VllmServer:
             "stream": True,
             "cache_salt": salt,
             "sampling_params": sampling,
+            **({"model": asked.adapter} if asked.adapter else {}),
         }
 
     def reader(self, request: types.GenerateRequest) -> VllmReader:
@@ -228,6 +233,13 @@ class VllmServer:
         """Caches were cleared by the pause, where they had to be."""
         await client.post("/collective_rpc", {"method": _LOADER, "args": [str(folder)]})
         await self.relabel(client, version)
+
+    async def load_adapter(self, client: ServerClient, name: str, folder: str) -> None:
+        await client.post(_LOAD, {"lora_name": name, "lora_path": folder})
+
+    async def unload_adapter(self, client: ServerClient, name: str) -> None:
+        """Its name is free at once; its memory, when another takes it, which is the one unused for longest."""
+        await client.post(_UNLOAD, {"lora_name": name})
 
 
 async def _logprob_kind(client: ServerClient) -> types.LogprobKind:

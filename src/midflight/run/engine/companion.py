@@ -25,6 +25,7 @@ from midflight.config.derived import engine_python, served_dtype
 from midflight.config.sections import Config, EngineSection
 from midflight.engines.about import about_route
 from midflight.engines.app import build_app, relay
+from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
 from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.engine import ServerEngine
@@ -33,7 +34,7 @@ from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import ConfigError, EngineError, EngineUnavailable, RunFailed, first_error
-from midflight.models.sizes import num_choices_of, num_experts_of, reads_more_than_text, sizes_of
+from midflight.models.sizes import adapter_of, num_choices_of, num_experts_of, reads_more_than_text, sizes_of
 from midflight.run.engine import leash
 from midflight.run.heart import START_SECONDS
 from midflight.run.parts import EngineSpec, Launcher, Ready, ServerLost, serve_while
@@ -86,11 +87,12 @@ async def speak_for_server(
 
     What is needed of the model is read before anything is started. Until the server is attached, clients wait in the socket.
     """
-    first = await asyncio.to_thread(write_first, model, staging)
+    kept = adapters_kept(config, model)
+    first = model if kept else await asyncio.to_thread(write_first, model, staging)
     tokenizer, wire = Tokenizer.load(model), _wire(config, model)
     server = started(config, first, name=name, version=version) if url is None else attached(config.engine, url, name=name)
     async with server as running:
-        engine = ServerEngine(
+        engine = (AdapterEngine if kept else ServerEngine)(
             *(name, running.url, wire),
             tokenizer=tokenizer,
             model=model,
@@ -122,10 +124,16 @@ def _wire(config: Config, model: Path) -> Server:
     num_experts = _recorded_experts(config, model)
     engine, theirs = config.engine, bool(config.engine.urls)
     given = {"vocab_size": sizes_of(model).vocab_size, "max_running": engine.max_running, "num_experts": num_experts}
+    given["num_adapters"] = adapters_kept(config, model)
     if engine.kind == "vllm":
         return VllmServer(**given, theirs=theirs)
     given["num_choices"] = num_choices_of(model)
     return SglangServer(**given, max_context=config.model.max_context, theirs=theirs, deterministic=engine.deterministic)
+
+
+def adapters_kept(config: Config, model: Path) -> int:
+    """Versions that a server keeps side by side, where they are adapters and stay so; else 0."""
+    return 0 if config.lora.merged or adapter_of(model) is None else config.rollout.max_staleness + 2
 
 
 def _recorded_experts(config: Config, model: Path) -> int:
@@ -154,7 +162,7 @@ def check_interpreter(engine: EngineSection) -> None:
 
 
 def command_for(config: Config, model: Path, *, version: int, port: int, inherited: Mapping[str, str]) -> Command:
-    dtype = served_dtype(config)
+    dtype, adapter = served_dtype(config), adapter_of(model)
     served = Served(
         folder=model.absolute(),
         name=config.model.name,
@@ -162,6 +170,9 @@ def command_for(config: Config, model: Path, *, version: int, port: int, inherit
         max_context=config.model.max_context,
         kv_bytes_per_token=sizes_of(model).kv_bytes_per_token(dtype),
         version=version,
+        num_adapters=adapters_kept(config, model),
+        rank=adapter.rank if adapter else 0,
+        targets=adapter.targets if adapter else (),
         records_experts=_recorded_experts(config, model) > 0,
         has_other_towers=reads_more_than_text(model),
     )

@@ -2,7 +2,7 @@
 
 SGLang finds it by the entry point beside it. The backend takes an answer's grammar from any token of the answer on.
 
-On a CPU requests may also have seeds, which SGLang of itself heeds only with kernels for GPUs.
+On a CPU requests may also have seeds, which SGLang of itself heeds only with kernels for GPUs, and adapters.
 
 And weights that come straight from the trainer: `/init_weights_update_group` for a group of our name begins to receive while SGLang
 generates, `/server_info` says what each worker holds, and `/update_weights_from_distributed` in a pause only swaps it in.
@@ -184,6 +184,19 @@ def _told(said, controller, asked):
     return said
 
 
+def _unpinned(original, *given, **named):
+    """SGLang's own LoRA pins memory wherever it runs, and torch refuses that where there is nothing to copy it to."""
+    if not torch.accelerator.is_available():
+        torch.Tensor.pin_memory = lambda tensor, *_: tensor
+        for name in ("tensor", "empty", "zeros", "ones", "arange"):
+            setattr(torch, name, _without_pinning(getattr(torch, name)))
+    return original(*given, **named)
+
+
+def _without_pinning(make):
+    return lambda *given, pin_memory=False, **named: make(*given, **named)
+
+
 def register():
     """Called by SGLang at the start of each process."""
     add_grammar_backend_choices(["midflight"])
@@ -196,6 +209,7 @@ def register():
         "multinomial_with_seed": _draw,
     }.items():
         HookRegistry.register(f"sglang.srt.layers.sampler.{name}", hook, HookType.AROUND)
+    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.__init__", _unpinned, HookType.AROUND)
     parts = "sglang.srt.managers.scheduler_components"
     for name, hook in {"init_weights_update_group": _begin, "update_weights_from_distributed": _take}.items():
         HookRegistry.register(f"{parts}.weight_updater.SchedulerWeightUpdaterManager.{name}", hook, HookType.AROUND)
