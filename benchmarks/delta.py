@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from midflight.models.load import make_model
 from midflight.models.names import named_tensors
 from midflight.models.sizes import element_bytes
-from midflight.weights.manifest import Frames, encode
+from midflight.weights.frames import Frames, encode
 from midflight.weights.transports.publish import named_shapes
 from midflight.weights.transports.select import publisher, receiver
 

@@ -10,9 +10,11 @@ from tests.real_engines.process import Kind, ServerProcess
 from tests.real_engines.sites import save, tied, untied
 
 
-def started(kind: Kind, folder: Path, *, is_tied: bool = True, arguments: tuple[str, ...] = ()) -> Iterator[ServerProcess]:
+def started(
+    kind: Kind, folder: Path, *, is_tied: bool = True, arguments: tuple[str, ...] = (), tensor_parallel: int = 1
+) -> Iterator[ServerProcess]:
     model = save(tied(0) if is_tied else untied(0), folder / "model")
-    with ServerProcess(kind, model, log=folder / f"{kind}.log", arguments=arguments) as server:
+    with ServerProcess(kind, model, log=folder / f"{kind}.log", arguments=arguments, tensor_parallel=tensor_parallel) as server:
         server.wait()
         yield server
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable
+from functools import cache
 
 import pytest
+import torch
 from tests.engines.contract_weights import check_labels
 from tests.engines.models import ask
 from tests.engines.reading import collect, ids, labels, logprobs, until_tokens
@@ -13,6 +16,7 @@ from tests.engines.sites import ModelSite
 from tests.real_engines.process import ServerProcess
 from tests.real_engines.sites import attached, tied
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from midflight.engines.servers.direct import DirectWay
 from midflight.errors import EngineUnavailable
@@ -20,6 +24,7 @@ from midflight.models.names import named_tensors
 from midflight.weights.transports.collective import CollectivePublisher
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken
+from midflight.weights.transports.publish import DeltaPublisher
 
 GREEDY = {"temperature": 0.0, "max_tokens": 30}
 PROMPT = "The quick brown fox"
@@ -55,6 +60,15 @@ async def update(site: ModelSite, sender: CollectivePublisher, version: int) -> 
 async def serves(site: ModelSite, version: int) -> bool:
     answer = await collect(site.engine, ask(PROMPT, **GREEDY))
     return all(site.chosen(version, ask(PROMPT, **GREEDY), ids(answer))) and {v for v, _ in labels(answer)} == {version}
+
+
+@cache
+def stepped(version: int) -> PreTrainedModel:
+    """Versions that differ in one tensor."""
+    model = copy.deepcopy(tied(1))
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1 + version)
+    return model
 
 
 class DirectContract:
@@ -119,3 +133,22 @@ class DirectContract:
             assert await serves(site, 3)
 
         self._on(test)
+
+
+class DifferencesContract:
+    server: ServerProcess
+
+    def test_i6_differences_come_straight_too_and_lead_to_the_same_answers(self) -> None:
+        async def main(sender: DeltaPublisher) -> None:
+            async with asyncio.timeout(100), attached(self.server, stepped, direct=DirectWay(self.server.kind, DirectFeed())) as site:
+                whole = named_tensors(stepped(1))
+                for version in (1, 2, 3):
+                    manifest = sender.publish(version, named_tensors(stepped(version)))
+                    await site.engine.stage(manifest)
+                    await site.engine.commit(version)
+                    assert len(manifest.deltas) == version - 1 and await serves(site, version)
+                assert all(d.payload.num_bytes < 0.1 * sum(t.nbytes for t in whole.values()) for d in manifest.deltas)
+                assert not list(site.engine._area._place.glob("*/*.safetensors"))
+
+        with DeltaPublisher(CollectivePublisher(bucket_bytes=50_000, num_slots=6, transport="direct"), full_every=4) as sender:
+            asyncio.run(main(sender))

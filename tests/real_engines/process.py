@@ -15,6 +15,7 @@ from typing import Literal
 
 import pytest
 
+from midflight.config.devices import ServerSection
 from midflight.config.sections import EngineSection
 from midflight.engines.servers.command import HOST, READY, Served, server_command
 from midflight.models.sizes import adapter_of
@@ -44,15 +45,19 @@ def free_port() -> int:
 class ServerProcess:
     """Ends with its context. `arguments` are further words for its command line."""
 
-    def __init__(self, kind: Kind, model: Path, *, log: Path, arguments: tuple[str, ...] = (), num_adapters: int = 0) -> None:
+    def __init__(
+        self, kind: Kind, model: Path, *, log: Path, arguments: tuple[str, ...] = (), num_adapters: int = 0, tensor_parallel: int = 1
+    ) -> None:
         self.kind: Kind = kind
         self.model, self.log, self.port = model, log, free_port()
         self.url = f"http://{HOST}:{self.port}"
-        engine = EngineSection(kind=kind, max_running=MAX_RUNNING, arguments=arguments)
+        laid = ServerSection(tensor_parallel=tensor_parallel)
+        engine = EngineSection(kind=kind, max_running=MAX_RUNNING, arguments=arguments, servers=(laid,))
         served = Served(folder=model, name="policy", dtype="float32", max_context=MAX_CONTEXT, kv_bytes_per_token=4096, version=0)
         if num_adapters and (adapter := adapter_of(model)) is not None:
             served = replace(served, num_adapters=num_adapters, rank=adapter.rank, targets=adapter.targets)
-        self._command = server_command(engine, served, python=interpreter(kind), port=self.port, inherited=os.environ)
+        cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tensor_parallel > 1 else {}  # else it wants a NUMA node for each of its processes
+        self._command = server_command(engine, served, python=interpreter(kind), port=self.port, inherited={**os.environ, **cores})
         self._leash: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:

@@ -19,7 +19,8 @@ from torch import Tensor
 from midflight.errors import ConfigError, RequestRejected, SlotBusy, WeightsCorrupt
 from midflight.models.names import as_tensors
 from midflight.types import TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import ALIGNMENT, BLOCK, MAX_DELTAS, Frames, check_extents, encode
+from midflight.weights.frames import BLOCK, Frames, encode
+from midflight.weights.manifest import ALIGNMENT, MAX_DELTAS, check_extents
 from midflight.weights.transports.files import SHARED
 from midflight.weights.transports.publish import DeltaPublisher, Publisher
 from midflight.weights.transports.receive import DeltaReceiver, FileReceiver

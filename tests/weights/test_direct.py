@@ -22,7 +22,8 @@ from midflight.engines.servers.command import INSIDE
 from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
 from midflight.weights.transports.collective import CollectivePublisher
-from midflight.weights.transports.direct import DirectFeed, DirectRound, RoundBroken
+from midflight.weights.transports.direct import DirectFeed, DirectRound, RoundBroken, legs
+from midflight.weights.transports.publish import DeltaPublisher
 from midflight.weights.transports.receive import Again, Join, Refused, Sent
 
 sys.path.append(str(INSIDE))
@@ -38,20 +39,21 @@ HELD = WorkerState(version=7, done=True, digests=("x", "y"), error="", live=6)
 
 def ordered(group: str | None = None) -> DirectRound:
     """Two workers that are told to meet in group g, as ranks 3 and 4."""
-    at = DirectRound(MANIFEST, member="m", group=group, workers=2)
+    at = DirectRound(legs(MANIFEST, set())[0], member="m", group=group, workers=2)
     at.order(TERMS, None, host="10.0.0.1")
     at.sent(Sent(("x", "y")))
     return at
 
 
 def test_a_server_asks_for_its_workers_and_tells_them_where_the_bytes_go() -> None:
-    at = DirectRound(MANIFEST, member="m", group=None, workers=2)
+    at = DirectRound(legs(MANIFEST, set())[0], member="m", group=None, workers=2)
     ask = at.ask("secret")
     assert (ask.fingerprint, ask.workers, ask.ranks, ask.group, ask.expected) == ("ffff", 2, 2, None, 2)
     order = at.order(TERMS, None, host="10.0.0.1")
     # Packed anew: the second tensor begins at the next multiple of 64, and the last ends 8 bytes after it.
     assert order.tensors == (("a", "F32", (3,), 0, 12), ("b", "BF16", (2, 2), 64, 8)) and order.num_bytes == 72
     assert (order.rank, order.workers, order.world, order.again) == (3, 2, 5, False)
+    assert (order.fingerprint, order.base, order.keeps, order.serves) == ("ffff", "", False, True)
 
 
 def test_what_each_worker_holds_decides_and_nothing_else() -> None:
@@ -76,7 +78,7 @@ def test_i7_workers_that_do_not_hold_just_what_was_sent_break_the_round(states: 
 
 
 def test_a_group_that_the_workers_were_never_in_a_broadcast_that_ends_early_and_a_refusal_end_the_round() -> None:
-    at = DirectRound(MANIFEST, member="m", group="g", workers=2)
+    at = DirectRound(legs(MANIFEST, set())[0], member="m", group="g", workers=2)
     with pytest.raises(RoundBroken, match="never made"):
         at.order(Again(), None, host="h")
     assert at.order(Again(), TERMS, host="h").again
@@ -92,22 +94,23 @@ def test_a_group_that_the_workers_were_never_in_a_broadcast_that_ends_early_and_
 class Small(nn.Module):
     """A layer whose weight is fused of two tensors, as servers have them, and an output head that is tied to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.fused = nn.Linear(2, 4, bias=False)
-        self.head = nn.Linear(2, 4, bias=False)
+        self.width = width
+        self.fused = nn.Linear(width, 2 * width, bias=False)
+        self.head = nn.Linear(width, 2 * width, bias=False)
         self.head.weight = self.fused.weight
 
     def load_weights(self, tensors: list[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            self.fused.weight.data[slice(0, 2) if name == "a" else slice(2, 4)].copy_(tensor)
+            self.fused.weight.data.chunk(2)[name == "b"].copy_(tensor)
 
 
 class Workers:
     """Of one server. `said` is how many it says to them that they are."""
 
-    def __init__(self, count: int) -> None:
-        self.models = [Small() for _ in range(count)]
+    def __init__(self, count: int, *, width: int = 2) -> None:
+        self.models = [Small(width) for _ in range(count)]
         self.landings = [self._landing(model) for model in self.models]
         self.said = count
         self.orders: list[TransferOrder] = []
@@ -142,8 +145,8 @@ class Workers:
             landing.take(version)
 
 
-def tensors(version: int) -> dict[str, Tensor]:
-    return {name: torch.full((2, 2), float(version)) for name in "ab"}
+def tensors(version: int, width: int = 2) -> dict[str, Tensor]:
+    return {name: torch.full((width, width), float(version)) for name in "ab"}
 
 
 @pytest.fixture
@@ -226,11 +229,41 @@ def test_a_server_that_was_started_again_is_met_in_a_new_group_and_one_of_anothe
     asyncio.run(main())
 
 
+def test_differences_come_straight_too_after_the_whole_version_where_a_worker_has_not_the_one_before() -> None:
+    server, feed = Workers(2, width=40), DirectFeed()
+    # 2 x 40 x 40 numbers of 4 bytes, in buckets of 6 400; of a difference every tensor has one frame.
+    inner = CollectivePublisher(bucket_bytes=6400, num_slots=6, quiet_seconds=0.02, deadline_seconds=DEADLINE, transport="direct")
+
+    async def bring(sender: DeltaPublisher, version: int) -> list[tuple[int, bool, bool]]:
+        """What was ordered: of which version, whether as a difference, and whether to be served."""
+        del server.orders[:]
+        await feed.bring(replace(sender.publish(version, tensors(version, 40)), receivers=1), server)
+        sender.release(version - 1)
+        assert not server.serves(version)
+        server.take(version)
+        assert server.serves(version)
+        return [(order.version, bool(order.base), order.serves) for order in server.orders]
+
+    async def main(sender: DeltaPublisher) -> None:
+        assert await bring(sender, 1) == [(1, False, True)]
+        assert await bring(sender, 2) == [(1, False, False), (2, True, True)]  # only now it is known that there are differences
+        assert await bring(sender, 3) == [(3, True, True)] and server.orders[0].num_bytes < 1000
+        server.landings[1]._kept[1][0] ^= 1  # a bit of the bytes that are kept is wrong: what comes of them is not version 4
+        assert await bring(sender, 4) == [(4, True, True), (1, False, False), (2, True, False), (3, True, False), (4, True, True)]
+        assert await bring(sender, 5) == [(5, False, True)]
+        assert await bring(sender, 6) == [(6, True, True)]
+        server.restart()  # twice the first: it is not in the group any more
+        assert await bring(sender, 7) == [(5, False, False), (5, False, False), (6, True, False), (7, True, True)]
+
+    with DeltaPublisher(inner, full_every=4) as sender:
+        asyncio.run(main(sender))
+
+
 def test_what_was_exchanged_is_gone_with_its_last_user() -> None:
     """A model is large, and the collector may come late."""
     gc.disable()
     try:
-        model = Small()
+        model = Small(2)
         other = midflight_direct.exchange(model, midflight_direct.beside(model))
         gone = [weakref.ref(other), weakref.ref(other.fused.weight)]
         del other

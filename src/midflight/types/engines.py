@@ -122,7 +122,15 @@ class TransferOrder:
     """For making the group, and for each bucket."""
     num_bytes: int
     tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
-    """Name, safetensors dtype, shape, offset, bytes."""
+    """Name, safetensors dtype, shape, offset, bytes: of the version, also where a difference comes."""
+    fingerprint: str
+    """Of what the worker then has."""
+    base: str = ""
+    """Where a difference comes: the fingerprint of what it changes."""
+    keeps: bool = False
+    """The worker is to keep the bytes, because differences will change them."""
+    serves: bool = True
+    """It is laid out to be served; a version on the way to one is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +146,5 @@ class WorkerState:
     error: str
     live: Version | None
     """What it serves, where that came straight to it."""
+    held: str | None = ""
+    """Fingerprint of the bytes that a difference may change, if it has any; none where it cannot check what comes of it."""

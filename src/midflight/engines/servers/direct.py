@@ -83,20 +83,26 @@ class DirectWay:
         self._make, self._feed = WORKERS[kind], feed
         self._is_open: bool | None = None
         """Whether the server can; known after the first version."""
+        self._changes = False
+        """Whether differences may come to it."""
+        self._said = set[str]()
 
     async def opens(self, client: ServerClient, manifest: WeightManifest, *, same_names: bool) -> bool:
         """Whether this version comes by it. Where it does not, it is written as a folder like every other, and the log says why."""
         if manifest.transport != TRANSPORT:
             return False
-        if not same_names or manifest.deltas:
-            return self._closed(client, "its tensors have other names, or are adapters or differences")
+        if not same_names:
+            return self._closed(client, "its tensors have other names, or are adapters")
         if not self._is_open:
             try:
-                self._is_open = len(await self._make(client).states()) > 0
+                states = await self._make(client).states()
             except EngineUnavailable:
                 raise
             except EngineError as error:
                 return self._closed(client, str(error))
+            self._is_open, self._changes = len(states) > 0, all(state.held is not None for state in states)
+        if manifest.deltas and not self._changes:
+            return self._closed(client, "it is a difference, for which the server's interpreter must have xxhash")
         return True
 
     async def bring(self, client: ServerClient, manifest: WeightManifest) -> None:
@@ -107,7 +113,8 @@ class DirectWay:
         await self._make(client).take(version, recompute=recompute)
 
     def _closed(self, client: ServerClient, why: str) -> bool:
-        if self._is_open is None:
+        """Whatever it is, it is said once."""
+        if why not in self._said:
             _log.warning("engine %s gets its weights from a folder and not straight from the trainer: %s", client.name, why)
-            self._is_open = False
+            self._said.add(why)
         return False

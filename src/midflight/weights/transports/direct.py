@@ -6,13 +6,14 @@ pass neither: they go from the trainer's memory into the workers.
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.ports import ServerWorkers
-from midflight.types import TransferOrder, WeightManifest, WorkerState
+from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
 from midflight.weights.manifest import extent, repacked
 from midflight.weights.transports.receive import MAX_LINE, Address, Again, Answer, Ask, Join, Refused, Sent, line, read_answer
 
@@ -24,6 +25,42 @@ LOOK_SECONDS = 0.01
 
 class RoundBroken(Exception):
     """Nothing that is served has changed, and the group is useless. The next round makes another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What is broadcast at once: a version, or a difference that makes one."""
+
+    sent: WeightManifest
+    """Of the bytes that go over the wire."""
+    tensors: tuple[TensorSpec, ...]
+    """Of the version that they make, packed."""
+    fingerprint: str
+    """Of that version."""
+    base: str = ""
+    """Of the version that they change, if they are a difference."""
+    serves: bool = True
+    """The last of a way: it will be served."""
+
+
+def legs(manifest: WeightManifest, held: Set[str | None]) -> Sequence[Leg]:
+    """The way to a version for workers that hold the bytes of these fingerprints: the differences that they lack, if all hold the same
+    version and it is on the way; else the whole version at its beginning first."""
+    specs = repacked(manifest.tensors)
+    if not manifest.deltas:
+        return [Leg(manifest, specs, manifest.fingerprint)]
+    bases = [delta.base_fingerprint for delta in manifest.deltas]
+    made = [*zip([d.base for d in manifest.deltas[1:]], bases[1:], strict=True), (manifest.version, manifest.fingerprint)]
+    way = list[Leg]()
+    for (version, fingerprint), delta in zip(made, manifest.deltas, strict=True):
+        payload = replace(manifest, version=version, fingerprint=delta.payload_fingerprint, location=delta.location)
+        sent = replace(payload, tensors=(delta.payload,), deltas=())
+        way.append(Leg(sent, specs, fingerprint, base=delta.base_fingerprint, serves=fingerprint == manifest.fingerprint))
+    start = next((i for i, base in enumerate(bases) if held == {base}), None)
+    if start is not None:
+        return way[start:]
+    whole = replace(manifest, version=manifest.deltas[0].base, fingerprint=bases[0], deltas=())
+    return [Leg(whole, specs, bases[0], serves=False), *way]
 
 
 class DirectRound:
@@ -38,9 +75,11 @@ class DirectRound:
     What fails raises `RoundBroken`, or `WeightsCorrupt` where another round would end in the same way.
     """
 
-    def __init__(self, manifest: WeightManifest, *, member: str, group: str | None, workers: int) -> None:
-        """`group`: the one that these workers were in last, where it did not break. `member` names the server to the publisher."""
-        self._manifest, self._member, self._group, self._workers = manifest, member, group, workers
+    def __init__(self, leg: Leg, *, member: str, group: str | None, workers: int, keeps: bool = False) -> None:
+        """`group`: the one that these workers were in last, where it did not break. `member` names the server to the publisher. `keeps`:
+        differences from this version are expected."""
+        self._leg, self._manifest, self._keeps = leg, leg.sent, keeps
+        self._member, self._group, self._workers = member, group, workers
         self._terms: Join | None = None
         self._digests: tuple[str, ...] = ()
 
@@ -59,7 +98,7 @@ class DirectRound:
                 raise WeightsCorrupt(f"fetching version {self._manifest.version}: {reason}; publish a version again.")
             case _:
                 raise RoundBroken("the publisher names a group that was never made")
-        specs, terms = repacked(self._manifest.tensors), self._terms
+        leg, terms = self._leg, self._terms
         return TransferOrder(
             version=self._manifest.version,
             group=terms.group,
@@ -72,8 +111,12 @@ class DirectRound:
             backend=terms.backend,
             bucket_bytes=terms.bucket_bytes,
             deadline_seconds=terms.deadline_seconds,
-            num_bytes=extent(specs),
-            tensors=tuple((s.name, s.dtype, s.shape, s.offset, s.num_bytes) for s in specs),
+            num_bytes=extent(repacked(leg.sent.tensors)),
+            tensors=tuple((s.name, s.dtype, s.shape, s.offset, s.num_bytes) for s in leg.tensors),
+            fingerprint=leg.fingerprint,
+            base=leg.base,
+            keeps=self._keeps,
+            serves=leg.serves,
         )
 
     def sent(self, answer: Answer | None) -> None:
@@ -103,17 +146,23 @@ class DirectFeed:
         self._member = secrets.token_hex(8)
         self._group: Join | None = None
         """The terms of the group that the workers are in, which no round has broken."""
+        self._keeps = False
+        """From the first difference on."""
 
     async def bring(self, manifest: WeightManifest, workers: ServerWorkers) -> None:
         """Waits for the publisher and the workers; ended by their deadlines, or by the caller's."""
         broken: Exception | None = None
+        self._keeps = self._keeps or bool(manifest.deltas)
         for _ in range(ATTEMPTS):
             known, self._group = self._group, None  # a round that fails, or is cancelled, leaves no group
             try:
                 # Also shows that they answer: for a server that was stopped nobody meets a group, which would wait for it.
-                count = len(await workers.states())
-                at = DirectRound(manifest, member=self._member, group=known and known.group, workers=count)
-                self._group = await self._round(at, manifest, workers, known)
+                states = await workers.states()
+                for leg in legs(manifest, {state.held for state in states}):
+                    group = known and known.group
+                    at = DirectRound(leg, member=self._member, group=group, workers=len(states), keeps=self._keeps)
+                    known = await self._round(at, leg.sent, workers, known)
+                self._group = known
                 return
             except (RoundBroken, EngineError) as error:
                 if isinstance(error, (EngineUnavailable, WeightsCorrupt)):

@@ -20,7 +20,8 @@ from midflight.errors import ConfigError, SlotBusy
 from midflight.models.names import dtype_name
 from midflight.models.sizes import element_bytes, fingerprint
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, aligned, encode, extent, layout, repacked, set_aside, views
+from midflight.weights.frames import encode
+from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, aligned, extent, layout, repacked, set_aside, views
 from midflight.weights.transports.files import SHARED, SUFFIX
 
 

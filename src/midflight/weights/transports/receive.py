@@ -22,7 +22,8 @@ from midflight.errors import NotSupported, WeightsCorrupt, nearest
 from midflight.models.sizes import element_bytes, fingerprint_views
 from midflight.ports import WeightReceiver
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
-from midflight.weights.manifest import Frames, check_extents, repacked, set_aside, views
+from midflight.weights.frames import Frames
+from midflight.weights.manifest import check_extents, repacked, set_aside, views
 
 # --- Where a broadcast is met -----------------------------------------------------------------------------------------
 

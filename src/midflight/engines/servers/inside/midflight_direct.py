@@ -1,14 +1,16 @@
 """Runs inside vLLM's and SGLang's workers: a version comes straight from the trainer while the server generates, and a pause only swaps it in.
 
-Torch and the standard library only. A thread meets the trainer in a process group of its own, receives bucket by bucket, and lays the
+Torch and the standard library only, but where differences come: numpy, xxhash and the file that reads them. A thread meets the trainer in a process group of its own, receives bucket by bucket, and lays the
 tensors out as the model has its own, beside those that are served. Every wait has a deadline, and whatever fails leaves what is served as it is.
 """
 
 import hashlib
+import importlib.util
 import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -63,6 +65,37 @@ class GroupSeat:
         part.copy_(staged)
 
 
+READER = Path(__file__).resolve().parents[3] / "weights" / "frames.py"
+"""Reads differences. Midflight's, and imports nothing of it."""
+PIECE = 16 * 2**20
+"""Bytes of a tensor that are hashed at once."""
+CHECKS = importlib.util.find_spec("xxhash") is not None and READER.exists()
+"""Whether differences may come: only whole bytes tell whether they led to the version."""
+
+
+def fingerprint(tensors, data):
+    """As `midflight.models.sizes.fingerprint` has it, where it is explained."""
+    import xxhash
+
+    total, view = hashlib.sha256(), memoryview(data.numpy())
+    for name, dtype, shape, offset, num_bytes in sorted(tensors, key=lambda tensor: tensor[0]):
+        for start in range(offset, offset + num_bytes, PIECE):
+            total.update(xxhash.xxh3_128_digest(view[start : min(start + PIECE, offset + num_bytes)]))
+        total.update(f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode())
+    return total.hexdigest()
+
+
+def change(data, payload, tensors):
+    """Changes the bytes of a version by a difference."""
+    spec = importlib.util.spec_from_file_location("midflight_frames", READER)
+    reader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reader)
+    frames, view = reader.Frames(memoryview(payload.numpy())), memoryview(data.numpy())
+    for _, dtype, _, offset, num_bytes in tensors:
+        frames.apply(view[offset : offset + num_bytes], width=DTYPES[dtype].itemsize)
+    frames.end()
+
+
 class Coming:
     """A version on its way. Written by its own thread alone until `done`."""
 
@@ -76,7 +109,7 @@ class Landing:
     def __init__(self, prepare, swap):
         """`prepare` makes of named tensors what `swap` takes, which returns what was served before, or `None` where that is gone."""
         self._prepare, self._swap = prepare, swap
-        self._seat = self._coming = self._live = None
+        self._seat = self._coming = self._live = self._kept = None
 
     def begin(self, order, *, index, workers):
         """Starts to receive. What came before is forgotten, also where it is still on its way: its thread ends by its deadline."""
@@ -88,11 +121,12 @@ class Landing:
 
     def state(self):
         """For the companion: `done` also where it failed."""
-        coming = self._coming
+        coming, kept = self._coming, self._kept
+        held = (kept[0] if kept else "") if CHECKS else None
         if coming is None:
-            return {"version": None, "done": True, "digests": [], "error": "nothing was ordered", "live": self._live}
-        version = coming.order["version"]
-        return {"version": version, "done": coming.done, "digests": coming.digests, "error": coming.error, "live": self._live}
+            return {"version": None, "done": True, "digests": [], "error": "nothing was ordered", "live": self._live, "held": held}
+        said = {"version": coming.order["version"], "done": coming.done, "digests": coming.digests, "error": coming.error}
+        return {**said, "live": self._live, "held": held}
 
     def holds(self, version):
         coming = self._coming
@@ -123,11 +157,30 @@ class Landing:
                 seat.receive(part)
                 coming.digests.append(hashlib.sha256(part.numpy()).hexdigest()[:HEX])
             self._seat = seat
-            with torch.no_grad():
-                coming.ready = self._prepare([(name, _view(data, *where)) for name, *where in order["tensors"]])
+            if order["base"]:
+                data = self._changed(data, order)
+            if order["keeps"]:
+                self._keep(data, order)
+            if order["serves"]:
+                with torch.no_grad():
+                    coming.ready = self._prepare([(name, _view(data, *where)) for name, *where in order["tensors"]])
         except Exception as error:
             coming.error = f"{type(error).__name__}: {error}".partition("\n")[0]
         coming.done = True
+
+    def _changed(self, payload, order):
+        """Nothing is kept until it is verified: a difference that fails leaves neither version."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept[0] != order["base"]:
+            raise ValueError("the version that this is a difference from is not here")
+        change(kept[1], payload, order["tensors"])
+        return kept[1]
+
+    def _keep(self, data, order):
+        self._kept = None
+        if (found := fingerprint(order["tensors"], data)) != order["fingerprint"]:
+            raise ValueError(f"what came hashes to {found[:12]} and not to {order['fingerprint'][:12]}")
+        self._kept = (found, data)
 
 
 def _view(data, dtype, shape, offset, num_bytes):
