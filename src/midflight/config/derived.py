@@ -74,8 +74,8 @@ def admission_limit(rollout: RolloutSection, served: Version) -> int:
 
 
 def num_engines(engine: EngineSection) -> int:
-    """Engines of the run: the servers attached, else the processes started."""
-    return len(engine.urls or engine.servers) or engine.count
+    """Engines of the run: the servers attached, else the processes started, of which the last may be lent."""
+    return (len(engine.urls or engine.servers) or engine.count) + engine.lend
 
 
 MAX_WORKERS = 8
@@ -189,7 +189,7 @@ def placement(config: Config) -> tuple[ProcessCount, ...]:
 
 
 def _engine_place(engine: EngineSection) -> ProcessCount:
-    generates = f"generates, {engine.max_running} requests together"
+    generates = f"generates, {engine.max_running} requests together" + (", the last while the trainer waits" if engine.lend else "")
     if engine.kind == "embedded":
         return ProcessCount("engine", num_engines(engine), engine.threads, engine.device, generates)
     if engine.urls:

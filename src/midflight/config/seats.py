@@ -18,7 +18,7 @@ _TENSOR_PARALLEL = re.compile(r"(?:--tensor-parallel-size|-tp|--tp-size|--tp)[= 
 
 
 LARGE_BYTES = 2**30
-"""Of a version: a server's own loader takes a second or more for so many, in a pause; to swap them takes milliseconds."""
+"""Of a version: a server's own loader takes about a second for so many, in a pause; to swap them takes milliseconds."""
 MANY_ENGINES = 8
 """Over machines. From so many on, what every engine's link and the trainer's CPU save by `pull` is worth its four times as much CPU an engine."""
 
@@ -124,6 +124,26 @@ def server_size(engine: EngineSection, server: ServerSection | None) -> int:
     return int(found[1]) if found else 1 if server is None else server.world_size
 
 
+def lent_engine(engine: EngineSection) -> str | None:
+    """The name of the one in the trainer's place."""
+    return f"engine{num_engines(engine) - 1}" if engine.lend else None
+
+
+def _lending_contradictions(config: Config) -> Iterator[str]:
+    engine, needs = config.engine, "engine.lend is one more embedded engine in the trainer's place"
+    if engine.kind != "embedded" or engine.servers:
+        given = "engine.servers are given" if engine.servers else f'engine.kind is "{engine.kind}"'
+        yield f"{needs}, and {given}; remove one"
+    if config.cluster.kind != "local":
+        yield f'{needs}, and cluster.kind is "{config.cluster.kind}", where the trainer may be on another machine; remove one'
+    if engine.device.partition(":")[0] != config.trainer.device.partition(":")[0]:
+        yield f"{needs}, and engine.device ({engine.device}) is another kind than trainer.device ({config.trainer.device}); give both the same"
+    if config.gateway.shards > 1:
+        yield f"{needs}, of which one gateway decides, and gateway.shards is {config.gateway.shards}; remove one"
+    if config.environment.untracked.engines:
+        yield f"{needs}, and environment.untracked.engines ({config.environment.untracked.engines}) sets the last engines apart; remove one"
+
+
 # --- The GPUs of one machine -----------------------------------------------------------------------------------------
 
 
@@ -150,7 +170,10 @@ def device_map(config: Config, *, number: int | None = None, ranks: bool = True,
     if config.cluster.kind != "local":
         hosts = {f"engine{index}": server.host for index, server in enumerate(config.engine.servers)}
         return [Laid(one.who, hosts.get(one.who) or ANY_MACHINE, one.number) for one in requests]
-    given = DevicePool(number, shared=config.engine.share_devices).give_all(requests)
+    given = dict(DevicePool(number, shared=config.engine.share_devices).give_all(requests))
+    if (lent := lent_engine(config.engine)) is not None and config.engine.device != "cpu" and "trainer" in given:
+        requests.append(DeviceRequest(lent, 1, "engine.lend"))
+        given[lent] = given["trainer"]
     return [Laid(one.who, THIS_MACHINE, one.number, given[one.who]) for one in requests]
 
 
@@ -166,7 +189,7 @@ def _requests(config: Config, *, ranks: bool, teacher: bool) -> Iterator[DeviceR
         return
     option = f"engine.device = {engine.device!r}"
     if not engine.urls:
-        for index, server in enumerate(engine.servers or (None,) * num_engines(engine)):
+        for index, server in enumerate(engine.servers or (None,) * (num_engines(engine) - engine.lend)):
             at = f"engine.servers.{index}.devices" if server is not None else option
             named = server.devices if server is not None and server.devices else _numbered(engine.device)
             yield DeviceRequest(f"engine{index}", server_size(engine, server), at, named)
@@ -209,6 +232,7 @@ def server_contradictions(config: Config) -> Iterator[str]:
     if trainer.devices and not local:
         yield f"trainer.devices ({list(trainer.devices)}) are chosen by Ray on a cluster; remove them"
     yield from _adapter_contradictions(config)
+    yield from _lending_contradictions(config) if engine.lend else ()
     if local:
         try:
             device_map(config)

@@ -84,6 +84,8 @@ class EngineSection(Section):
     """Where the engine computes: `cpu`, `cuda`, each then on GPUs of its own, or such as `cuda:1`."""
     share_devices: bool = False
     """Engines may be on GPUs that a trainer rank or another engine has, as on a machine with one; each then needs a part of its memory. Without it that is refused."""
+    lend: bool = False
+    """One more embedded engine, in the place of the first trainer rank: it generates while that waits for a batch, and hands its requests to the others when the batch is there. Pays where training waits for generation and has cores or GPUs of its own."""
     servers: tuple[ServerSection, ...] = ()
     """The engines one by one, in place of `count`: where each is, on which GPUs, and laid over how many."""
     deterministic: bool = False

@@ -140,7 +140,7 @@ class _Attempts:
                 lease = await self._place()
                 if lease is not None:
                     await self._attempt(lease)
-                    self._num_fruitless = 0 if self.answer.num_gained else self._num_fruitless + 1
+                    self._num_fruitless = 0 if self.answer.num_gained else self._num_fruitless + (not lease.moved)
                     await self._rest()
         finally:
             self._generator.ended(self)

@@ -62,6 +62,7 @@ class Fleet:
         """One for requests of evaluations, whose engine is another: neither kind waits behind the other."""
         self._reserved: Reservation | None = None
         self._pins = Pins()
+        self.lent: str | None = None  # it only helps at times, and therefore keeps no version for an evaluation
         self._record = record
         self._tickets, self._orders = itertools.count(), itertools.count()
         self._last_served: Version = 0
@@ -151,6 +152,10 @@ class Fleet:
     def release_all(self, owner: str) -> None:
         self._holds.release(owner)
         self._changed(*self._members)
+
+    def leases(self, engine: str) -> tuple[Lease, ...]:
+        """The requests that are on an engine, the oldest first."""
+        return tuple(self._members[engine].leases) if engine in self._members else ()
 
     # --- An engine reserved for an evaluation ------------------------------------------------------------------------
 
@@ -360,7 +365,8 @@ class Fleet:
         home = reserved.engine
         kept = None if home is None else self._members.get(home)
         if kept is None or kept.error is not None or kept.version != reserved.version:
-            reserved.move((m for m in self._members.values() if m.error is None), newest=self.current_version())
+            steady = (m for m in self._members.values() if m.error is None and m.name != self.lent)
+            reserved.move(steady, newest=self.current_version())
         reserved.let_pass(others=any(m.error is None for m in self._members.values() if m.name != reserved.engine))
         if reserved.over.is_set() and (reserved.engine is None or reserved.version >= self.current_version()):
             self._reserved = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeAlias, TypeVar
 
 from midflight.allowance import Allowance
+from midflight.errors import EngineUnavailable
 from midflight.gateway.fleet.pauses import SharedPause
 from midflight.ports import Engine
 from midflight.types import Version
@@ -220,6 +221,8 @@ class Lease:
         self.tokens = tokens
         self.allowance = allowance
         self.lost: BaseException | None = None
+        self.moved = False
+        """Nothing is wrong with engine or request: it goes on elsewhere."""
         self._member = member
         member.leases[self] = None
         member.load(tokens)
@@ -229,6 +232,11 @@ class Lease:
         if self.lost is None:
             self.lost = error
             self.allowance.cut()
+
+    def move(self, why: str) -> None:
+        """It goes on elsewhere, with the tokens that it has."""
+        self.moved = True
+        self.lose(EngineUnavailable(f"{self.engine.name} {why}"))
 
     def end(self) -> None:
         """Idempotent."""

@@ -252,6 +252,8 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
     if config.environment.sampling.truncates_the_policy and not derived.trains_truncated(config, trainer_is_ours=False):
         raise ConfigError("environment.top_p, top_k and min_p leave nothing to train for a trainer that does not read `kept`. Set "
                           "correction.sampling_masks = true if yours does, or remove them.")  # fmt: skip
+    if config.engine.lend:
+        raise ConfigError("engine.lend lends what our trainer computes on, and here another trains. Remove it, or raise engine.count.")
     model = _model(config.model.path, "set model.path to a Hugging Face model folder; `midflight new-model DIR` makes one to try with")
     chosen = control_token(token)
     folder = Path(config.run.folder)

@@ -18,6 +18,7 @@ from midflight.buffer.books import Books
 from midflight.buffer.groups import Limits
 from midflight.buffer.queue import GroupQueue
 from midflight.config import derived
+from midflight.config.seats import lent_engine
 from midflight.config.sections import RolloutSection
 from midflight.environments.rows import Columns
 from midflight.environments.tasks import PostedTasks, Source, TaskStream
@@ -26,6 +27,7 @@ from midflight.observe.status import Phase
 from midflight.run.api.routes import Teacher
 from midflight.run.api.service import Copied
 from midflight.run.parts import serve_while
+from midflight.run.rollout.lending import Lending
 from midflight.run.rollout.rollouts import Evaluations, Fates, GroupAges, Phases, Recorded, RolloutStream
 from midflight.run.rollout.serving import Agents
 from midflight.trajectories.packing import pack
@@ -124,7 +126,7 @@ class RolloutSystem:
         self._observe, self._phases_told = agents.record, phases
         self._writer, self._gateway, self._handover = StoreWriter(store), serving.gateway, serving.handover
         self._gateway.on_turn = self.record
-        self._ages = GroupAges(serving.gateway)
+        self._ages, self._lending = GroupAges(serving.gateway), Lending(serving.fleet, lent_engine(config.engine))
         self.books = Books(buffer_limits(config.rollout), start_version=version)
         self.queue = GroupQueue(self.books, record=self.record, running_oldest=self._ages.of_group, full=serving.capacity.full)
         serving.capacity.on_changed = self.queue.wake
@@ -238,9 +240,15 @@ class RolloutSystem:
     # --- RolloutService ----------------------------------------------------------------------------------------------
 
     async def take(self, train_version: Version) -> PackedBatch:
-        return await self._packed(await self.queue.take(train_version))
+        with self._lending.while_waiting():
+            batch = await self.queue.take(train_version)
+            self._lending.given(batch.lease)
+        return await self._packed(batch)
 
     async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
+        """Nothing where the trainer's place is lent meanwhile."""
+        if self._lending.is_on:
+            return None
         groups = await self.queue.ahead(train_version, tokens=tokens)
         return pack(Batch(0, train_version, groups)) if groups else None
 
@@ -258,9 +266,11 @@ class RolloutSystem:
         for closed in self.books.skipping(step.lease) if step.skipped else ():
             self.record(closed)
         self.record(step)
+        self._lending.done(step.lease)
 
     async def take_back(self, lease: int) -> None:
         self.record(facts.TakenBack(lease))
+        self._lending.done(lease)
         await self._writer.flush()
 
     async def restart(self, checkpoint: Version, *, least: Version = 0) -> Version:
@@ -273,6 +283,7 @@ class RolloutSystem:
                 break
         version = max(least, self.books.resumed_as(checkpoint))
         self.record(facts.WentBack(checkpoint, version, groups))
+        self._lending.done()
         await self._writer.flush()
         return version
 
@@ -302,7 +313,8 @@ class RolloutSystem:
         """Waits for the last evaluation; ended by it."""
         self._last_version = version
         self._last_step.set()
-        await self._finished.wait()
+        with self._lending.while_waiting():
+            await self._finished.wait()
 
     async def _packed(self, batch: Batch) -> PackedBatch:
         """Waits until the lease is on disk, then for the teacher, which scores while the step before is made."""

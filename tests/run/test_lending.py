@@ -1,0 +1,135 @@
+"""An engine in the trainer's place: it generates while the trainer waits, and makes way for it, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.loop.site import TOKENIZER, Agents, Site, config
+
+from midflight.config import load_config
+from midflight.config.derived import num_engines, placement
+from midflight.config.seats import device_map
+from midflight.config.sections import EngineSection
+from midflight.errors import ConfigError
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.run.rollout.lending import OWNER, Lending
+from midflight.testing.script import Script
+from midflight.testing.scripted import ScriptedEngine
+from midflight.testing.virtual_time import run_virtual
+from midflight.types.facts import Quarantined, Rejoined
+
+LENT = "engine1"
+
+
+def held(fleet: Fleet) -> bool:
+    return OWNER in next(state for state in fleet.states() if state.name == LENT).held_by
+
+
+def fleet_of_two() -> Fleet:
+    fleet = Fleet()
+    for name in ("engine0", LENT):
+        fleet.attach(ScriptedEngine(name))
+    return fleet
+
+
+def test_it_is_lent_while_the_trainer_waits_and_has_no_batch_at_work() -> None:
+    fleet = fleet_of_two()
+    lending = Lending(fleet, LENT)
+    assert held(fleet)
+    with lending.while_waiting():
+        assert not held(fleet)
+        lending.given(1)
+        assert held(fleet), "the batch is there"
+    with lending.while_waiting():  # for the next, while it makes the step of this one
+        assert held(fleet)
+        lending.given(2)
+        lending.done(1)
+        assert held(fleet), "the next step begins at once"
+    lending.done(2)
+    assert held(fleet), "nobody waits"
+    with lending.while_waiting(), lending.while_waiting():  # a connection was lost, and it asked again
+        assert not held(fleet)
+    assert held(fleet)
+    lending.given(3)
+    lending.done()  # the trainer died, and its successor has no batch
+    with lending.while_waiting():
+        assert not held(fleet)
+
+
+def test_it_keeps_no_version_for_an_evaluation() -> None:
+    fleet = fleet_of_two()
+    with Lending(fleet, LENT).while_waiting():
+        assert fleet.reserve(0).engine == "engine0"
+
+
+def lending_site(folder: Path, seed: int) -> Site:
+    """Steps are short beside generation, so that the trainer waits; answers of one turn to three."""
+    made = config(staleness=1, steps=8).model_copy(update={"engine": EngineSection(lend=True, max_running=4)})
+    script = Script(mean_length=8)
+    engines = [ScriptedEngine(name, script=script, tokenizer=TOKENIZER, step_seconds=0.05) for name in ("engine0", LENT)]
+    return Site(made, folder, engines=engines, agents=Agents(seed, longest=1), sdk=False)
+
+
+def test_i1_to_i6_hold_while_it_comes_and_goes_and_every_answer_is_whole(tmp_path: Path) -> None:
+    """Each answer is what one uninterrupted engine says (I5), and the handover reaches it, lent or not."""
+
+    async def main() -> Site:
+        site = lending_site(tmp_path, 1)
+        await site.run(step_seconds=0.3)
+        return site
+
+    site = run_virtual(main, seed=1, max_seconds=20_000)
+    site.check()
+    assert not site.failed_requests
+    lent = site.engines[1]
+    assert lent.requests and lent.served.version == site.engines[0].served.version == 8
+    resumed = [r for engine in site.engines for r in engine.requests if len(r.input_ids) > r.num_prompt_tokens]
+    assert resumed, "some answers moved, with the tokens that they had"
+
+
+def test_its_death_while_lent_costs_its_requests_nothing_but_a_resume_and_it_comes_back_held(tmp_path: Path) -> None:
+    async def main() -> Site:
+        site = lending_site(tmp_path, 1)
+        lent = site.engines[1]
+
+        async def dying() -> None:
+            while not lent.requests:
+                await asyncio.sleep(0.01)
+            lent.die()
+            await asyncio.sleep(3.0)
+            lent.revive()
+
+        await site.run(dying(), step_seconds=0.3)
+        return site
+
+    site = run_virtual(main, seed=1, max_seconds=20_000)
+    site.check()
+    assert not site.failed_requests
+    assert {fact.engine for fact in site.seen.of(Quarantined)} == {LENT} == {fact.engine for fact in site.seen.of(Rejoined)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["engine.kind=vllm"], 'engine.lend is one more embedded engine in the trainer\'s place, and engine.kind is "vllm"'),
+        (["engine.servers=[{}]"], "and engine.servers are given"),
+        (["cluster.kind=ray"], "where the trainer may be on another machine"),
+        (["trainer.device=cuda"], "engine.device (cpu) is another kind than trainer.device (cuda)"),
+        (["gateway.shards=2"], "gateway.shards is 2"),
+        (["engine.count=2", "environment.untracked.engines=1"], "environment.untracked.engines (1) sets the last engines apart"),
+    ],
+)
+def test_what_cannot_be_lent_is_refused(options: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, ["engine.lend=true", *options])
+    assert words in str(refused.value)
+
+
+def test_it_is_one_more_engine_on_the_gpu_of_the_first_rank() -> None:
+    made = load_config(None, ["engine.lend=true", "engine.count=2", "engine.device=cuda", "trainer.device=cuda", "trainer.ranks=2"])
+    laid = {part.who: part.devices for part in device_map(made)}
+    assert laid == {"trainer": (0,), "trainer1": (1,), "engine0": (2,), "engine1": (3,), "engine2": (0,)}
+    assert num_engines(made.engine) == 3
+    assert next(place for place in placement(made) if place.process == "engine").task.endswith(", the last while the trainer waits")
