@@ -179,7 +179,6 @@ class Outlet(Protocol):
     def put(self, step: StepOutput) -> None: ...
     def fail(self, error: Exception) -> None:
         """The engine died: nothing more will come."""
-        ...
 
 
 class _Gathered(msgspec.Struct):
@@ -224,7 +223,8 @@ class ChunkStream:
 
     def add(
         self, token_id: int, logprob: float, *, version: Version, kv_version: Version, top: Top = None, kept: bytes | None = None
-    ) -> None:
+    ) -> _Gathered:
+        """What it is gathered in: further tokens of the same message may be put there."""
         part = self._gathered[-1] if self._gathered else None
         if part is None or part.version != version or part.kv_version != kv_version:
             part = _Gathered(version, kv_version)
@@ -240,6 +240,7 @@ class ChunkStream:
             self._wake()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._wake)
+        return part
 
     def end(self, version: Version, finish: Finish, *, attested: tuple[Segment, ...] = (), experts: bytes = b"") -> None:
         """Marks the request as finished; the finish goes with the last tokens that still wait."""
@@ -255,13 +256,11 @@ class ChunkStream:
         self._wake()
 
     def _wake(self) -> None:
+        was_ready, self._is_ready = self._is_ready, True
         if self._take is not None:
-            if not self._is_ready:  # once for all that one message brings
-                self._is_ready = True
+            if not was_ready:  # once for all that one message brings
                 asyncio.get_running_loop().call_soon(self._bring)
-            return
-        self._is_ready = True
-        if self._waiter is not None and not self._waiter.done():
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(False)
 
     def _bring(self) -> None:
@@ -374,23 +373,24 @@ class ChunkStreams:
         attested: Sequence[tuple[int, tuple[Segment, ...]]] = (),
         experts: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        """Gives each request what a step did for it. What is for requests that were closed meanwhile is dropped.
-
-        `tops` and `kept` have one entry for each row, or none where nobody asks.
-        """
+        """Gives each request what a step did for it, `tops` and `kept` for each row or for none. What is for requests that were closed
+        meanwhile is dropped."""
         streams = self._streams
         each = zip(rows, tops or itertools.repeat(None), kept or itertools.repeat(None), strict=False)
+        last, part = -1, None
         for (handle, token, logprob, kv), top, left in each:
-            if (stream := streams.get(handle)) is not None:
-                stream.add(token, logprob, version=version, kv_version=kv, top=top, kept=left)
+            if handle == last and part is not None and part.kv_version == kv and top is None and left is None:
+                part.token_ids.append(token)
+                part.logprobs.append(logprob)
+            elif (stream := streams.get(handle)) is not None:
+                last, part = handle, stream.add(token, logprob, version=version, kv_version=kv, top=top, kept=left)
         for handle, finish in finishes:
             if (stream := streams.pop(handle, None)) is not None:
                 stream.end(version, finish, attested=dict(attested).get(handle, ()), experts=dict(experts).get(handle, b""))
 
     def reject(self, handle: int, error: Exception) -> None:
         """Ends one request with an error; an unknown one has been closed meanwhile."""
-        stream = self._streams.pop(handle, None)
-        if stream is not None:
+        if (stream := self._streams.pop(handle, None)) is not None:
             stream.fail(error)
 
     def fail(self, error: Exception) -> None:
