@@ -86,9 +86,12 @@ class DirectContract:
     def test_i6_weights_that_come_straight_are_served_as_if_they_were_loaded_from_a_folder(self) -> None:
         async def test(site: ModelSite, sender: CollectivePublisher) -> None:
             request = ask(PROMPT, max_tokens=150, temperature=0.0)
-            chunks = site.engine.generate(request)
+            beside = asyncio.create_task(collect(site.engine, request))
+            await site.engine.stage(sender.publish(1, named_tensors(tied(1))))  # comes while the server generates, however long that takes
+            check_labels(await beside)
+            chunks = site.engine.generate(ask(PROMPT, max_tokens=150, temperature=0.0))
             got = await until_tokens(chunks, 3)
-            await update(site, sender, 1)
+            await site.engine.commit(1)
             got += [c async for c in chunks]
             check_labels(got)
             changed = [v for v, _ in labels(got)].index(1)
