@@ -5,7 +5,8 @@ Four races: `short` is the demo's task and model, with six tokens an answer; `la
 letter, up to 150 tokens of it. Tasks, groups, batch, learning rate, clips, sampling and seeds (one for each round) are the same for
 both sides. Ours is asynchronous, with one version of lead, and uses two cores by its processes; trl's loop
 generates with `transformers`, then trains, with the threads of `--trl-threads`. The clock begins when model and libraries are loaded (the
-first rollouts start) and stops when the mean reward over 20 steps reaches the target. Memory is the sum over processes, each at its peak.
+first rollouts start) and stops when the mean reward over 20 steps reaches the target. Memory is the sum over processes, each at its peak,
+where pages that several of them map (libraries, mostly) count once.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training_both import peak_mib
+from training_both import held_mib
 
 from midflight.config import load_config
 from midflight.config.sections import Config
-from midflight.models.load import make_model, save_model
 from midflight.run.parts import Message, ModelReady, Progress, Purpose, Ready
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
@@ -130,6 +130,8 @@ def _config(race: Race, folder: Path, model: Path, *, seed: int) -> Config:
 
 def _model(folder: Path, race: Race) -> Path:
     """Made once: random weights, then the warm start."""
+    from midflight.models.load import make_model, save_model  # brings torch, which our launcher has not
+
     start = folder / "first" / "start"
     if not (start / "config.json").exists():
         write_byte_tokenizer(folder / "random")
@@ -196,7 +198,7 @@ class Watch:
 
         for child in self.ring.children.values():
             if child.running and child.pid is not None:
-                self._peaks[child.name] = max(peak_mib(child.pid), self._peaks.get(child.name, 0.0))
+                self._peaks[child.name] = max(held_mib(child.pid), self._peaks.get(child.name, 0.0))
                 self._cpu[child.name] = cpu_seconds(child.pid)
 
     def found(self, rewards: list[float], *, steps: int) -> dict[str, Any]:
@@ -205,8 +207,8 @@ class Watch:
             "seconds": self.ended - self.serving,
             "steps": len(rewards),
             "cpu": sum(self._cpu.values()) - self._cpu_before,
-            "peak_mib": sum(self._peaks.values()) + peak_mib(),
-            "peaks": self._peaks | {"launcher": peak_mib()},
+            "peak_mib": sum(self._peaks.values()) + held_mib(),
+            "peaks": self._peaks | {"launcher": held_mib()},
             "reached": len(rewards) < steps,
             "rewards": rewards,
         }

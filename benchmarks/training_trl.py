@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from training_both import REWARDS, Meter, peak_mib, reset_peak, resident_mib
+from training_both import REWARDS, Meter, held_mib, peak_mib, reset_peak, resident_mib
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -113,7 +113,7 @@ def reward(plan: Path, out: Path) -> None:
     )  # fmt: skip
     trainer.train()
     found = {"seconds": until.seconds, "cpu": until.cpu, "steps": len(until.rewards), "rewards": until.rewards, "reached": until.reached}
-    out.write_text(json.dumps(found | {"peak_mib": peak_mib()}))
+    out.write_text(json.dumps(found | {"peak_mib": held_mib()}))
 
 
 class _Until(TrainerCallback):
