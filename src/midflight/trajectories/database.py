@@ -2,9 +2,10 @@
 
 import secrets
 import sqlite3
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -21,6 +22,8 @@ Value: TypeAlias = "int | float | str | bytes | None"
 APPLICATION_ID = 0x4D464C54
 """Marks the file as ours ("MFLT")."""
 SCHEMA_VERSION = 5
+MAX_ROWS = 32
+"""Of one statement: as many texts of it are kept read, at most."""
 BEGUN = "begun"
 """Number in a store: drawn when it was made, and that of its copies too."""
 COPIED = "copied"
@@ -116,6 +119,14 @@ class Database:
         """All rows; their columns have the types that the schema gives them."""
         with naming(self.path):
             return self._connection.execute(sql, values).fetchall()
+
+    def execute_rows(self, sql: str, rows: Sequence[tuple[Value, ...]]) -> None:
+        """A change by rows of equal length, whose places are written where `sql` has `{}`. SQLite works on many without the interpreter, which
+        it would have to get back after each."""
+        for first in range(0, len(rows), MAX_ROWS):
+            some = rows[first : first + MAX_ROWS]
+            places = f"({', '.join('?' * len(some[0]))})"
+            self.execute(sql.format(", ".join([places] * len(some))), *chain.from_iterable(some))
 
     def move(self, sql: str, *values: Value) -> None:
         """A change of one group's state. That it was in the state it leaves is what makes a group trained at most once (I8)."""
@@ -290,6 +301,12 @@ def decode_rows(blob: bytes) -> tuple[Row, ...]:
     return tuple(_unpack_row(row) for row in _ROWS.decode(blob))
 
 
+def columns(of: Trajectory) -> tuple[Value, ...]:
+    """Of `rollouts`, behind the key."""
+    told = (of.reward, of.truncated, of.room, of.error, of.seconds, of.num_trainable)
+    return (*told, encode_rows(of.rows), encode_scored(of))
+
+
 def encode_scored(of: Trajectory) -> bytes:
     return _encode(Scored(dict(of.components), dict(of.metrics), of.turn_rewards, dict(of.fields), dict(of.roles)))
 
@@ -317,13 +334,13 @@ def decode_task(blob: bytes) -> Task:
 
 def _pack_row(row: Row) -> _StoredRow:
     return _StoredRow(
-        token_ids=row.token_ids.astype("<i4").tobytes(),
+        token_ids=row.token_ids.astype("<i4", copy=False).tobytes(),
         generated=row.generated.tobytes(),
         loss_mask=row.loss_mask.tobytes(),
-        logprobs=row.logprobs.astype("<f4").tobytes(),
-        versions=row.versions.astype("<i4").tobytes(),
-        kv_versions=row.kv_versions.astype("<i4").tobytes(),
-        turns=None if row.turns is None else row.turns.astype("<i4").tobytes(),
+        logprobs=row.logprobs.astype("<f4", copy=False).tobytes(),
+        versions=row.versions.astype("<i4", copy=False).tobytes(),
+        kv_versions=row.kv_versions.astype("<i4", copy=False).tobytes(),
+        turns=None if row.turns is None else row.turns.astype("<i4", copy=False).tobytes(),
         kept=b"" if row.kept is None else row.kept.tobytes(),
         kept_lengths=b"" if row.kept_lengths is None else row.kept_lengths.astype("<i4").tobytes(),
         experts=b"" if row.experts is None else row.experts.tobytes(),

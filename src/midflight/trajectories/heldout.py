@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from midflight.errors import MidflightError
-from midflight.trajectories.database import Database, State, encode_rows, encode_scored, encode_task
+from midflight.trajectories.database import Database, State, columns, encode_task
 from midflight.types import facts
 
 HELDOUT = "evaluations.sqlite"
@@ -54,14 +54,9 @@ class HeldoutStore:
         with db.transaction():
             if not db.execute("SELECT 1 FROM groups WHERE epoch = ? LIMIT 1", kept.version):
                 self._forget(db)
-            columns = "(epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?)"
-            db.execute(f"INSERT OR REPLACE INTO groups {columns}", *key, encode_task(kept.task), State.EVALUATED)
-            db.execute(
-                "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                *(*key, made.key.sample, made.reward, made.truncated, made.room, made.error, made.seconds, made.num_trainable),
-                encode_rows(made.rows),
-                encode_scored(made),
-            )
+            names = "(epoch, position, attempt, task, state) VALUES (?, ?, ?, ?, ?)"
+            db.execute(f"INSERT OR REPLACE INTO groups {names}", *key, encode_task(kept.task), State.EVALUATED)
+            db.execute_rows("INSERT OR REPLACE INTO rollouts VALUES {}", [(*key, made.key.sample, *columns(made))])
 
     def _forget(self, db: Database) -> None:
         """Makes room for one evaluation more."""

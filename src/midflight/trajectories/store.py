@@ -6,10 +6,10 @@ file or it is not, and `facts` gives it back: folded, they are the books as they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Ta
 from midflight.types.rollouts import GroupScores
 
 T = TypeVar("T")
+_Fated: TypeAlias = tuple[RolloutKey, Fate, Reason | None, int]
+_GATHERED = (facts.TrajectoryKept, facts.TurnKept, facts.Admitted, facts.GroupFinished)
 
 _GROUP = "epoch = ? AND position = ? AND attempt = ?"
 _ROLLOUT = _GROUP + " AND sample = ?"
@@ -66,48 +68,55 @@ class Store:
         """The checkpoint of this version is about to get a copy of this store, which says so too: no older copy can be newer than it."""
         self._db.raise_number(COPIED, version)
 
+    def apply(self, fact: facts.Fact) -> None:
+        self.write((fact,))
+
     def write(self, deeds: Sequence[facts.Fact | Callable[[Store], object]]) -> None:
-        """Several in one transaction: all happen, or none. Turns of a rollout that has ended meanwhile are in its rows alone."""
-        over = {deed.trajectory.key for deed in deeds if isinstance(deed, facts.TrajectoryKept)}
+        """Several in one transaction: all happen, or none. Many rollouts are one statement, up to the next fact of another kind."""
         with self._db.transaction():
+            gathered: list[facts.Fact] = []
             for deed in deeds:
-                if isinstance(deed, Callable):
-                    deed(self)
-                elif not (isinstance(deed, facts.TurnKept) and deed.key in over):
-                    self.apply(deed)
+                if isinstance(deed, _GATHERED):
+                    gathered.append(deed)
+                    continue
+                self._write_gathered(gathered)
+                _ = deed(self) if isinstance(deed, Callable) else self._apply(deed)
+            self._write_gathered(gathered)
 
     # --- Applying ---
 
-    def apply(self, fact: facts.Fact) -> None:
-        with self._db.transaction():
-            match fact:
-                case facts.TrajectoryKept():
-                    self._keep(fact)
-                case facts.TurnKept():
-                    self._keep_turn(fact)
-                case facts.Admitted():
-                    self._admit(fact)
-                case facts.GroupFinished():
-                    self._finish(fact)
-                case facts.GroupClosed():
-                    self._close(fact)
-                case facts.Leased():
-                    self._lease(fact)
-                case facts.Stepped(lease=lease):
-                    self._step(lease)
-                case facts.TakenBack(lease=lease):
-                    (train_version,) = self._open(lease)
-                    self._take_back(lease)
-                    self._db.set_number("next", min(self._db.number("next") or 0, train_version))
-                case facts.WentBack():
-                    self._go_back(fact)
-                case facts.Checkpointed(version=version):
-                    self._settle(version)
-                    self._db.sync_after_commit()
-                case facts.Interrupted():
-                    self._db.execute("UPDATE groups SET state = ? WHERE state = ?", State.IN_LINE, State.RUNNING)
-                case _:
-                    pass
+    def _write_gathered(self, gathered: list[facts.Fact]) -> None:
+        """Rollouts before their groups, whose end removes what else is known of them."""
+        ended = [fact for fact in gathered if isinstance(fact, facts.TrajectoryKept)]
+        self._keep(ended, [fact for fact in gathered if isinstance(fact, facts.TurnKept)])
+        for fact in gathered:
+            if isinstance(fact, facts.Admitted):
+                self._admit(fact)
+            elif isinstance(fact, facts.GroupFinished):
+                self._finish(fact)
+        gathered.clear()
+
+    def _apply(self, fact: facts.Fact) -> None:
+        match fact:
+            case facts.GroupClosed():
+                self._close(fact)
+            case facts.Leased():
+                self._lease(fact)
+            case facts.Stepped(lease=lease):
+                self._step(lease)
+            case facts.TakenBack(lease=lease):
+                (train_version,) = self._open(lease)
+                self._take_back(lease)
+                self._db.set_number("next", min(self._db.number("next") or 0, train_version))
+            case facts.WentBack():
+                self._go_back(fact)
+            case facts.Checkpointed(version=version):
+                self._settle(version)
+                self._db.sync_after_commit()
+            case facts.Interrupted():
+                self._db.execute("UPDATE groups SET state = ? WHERE state = ?", State.IN_LINE, State.RUNNING)
+            case _:
+                pass
 
     def _admit(self, admitted: facts.Admitted) -> None:
         self._db.move(
@@ -119,30 +128,18 @@ class Store:
             State.IN_LINE,
         )
 
-    def _keep_turn(self, kept: facts.TurnKept) -> None:
-        """Number 0 begins anew, so a retry forgets what it replaces."""
-        where = _rollout(kept.key)
-        if kept.number == 0:
-            self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *where)
-        self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)", *where, kept.number, database.encode_turn(kept.turn))
-
-    def _keep(self, kept: facts.TrajectoryKept) -> None:
-        """The rollout's turns are in its rows from now on."""
-        trajectory = kept.trajectory
-        key, num_trainable = trajectory.key, trajectory.num_trainable
-        self._db.execute(
-            "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *_rollout(key),
-            *(trajectory.reward, trajectory.truncated, trajectory.room, trajectory.error, trajectory.seconds, num_trainable),
-            database.encode_rows(trajectory.rows),
-            database.encode_scored(trajectory),
-        )
-        self._db.execute(f"DELETE FROM turns WHERE {_ROLLOUT}", *_rollout(key))
-        for fate, counts in ((Fate.MASKED, kept.masked), (Fate.DROPPED, kept.dropped)):
-            for reason, num_tokens in counts.items():
-                self._add_fate(key, fate, reason, num_tokens)
-        fate, reason = (Fate.DROPPED, Reason.NO_REWARD) if trajectory.reward is None else (Fate.WAITING, None)
-        self._add_fate(key, fate, reason, num_trainable)
+    def _keep(self, kept: Sequence[facts.TrajectoryKept], turns: Sequence[facts.TurnKept]) -> None:
+        """The turns of a rollout that has ended are in its rows. Number 0 begins anew, so a retry forgets what it replaces."""
+        gone, going_on = {deed.trajectory.key for deed in kept}, dict[RolloutKey, list[facts.TurnKept]]()
+        for turn in (turn for turn in turns if turn.key not in gone):
+            going_on[turn.key] = [*(going_on.get(turn.key, ()) if turn.number else ()), turn]
+        gone.update(key for key, made in going_on.items() if made[0].number == 0)
+        self._db.execute_rows("DELETE FROM turns WHERE (epoch, position, attempt, sample) IN (VALUES {})", [_rollout(key) for key in gone])
+        made = [(*_rollout(key), turn.number, database.encode_turn(turn.turn)) for key, of in going_on.items() for turn in of]
+        self._db.execute_rows("INSERT OR REPLACE INTO turns VALUES {}", made)
+        ended = [(*_rollout(deed.trajectory.key), *database.columns(deed.trajectory)) for deed in kept]
+        self._db.execute_rows("INSERT OR REPLACE INTO rollouts VALUES {}", ended)
+        self._add_fates([fate for deed in kept for fate in _fated(deed)])
 
     def _finish(self, finished: facts.GroupFinished) -> None:
         where = _group(finished.group.key)
@@ -191,9 +188,8 @@ class Store:
                 *_group(group.key),
             )
         for fate, counts in ((Fate.MASKED, leased.masked), (Fate.DROPPED, leased.dropped)):
-            for key, num_tokens in counts.items():
-                self._add_fate(key, Fate.WAITING, None, -num_tokens)
-                self._add_fate(key, fate, Reason.STALE, num_tokens)
+            self._add_fates((key, Fate.WAITING, None, -num_tokens) for key, num_tokens in counts.items())
+            self._add_fates((key, fate, Reason.STALE, num_tokens) for key, num_tokens in counts.items())
         self._db.execute(f"DELETE FROM fates WHERE num_tokens = 0 AND {_OF_LEASE}", batch.lease)
 
     def _step(self, lease: int) -> None:
@@ -240,13 +236,9 @@ class Store:
             )
             self._db.execute("DELETE FROM leases WHERE lease = ?", lease)
 
-    def _add_fate(self, key: RolloutKey, fate: Fate, reason: Reason | None, num_tokens: int) -> None:
-        if num_tokens:
-            self._db.execute(
-                "INSERT INTO fates VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens",
-                *_rollout(key),
-                *(fate, reason or "", num_tokens),
-            )
+    def _add_fates(self, fates: Iterable[_Fated]) -> None:
+        rows = [(*_rollout(key), fate, reason or "", num_tokens) for key, fate, reason, num_tokens in fates if num_tokens]
+        self._db.execute_rows("INSERT INTO fates VALUES {} ON CONFLICT DO UPDATE SET num_tokens = num_tokens + excluded.num_tokens", rows)
 
     def _open(self, lease: int) -> tuple[Version]:
         found = self._db.execute("SELECT train_version FROM leases WHERE lease = ?", lease)
@@ -398,3 +390,11 @@ def _group(key: GroupKey) -> tuple[int, int, int]:
 
 def _rollout(key: RolloutKey) -> tuple[int, int, int, int]:
     return *_group(key.group), key.sample
+
+
+def _fated(kept: facts.TrajectoryKept) -> Iterator[_Fated]:
+    trajectory = kept.trajectory
+    for fate, counts in ((Fate.MASKED, kept.masked), (Fate.DROPPED, kept.dropped)):
+        yield from ((trajectory.key, fate, reason, num_tokens) for reason, num_tokens in counts.items())
+    fate, reason = (Fate.DROPPED, Reason.NO_REWARD) if trajectory.reward is None else (Fate.WAITING, None)
+    yield trajectory.key, fate, reason, trajectory.num_trainable

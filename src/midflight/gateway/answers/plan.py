@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -169,6 +169,16 @@ class Job(msgspec.Struct, frozen=True, eq=False):
     """Whether tools were to be strict, and calls of them are sampled without their schemas."""
 
 
+class _Planned(msgspec.Struct, frozen=True, eq=False):
+    """How a prompt's answers are sampled, and of what that was made."""
+
+    prompt: Prompt
+    own: SamplingParams | None
+    asked: tuple[Mapping[str, object], int | None]
+    sampling: SamplingParams
+    policy_sampled: bool
+
+
 class Planner:
     """Numbers the requests of a run, and gives each its tokens, its sampling and its seed."""
 
@@ -188,6 +198,7 @@ class Planner:
         (self._run_name, self._run_seed), self._strict = run, strict
         self._prefix = secrets.token_hex(4)
         self._serial = 0
+        self._last: _Planned | None = None
 
     def plan(self, session: Session, call: CompletionCall) -> Job:
         """Checks a call and plans its tokens. Raises `RequestRejected` and kin; nothing has been generated then."""
@@ -200,23 +211,29 @@ class Planner:
             raise RequestRejected(f"{param}: the engines behind this endpoint score no prompts. Leave it out.", param=param)
         prompts = [session.plan(source) for source in call.sources]
         for prompt in prompts:
-            check_prompt(prompt.ids, self._limits, param=call.prompt_param)
+            if self._last is None or self._last.prompt is not prompt:
+                check_prompt(prompt.ids, self._limits, param=call.prompt_param)
         strict = call.asked.grammar is None and call.tool_choice is ToolChoice.AUTO and any(tool.strict for tool in tools_of(call))
         loose = strict and self._strict_calls_lack(session)
         calls = [self._constrained(call, prompt, amid_text=strict and not loose) for prompt in prompts]
-        params = [
-            params_for(each, len(prompt.ids), defaults=session.sampling, limits=self._limits, strict=self._strict)
-            for each, prompt in zip(calls, prompts, strict=True)
-        ]
+        planned = [self._planned(each, prompt, session.sampling) for each, prompt in zip(calls, prompts, strict=True)]
         answers = [
-            self._answer(session, call, place * call.n + k, prompt, sampling, number)
-            for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
+            self._answer(session, call, place * call.n + k, each, number)
+            for place, each in enumerate(planned)
             for number in [session.next_request()]
             for k in range(call.n)
         ]
-        explicit, least = call.asked.number("max_tokens"), min(sampling.max_tokens for sampling in params)
+        explicit, least = call.asked.number("max_tokens"), min([each.sampling.max_tokens for each in planned])
         clamped = "" if explicit is None or explicit <= least else f"{call.name_of('max_tokens')}={least}"
         return Job(session, call, tuple(answers), answers[0].request_id, clamped, loose)
+
+    def _planned(self, call: CompletionCall, prompt: Prompt, own: SamplingParams | None) -> _Planned:
+        """Rollouts of a group ask the same of a prompt that they share, mostly one after the other."""
+        last, asked = self._last, (call.asked.given, call.default_max_tokens)
+        if last is None or last.prompt is not prompt or last.own is not own or last.asked != asked:
+            sampling = params_for(call, len(prompt.ids), defaults=own, limits=self._limits, strict=self._strict)
+            last = self._last = _Planned(prompt, own, asked, sampling, samples_the_policy(sampling, own, limits=self._limits))
+        return last
 
     def _strict_calls_lack(self, session: Session) -> bool:
         """Whether calls amid free text are not sampled under their schemas: a turn under a grammar is not the policy's, and would leave the
@@ -248,13 +265,13 @@ class Planner:
             grammar = self._format.after_thinking(grammar, prompt_text=prompt.text)
         return replace(call, asked=call.asked.constrained(grammar))
 
-    def _answer(self, session: Session, call: CompletionCall, index: int, prompt: Prompt, sampling: SamplingParams, number: int) -> Answer:
+    def _answer(self, session: Session, call: CompletionCall, index: int, planned: _Planned, number: int) -> Answer:
+        prompt, sampling, policy_sampled = planned.prompt, planned.sampling, planned.policy_sampled
         self._serial += 1
         own_seed = call.asked.number("seed")
         seed = session.seed(self._run_name, self._run_seed, prompt, asked=own_seed, choice=index % call.n)
         single = len(call.sources) * call.n == 1
         own = call.request_id if call.request_id is None or single else f"{call.request_id}-{index}"
-        policy_sampled = samples_the_policy(sampling, session.sampling, limits=self._limits)
         truncated = policy_sampled and sampling.truncates_the_policy
         # Rows that an owner reads have no records: there such a turn is context.
         wants_kept = truncated and session.key is not None and session.key.kind is Kind.TRAINING

@@ -186,6 +186,18 @@ class Node:
         """Ids of prompt and output."""
         return b"".join(part for node in self.path for part in (node.tail, node.output))
 
+    def columns(self, *, trained: bool, turn: int) -> tuple[bytes, ...]:
+        """What it adds to those of a row but its ids: nothing for what the model read, then its output."""
+        number, read, short = self.num_output, bytes(len(self.tail)), bytes(len(self.tail) // _ID_BYTES)
+        return (
+            short + b"\1" * number,
+            short + (b"\1" if trained else b"\0") * number,
+            read + self.logprobs,
+            read + b"".join([packed((part.version,)) * (part.end - part.start) for part in self.segments]),
+            read + b"".join([packed((part.kv_version,)) * (part.end - part.start) for part in self.segments]),
+            read + packed((turn,)) * number,
+        )
+
 
 def _first_recorded(parent: Node | None) -> int:
     """The last token of a parent was sent to experts only when a later turn was computed."""

@@ -184,6 +184,8 @@ class TokenTree:
         """Digests of the replies by themselves."""
         self._answered: set[bytes] = set()
         """Digests of the conversations that were answered."""
+        self._unread: list[tuple[Prompt, Node, AssistantMessage]] = []
+        """Those that are in none of the three yet."""
         self.nodes: list[Node] = []
         self.num_branches = 0
         """Turns that do not continue the newest end of what came before: a new start, or a second way on from a turn."""
@@ -208,6 +210,7 @@ class TokenTree:
             return first if parent is None else replace(first, parent=parent)
         text = self._tokenizer.prompt(messages, tools=written, options=options, ending=ending)
         read = remembered.read(messages)
+        self._read()
         found = self._continued(Chat(text, messages, tools, options or {}), read)
         history, begun = read.begun(messages, ending)
         if found is None:
@@ -242,14 +245,18 @@ class TokenTree:
         siblings.append(node)
         self.nodes.append(node)
         if prompt.history is not None:
-            said = message or AssistantMessage(reply)
-            own = remembered.digest(
-                remembered.assistant_reply(msgspec.structs.replace(said, content=prompt.begun + said.content) if prompt.begun else said)
-            )
-            self._by_history.setdefault(remembered.linked(prompt.history, own), []).append(node)
-            self._replies.add(own)
-            self._answered.add(prompt.history)
+            self._unread.append((prompt, node, message or AssistantMessage(reply)))
         return node
+
+    def _read(self) -> None:
+        """The replies recorded since the last time: most sessions ask once, and need no digest of what they were told."""
+        for prompt, node, said in self._unread:
+            whole = msgspec.structs.replace(said, content=prompt.begun + said.content) if prompt.begun else said
+            own, before = remembered.digest(remembered.assistant_reply(whole)), prompt.history or remembered.EMPTY
+            self._by_history.setdefault(remembered.linked(before, own), []).append(node)
+            self._replies.add(own)
+            self._answered.add(before)
+        self._unread.clear()
 
     def _count(self, prompt: Prompt, request: int, siblings: Sequence[Node]) -> None:
         """A prompt counts once, with the first of its choices."""
@@ -346,23 +353,21 @@ def _rows(nodes: Sequence[Node], turn_of: Mapping[int, int]) -> tuple[Row, ...]:
 
 def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mapping[int, int]) -> Row:
     """`turn_of`: the place of each request among those that were answered."""
-    length = leaf.end
-    kept, kept_lengths = _kept([node for node in path if node in trained], length=length)
-    row = Row(
-        token_ids=np.frombuffer(leaf.packed_ids, dtype="<i4").astype(np.int32),
-        generated=np.zeros(length, dtype=np.bool_),
-        loss_mask=np.zeros(length, dtype=np.bool_),
-        logprobs=np.zeros(length, dtype=np.float32),
-        versions=np.zeros(length, dtype=np.int32),
-        kv_versions=np.zeros(length, dtype=np.int32),
-        turns=np.zeros(length, dtype=np.int32),
+    kept, kept_lengths = _kept([node for node in path if node in trained], length=leaf.end)
+    parts = [node.columns(trained=node in trained, turn=turn_of[node.request]) for node in path]
+    generated, loss_mask, logprobs, versions, kv_versions, turns = (b"".join(column) for column in zip(*parts, strict=True))
+    return Row(
+        token_ids=np.frombuffer(leaf.packed_ids, dtype="<i4"),
+        generated=np.frombuffer(generated, dtype=np.bool_),
+        loss_mask=np.frombuffer(loss_mask, dtype=np.bool_),
+        logprobs=np.frombuffer(logprobs, dtype="<f4"),
+        versions=np.frombuffer(versions, dtype="<i4"),
+        kv_versions=np.frombuffer(kv_versions, dtype="<i4"),
+        turns=np.frombuffer(turns, dtype="<i4"),
         kept=kept,
         kept_lengths=kept_lengths,
         experts=_experts(path),
     )
-    for node in path:
-        _write(row, node, trained=node in trained, turn=turn_of[node.request])
-    return row
 
 
 def _kept(trained: Sequence[Node], *, length: int) -> tuple[UInt8, Int32] | tuple[None, None]:
@@ -386,15 +391,3 @@ def _experts(path: Sequence[Node]) -> UInt8 | None:
         if node.num_expert_bytes == width:
             fill_unknown(found[node.first_recorded : node.end], np.frombuffer(node.experts, dtype=np.uint8).reshape(-1, width))
     return found
-
-
-def _write(row: Row, node: Node, *, trained: bool, turn: int) -> None:
-    start, span = node.num_prompt, slice(node.num_prompt, node.end)
-    row.generated[span] = True
-    row.loss_mask[span] = trained
-    if row.turns is not None:
-        row.turns[span] = turn
-    row.logprobs[span] = np.frombuffer(node.logprobs, dtype="<f4")
-    for segment in node.segments:
-        row.versions[start + segment.start : start + segment.end] = segment.version
-        row.kv_versions[start + segment.start : start + segment.end] = segment.kv_version
