@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from itertools import islice
+import threading
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from midflight.config import load_config
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.errors import ConfigError
 from midflight.models.load import load_model, make_model, save_model
+from midflight.models.names import named_tensors
 from midflight.run.parts import WarmStart
 from midflight.run.trainer.conversations import Conversations
 from midflight.run.trainer.warm_start import SCREENED, Accuracy, Lessons, lessons_of, warm_start
 from midflight.text.byte_tokenizer import END, write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
+from midflight.trainer.trainer import SupervisedTrainer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 
@@ -123,4 +127,36 @@ def test_where_the_first_examples_are_far_below_the_target_the_others_are_not_tr
     examples = [((65, 66 + number % 20), (67, 68, END)) for number in range(100)]
     config = load_config(None, [f"warm_start.target_accuracy={target}", "environment.max_tokens=3", "model.max_context=16"])
     accuracy = Accuracy(make_model(vocab_size=262, seed=0, dtype="float32", **sizes), Lessons(tokenizer, iter(examples), examples), config)
+    accuracy.take()
     assert accuracy.measure(seed=1) == 0 and sum(tried) == asked
+
+
+def test_the_model_that_comes_out_is_the_one_that_was_measured_although_steps_went_on(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 16}
+    model = make_model(vocab_size=262, seed=0, dtype="float32", **sizes)
+    examples = [((65, 66), (67, 68, END))] * 8
+    weights: list[dict[str, torch.Tensor]] = []
+    went_on, step, found = threading.Event(), SupervisedTrainer.step, iter([0.2, 0.6])
+
+    def stepped(trainer: SupervisedTrainer, batch: Any) -> float:
+        loss = step(trainer, batch)
+        weights.append({name: tensor.clone() for name, tensor in named_tensors(trainer.model).items()})
+        if len(weights) == 6:
+            went_on.set()
+        return loss
+
+    def measured(*_: object, **__: object) -> float:
+        accuracy = next(found)
+        assert accuracy < 0.5 or went_on.wait(30), "the steps wait for the measurement"
+        return accuracy
+
+    monkeypatch.setattr(SupervisedTrainer, "step", stepped)
+    monkeypatch.setattr(Accuracy, "measure", measured)
+    config = load_config(None, ["warm_start.target_accuracy=0.5", "warm_start.evaluate_every=2", "environment.max_tokens=3"])
+    told: list[WarmStart] = []
+    asyncio.run(warm_start(model, Lessons(tokenizer, cycle(examples), examples), config, told.append))
+    assert told[-1].accuracy == 0.6
+    assert all(tensor.equal(weights[3][name]) for name, tensor in named_tensors(model).items()), "of step 4, the second that was measured"
+    assert len(weights) >= 6 and not all(tensor.equal(weights[3][name]) for name, tensor in weights[-1].items())

@@ -7,6 +7,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from transformers import PreTrainedModel
 
@@ -64,23 +65,37 @@ async def warm_start(
 ) -> None:
     """Trains on the examples until exact match on the held-out ones, sampled, reaches the target.
 
-    Waits for its own steps only, each in a thread; ended by the accuracy, by `max_steps`, or by cancellation between steps.
+    Steps go on while the accuracy is taken of the weights as they were. Where it reaches the target, those weights are put back: the
+    model is the same as if the steps had waited.
+
+    Waits for its own steps and measurements, each in a thread; ended by the accuracy, by `max_steps`, or by cancellation between steps.
     """
     section, target = config.warm_start, config.warm_start.target_accuracy
     held_out = None if target is None else Accuracy(model, lessons, config)  # before the trainer changes how the model attends
     schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
     trainer = SupervisedTrainer(model, learning_rate=section.learning_rate, schedule=schedule, layout=layout)
-    for step in range(1, section.max_steps + 1):
-        try:
-            loss = await asyncio.to_thread(trainer.step, [next(lessons.examples) for _ in range(WARM_START_BATCH)])
-        except StepSkipped:
-            loss = None  # it costs the step: the weights are as they were
-        accuracy = None
-        if held_out is not None and step % section.evaluate_every == 0:
-            accuracy = await asyncio.to_thread(held_out.measure, seed=step)
-        tell(WarmStart(step, loss, accuracy))
-        if accuracy is not None and target is not None and accuracy >= target:
-            return
+    loss, accuracy, measured = None, None, cast("asyncio.Task[float] | None", None)
+    async with asyncio.TaskGroup() as beside:
+        for step in range(1, section.max_steps + 1):
+            try:
+                loss = await asyncio.to_thread(trainer.step, [next(lessons.examples) for _ in range(WARM_START_BATCH)])
+            except StepSkipped:
+                loss = None  # it costs the step: the weights are as they were
+            is_due = step % section.evaluate_every == 0
+            accuracy = None
+            if measured is not None and (is_due or measured.done()):
+                accuracy, measured = await measured, None
+            tell(WarmStart(step, loss, accuracy))
+            if accuracy is not None and target is not None and accuracy >= target:
+                break
+            if held_out is not None and is_due:
+                held_out.take()
+                measured = beside.create_task(asyncio.to_thread(held_out.measure, seed=step))
+    if measured is not None:
+        accuracy = measured.result()
+        tell(WarmStart(section.max_steps, loss, accuracy))
+    if held_out is not None and target is not None and accuracy is not None and accuracy >= target:
+        held_out.put_back()
 
 
 def _answered(tokenizer: Tokenizer, task: Task) -> Example:
@@ -110,6 +125,12 @@ def _turns(conversations: Conversations, learnt: Sequence[int], order: random.Ra
             yield from conversations.turns(number)
 
 
+def _copy(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    values = named_tensors(source)
+    for name, tensor in named_tensors(target).items():
+        tensor.copy_(values[name])
+
+
 class Accuracy:
     """Exact match of one sampled answer per example. Generates with a copy of the model: trainer and engine each attend in their own way."""
 
@@ -132,10 +153,16 @@ class Accuracy:
             prefixes=PrefixRoom(0),  # its weights change under it
         )
 
+    def take(self) -> None:
+        """The weights as they are now, to `measure` them. Not while it does."""
+        _copy(self._model, self._copy)
+
+    def put_back(self) -> None:
+        """Gives the model the weights that were taken."""
+        _copy(self._copy, self._model)
+
     def measure(self, *, seed: int) -> float:
-        """Of the model as it is now, on a part of the examples where that says enough. Blocking."""
-        for name, tensor in named_tensors(self._copy).items():
-            tensor.data.copy_(named_tensors(self._model)[name])
+        """Of the weights that were taken, on a part of the examples where that says enough. Blocking."""
         exact = self._exact(0, SCREENED, seed=seed)
         if len(self._examples) <= SCREENED or sum(exact) / SCREENED < self._target - FAR:
             return sum(exact) / len(exact)
