@@ -282,7 +282,7 @@ class TrainerSection(Section):
     ranks: Positive = 1
     """Trainer processes that share each step, with the model sharded over them; on a GPU machine one for each GPU."""
     compute_dtype: Literal["auto", "bfloat16"] = "auto"
-    """Precision of the forward and backward; `auto` is that of the weights. bfloat16 beside float32 weights is faster, and the optimiser keeps the full precision."""
+    """Precision of the forward and backward; `auto` is that of the weights. bfloat16 beside float32 weights is faster on GPUs and slower on CPUs without AMX; the optimiser keeps the full precision."""
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward and compute the rest again: less memory, about a third more time."""
     compile: bool = False
