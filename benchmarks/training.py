@@ -24,7 +24,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HERE = Path(__file__).parent
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore")
@@ -32,11 +35,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.g
 sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 from smoke import options_of  # noqa: E402
-from transformers import PreTrainedModel  # noqa: E402
+from training_both import apart  # noqa: E402
 
-from midflight.models.load import make_model, save_model  # noqa: E402
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer  # noqa: E402
 
 UNMEASURED = 2
@@ -128,6 +129,8 @@ SHAPES = (
 
 def write(shape: Shape, folder: Path) -> None:
     """The model (3.2 M parameters with a byte vocabulary, float32) and the batch of a shape."""
+    from midflight.models.load import make_model, save_model
+
     write_byte_tokenizer(folder)
     model = make_model(
         vocab_size=shape.vocab_size, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -147,13 +150,15 @@ def write(shape: Shape, folder: Path) -> None:
     (folder / "shape.json").write_text(json.dumps(asdict(shape)))
 
 
-@torch.inference_mode()
 def _logprobs(model: PreTrainedModel, prompts: np.ndarray, completions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    import torch
+
     found = []
-    for prompt, answer in zip(prompts, np.split(completions, np.cumsum(lengths)[:-1]), strict=True):
-        logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)])
-    return torch.cat(found).numpy()
+    with torch.inference_mode():
+        for prompt, answer in zip(prompts, np.split(completions, np.cumsum(lengths)[:-1]), strict=True):
+            logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+            found.append(logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)])
+        return torch.cat(found).numpy()
 
 
 # --- The step --------------------------------------------------------------------------------------------------------
@@ -161,7 +166,7 @@ def _logprobs(model: PreTrainedModel, prompts: np.ndarray, completions: np.ndarr
 
 def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     folder = options.folder / shape.name
-    write(shape, folder)
+    apart(write, shape, folder)
     every = {"midflight": [sys.executable, HERE / "training_ours.py"], "trl": [options.trl_python, HERE / "training_trl.py", "step"]}
     commands = {name: every[name] for name in options.sides}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}

@@ -1,11 +1,12 @@
 """What both sides of `training.py` import: time and memory of processes, and the rewards of its races.
 
-It runs in both environments, so it needs neither Midflight nor trl.
+It runs in both environments, so it needs neither Midflight nor trl; nor torch, see `apart`.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,6 +47,15 @@ def _status(key: str, pid: int | str) -> float:
 def _read(key: str, file: str) -> float:
     lines = Path(file).read_text().splitlines()
     return next((int(line.split()[1]) / MIB for line in lines if line.startswith(key)), 0.0)
+
+
+def apart(function: Callable[..., object], *given: object) -> None:
+    """Calls it in a process of its own, so that this one never holds torch: its pages would count as shared with the processes that it measures."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=given)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(process.exitcode)
 
 
 class Meter:

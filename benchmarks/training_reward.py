@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training_both import held_mib
+from training_both import apart, held_mib
 
 from midflight.config import load_config
 from midflight.config.sections import Config
@@ -130,20 +130,24 @@ def _config(race: Race, folder: Path, model: Path, *, seed: int) -> Config:
 
 def _model(folder: Path, race: Race) -> Path:
     """Made once: random weights, then the warm start."""
-    from midflight.models.load import make_model, save_model  # brings torch, which our launcher has not
-
     start = folder / "first" / "start"
     if not (start / "config.json").exists():
-        write_byte_tokenizer(folder / "random")
-        made = make_model(
-            vocab_size=race.vocab_size, hidden_size=race.hidden_size, intermediate_size=3 * race.hidden_size, num_layers=4, num_heads=4,
-            num_kv_heads=2, max_context=384, seed=0, dtype="float32",
-        )  # fmt: skip
-        save_model(made, folder / "random")
+        apart(_make, race, folder / "random")
         warm = [*(f"warm_start.{option}" for option in race.warm_start), f"model.path={folder / 'random'}", "run.steps=1", *race.more]
         command = [sys.executable, "-m", "midflight", "train", race.config, "--folder", folder / "first", "--overwrite"]
         subprocess.run([str(part) for part in [*command, *(word for option in warm for word in ("--set", option))]], check=True)
     return start
+
+
+def _make(race: Race, folder: Path) -> None:
+    from midflight.models.load import make_model, save_model
+
+    write_byte_tokenizer(folder)
+    made = make_model(
+        vocab_size=race.vocab_size, hidden_size=race.hidden_size, intermediate_size=3 * race.hidden_size, num_layers=4, num_heads=4,
+        num_kv_heads=2, max_context=384, seed=0, dtype="float32",
+    )  # fmt: skip
+    save_model(made, folder)
 
 
 def _write_plan(race: str, config: Config, plan: Path, model: Path) -> None:
