@@ -85,10 +85,10 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def adapter(kind: Kind, *, num_adapters: int = 0) -> Server:
+def adapter(kind: Kind, *, num_adapters: int = 0, direct: bool = False) -> Server:
     if kind == "vllm":
         return VllmServer(vocab_size=262, max_running=MAX_RUNNING, num_adapters=num_adapters)
-    return SglangServer(vocab_size=262, max_running=MAX_RUNNING, max_context=MAX_CONTEXT, num_adapters=num_adapters)
+    return SglangServer(vocab_size=262, max_running=MAX_RUNNING, max_context=MAX_CONTEXT, num_adapters=num_adapters, direct=direct)
 
 
 @asynccontextmanager
@@ -101,7 +101,7 @@ async def attached(
         engine = (AdapterEngine if num_adapters else ServerEngine)(
             server.kind,
             server.url,
-            adapter(server.kind, num_adapters=num_adapters),
+            adapter(server.kind, num_adapters=num_adapters, direct=direct is not None),
             tokenizer=TOKENIZER,
             model=server.model,
             receiver=receiver,

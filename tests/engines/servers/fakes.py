@@ -59,6 +59,8 @@ class Fake:
         self.most_loras = 0
         self.ignores_pause = False
         self.has_plugin = False
+        self.is_direct = False
+        """Whether versions come straight to its workers."""
         self.overlaps = False
         self.breaks_off_after: int | None = None
         self.says_instead: bytes | None = None
@@ -194,7 +196,7 @@ class FakeSglang(Fake):
 
     def adapter(self) -> Server:
         asked = self.asked_to_be_deterministic
-        given = {"theirs": self.is_theirs, "deterministic": asked, "num_adapters": self.num_adapters}
+        given = {"theirs": self.is_theirs, "deterministic": asked, "num_adapters": self.num_adapters, "direct": self.is_direct}
         return SglangServer(vocab_size=262, max_running=8, max_context=64, **given)
 
 

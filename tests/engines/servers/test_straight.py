@@ -16,7 +16,7 @@ from tests.models.tiny import tiny_model
 from midflight.engines.servers.direct import DirectWay
 from midflight.errors import EngineError
 from midflight.ports import ServerWorkers
-from midflight.types import Version, WeightManifest
+from midflight.types import PauseMode, Version, WeightManifest
 
 HELD = {"version": 1, "done": True, "digests": ["x"], "error": "", "live": None}
 STRAIGHT = "/update_weights_from_distributed"
@@ -59,6 +59,46 @@ def test_i7_a_version_comes_by_no_folder_and_is_taken_in_a_pause_by_all_workers(
             assert routes[-3:] == ["/pause_generation", STRAIGHT, "/continue_generation"]
             assert fake.calls[-2][1]["weight_version"] == "1" and fake.label == "1"
             assert (await engine.health()).version == 1
+
+    asyncio.run(main())
+
+
+def test_i7_a_server_with_our_plugin_swaps_between_two_steps_without_a_pause_and_one_that_is_told_to_recompute_pauses(tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = with_workers()
+        fake.has_plugin = fake.is_direct = True
+        async with attached(fake, tmp_path, direct=DirectWay("sglang", Feed())) as (engine, receiver):
+            assert engine.capabilities.commit_mode is PauseMode.KEEP
+            for version, pauses in ((1, False), (2, True)):
+                await engine.stage(replace(receiver.publish(version, tiny_model()), transport="direct"))
+                fake.calls.clear()
+                if pauses:
+                    await engine.pause(PauseMode.RECOMPUTE)
+                await engine.commit(version)
+                await engine.resume()
+                said = {path: body for path, body in fake.calls}
+                assert ("/pause_generation" in said) == pauses and said[STRAIGHT]["flush_cache"] is pauses
+            assert not (await engine.health()).paused
+
+    asyncio.run(main())
+
+
+def test_i7_where_workers_that_swap_without_a_pause_take_nothing_nothing_new_is_served_until_a_version_has_come(tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = with_workers()
+        fake.has_plugin = fake.is_direct = True
+        async with attached(fake, tmp_path, direct=DirectWay("sglang", Feed())) as (engine, receiver):
+            await engine.stage(replace(receiver.publish(1, tiny_model()), transport="direct"))
+            fake.instead[STRAIGHT] = fake.instead["/update_weights_from_disk"] = Response("no", status_code=400)
+            with pytest.raises(EngineError):
+                await engine.commit(1)
+            with pytest.raises(EngineError, match="its weights are not whole"):
+                await engine.resume()
+            assert engine.reading().paused
+            fake.instead.clear()
+            await engine.commit(1)
+            await engine.resume()
+            assert not (await engine.health()).paused and fake.label == "1"
 
     asyncio.run(main())
 

@@ -21,7 +21,7 @@ _OF = "a server that Midflight's plugin is in"
 
 class DirectServer(ServerWorkers, Protocol):
     async def take(self, version: Version, *, recompute: bool) -> None:
-        """In a pause: what came, or what was served before it, becomes what is served, in all workers or in none."""
+        """In a pause, or between two steps: what came, or what was served before it, becomes what is served, in all workers or in none."""
         ...
 
 

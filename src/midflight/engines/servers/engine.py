@@ -297,13 +297,14 @@ class ServerEngine:
                 self._next = await asyncio.to_thread(self._area.write, manifest, beside=self._live.folder)
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own."""
+        """Waits for the server to load what was staged. Without a pause of the caller it makes one of its own, where it needs one."""
         async with self._control, self._staging:
             if (staged := self._staged(version)) is self._live:
                 return types.Attestation(version, staged.fingerprint)
             own_pause, admitted = self._paused is None, self._gate.is_set()
-            if own_pause:
+            if own_pause and (staged.folder is not None or self.capabilities.commit_mode is not types.PauseMode.KEEP):
                 await self._pause_server(self.capabilities.commit_mode or types.PauseMode.KEEP)
+            self._gate.clear()
             try:
                 await self._load(staged)
                 self._next = None
@@ -335,8 +336,7 @@ class ServerEngine:
         self._whole = True
         for running in self._running:
             if running.attempt is not None:
-                late = 0 if recomputed else self._server.late_labels
-                running.attempt.changed(staged.version, recomputed=recomputed, late=late)
+                running.attempt.changed(staged.version, recomputed=recomputed, late=0 if recomputed else self._server.late_labels)
         self._live = staged
 
     async def _give(self, staged: StagedFolder, *, recompute: bool) -> None:

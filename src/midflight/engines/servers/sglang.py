@@ -160,8 +160,9 @@ class SglangServer:
         num_experts: int = 0,
         num_choices: int = 0,
         num_adapters: int = 0,
+        direct: bool = False,
     ) -> None:
-        """`theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token. `num_adapters`: versions that it is to keep, if they are such."""
+        """`direct`: versions come straight to its workers, which swap them between two steps. `theirs`: others started it, so it runs as many requests as it says. `num_experts`: of a mixture's layer, where it is to say which ones it chose, `num_choices` of all layers for each token. `num_adapters`: versions that it is to keep, if they are such."""
         self.num_adapters = num_adapters
         self._vocab_size, self._max_running, self._max_context = vocab_size, max_running, max_context
         self._theirs, self._deterministic = theirs, deterministic
@@ -169,6 +170,7 @@ class SglangServer:
         self._room = max_context
         """Some tokens less than its context: it refuses a longer prompt, and an answer to be resumed is one."""
         self._overlaps = True
+        self._direct, self._swaps = direct, False
         self._seeds = deterministic
         """Whether noise is a function of seed and position, as ours is, so that it survives a resume."""
 
@@ -211,7 +213,7 @@ class SglangServer:
                 max_running=running if self._theirs else min(running, self._max_running),
                 max_keys=_keys(info),
                 features=features,
-                commit_mode=PauseMode.RECOMPUTE,
+                commit_mode=PauseMode.KEEP if self._swaps else PauseMode.RECOMPUTE,
             ),
             label=str(_part(model, "weight_version")),
             model=str(_part(model, "model_path")),
@@ -233,6 +235,7 @@ class SglangServer:
         self._records = bool(self._num_experts) and info.get("enable_return_routed_experts") is True
         self._overlaps = info.get("disable_overlap_schedule") is not True
         has_plugin = info.get("grammar_backend") == GRAMMAR_BACKEND
+        self._swaps = self._direct and has_plugin
         self._seeds = self._deterministic or (has_plugin and info.get("device") == "cpu")
         return _FEATURES.union(() if self._overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if has_plugin else ())
 

@@ -27,6 +27,7 @@ from midflight.engines.about import about_route
 from midflight.engines.app import build_app, relay
 from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.command import HOST, READY, Command, Served, server_command
+from midflight.engines.servers.direct import TRANSPORT as DIRECT
 from midflight.engines.servers.direct import DirectWay
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
@@ -128,7 +129,8 @@ def _wire(config: Config, model: Path) -> Server:
     if engine.kind == "vllm":
         return VllmServer(**given, theirs=theirs)
     given["num_choices"] = num_choices_of(model)
-    return SglangServer(**given, max_context=config.model.max_context, theirs=theirs, deterministic=engine.deterministic)
+    direct = config.weights.transport == DIRECT
+    return SglangServer(**given, max_context=config.model.max_context, theirs=theirs, deterministic=engine.deterministic, direct=direct)
 
 
 def adapters_kept(config: Config, model: Path) -> int:

@@ -5,7 +5,7 @@ SGLang finds it by the entry point beside it. The backend takes an answer's gram
 On a CPU requests may also have seeds, which SGLang of itself heeds only with kernels for GPUs, and adapters.
 
 And weights that come straight from the trainer: `/init_weights_update_group` for a group of our name begins to receive while SGLang
-generates, `/server_info` says what each worker holds, and `/update_weights_from_distributed` in a pause only swaps it in.
+generates, `/server_info` says what each worker holds, and `/update_weights_from_distributed` swaps it in between two steps, in a pause or not.
 """
 
 import json
@@ -178,6 +178,19 @@ def _take(original, manager, asked):
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
 
 
+async def _at_once(original, controller, asked, request=None):
+    """SGLang's own waits, without a pause, until no request is under way; an exchange between two steps need not."""
+    if not asked.group_name.startswith(GROUP):
+        return await original(controller, asked, request)
+    from sglang.srt.managers.communicator import FanOutCommunicator
+
+    controller.auto_create_handle_loop()
+    success, message = FanOutCommunicator.merge_results(await controller.update_weights_from_distributed_communicator(asked))
+    if success:
+        controller._update_weight_version_if_provided(asked.weight_version)
+    return success, message
+
+
 def _told(said, controller, asked):
     manager = controller.scheduler.weight_updater
     said.internal_state["midflight"] = _each(manager, _landing(manager).state())
@@ -210,6 +223,8 @@ def register():
     }.items():
         HookRegistry.register(f"sglang.srt.layers.sampler.{name}", hook, HookType.AROUND)
     HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.__init__", _unpinned, HookType.AROUND)
+    controls = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+    HookRegistry.register(f"{controls}.update_weights_from_distributed", _at_once, HookType.AROUND)
     parts = "sglang.srt.managers.scheduler_components"
     for name, hook in {"init_weights_update_group": _begin, "update_weights_from_distributed": _take}.items():
         HookRegistry.register(f"{parts}.weight_updater.SchedulerWeightUpdaterManager.{name}", hook, HookType.AROUND)
