@@ -250,8 +250,10 @@ KEEPING: tuple[tuple[str, object], ...] = (
 
 
 @asynccontextmanager
-async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int) -> AsyncGenerator[Side]:
-    """A server, where it is other people's, and `midflight engine`, each a process of its own; our connection to both."""
+async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int, straight: bool = False) -> AsyncGenerator[Side]:
+    """A server, where it is other people's, and `midflight engine`, each a process of its own; our connection to both.
+
+    `straight`: the run's weights come to its workers, so it commits as such an engine does."""
     model = folder / "model"
     disable_progress_bar()
     size.model(seed=0).save_pretrained(model)
@@ -270,7 +272,7 @@ async def engine_side(kind: str, size: Size, folder: Path, *, max_running: int) 
             config = load_config(None, [f"{key}={value}" for key, value in given.items()])
             process = await stack.enter_async_context(started(config, model, name=kind, version=0))
             server = await stack.enter_async_context(ServerClient(kind, process.url))
-            more = ["--engine", kind, "--engine-url", process.url]
+            more = ["--engine", kind, "--engine-url", process.url, *(["--set", "weights.transport=direct"] if straight else [])]
         port = free_port()
         command = [sys.executable, "-m", "midflight", "engine", "--model", model, "--port", port]
         command += ["--max-running", max_running, "--max-context", size.context, *more]

@@ -28,7 +28,9 @@ class Capabilities:
     side_by_side: bool = False
     """It keeps several versions, and a request goes on with the one that it began with: a commit is of new requests alone, and pauses nothing."""
     commit_mode: PauseMode | None = None
-    """What a commit is to requests in flight where nobody paused the engine, if that is not `keep`. It is how it changes weights best."""
+    """What a commit is to requests in flight where nobody paused the engine, if that is not `keep`. It is how it changes weights best.
+
+    A server that names `keep` swaps between two steps what came straight to its workers, without a pause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,14 +168,24 @@ def _take(original, manager, asked):
     if not asked.group_name.startswith(GROUP):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
 
     landing, version = _landing(manager), int(asked.weight_version)
     if not all(_each(manager, landing.holds(version))):
         return io_struct.UpdateWeightsFromDistributedReqOutput(success=False, message=f"version {version} is not with every worker")
     landing.take(version)
+    for req in _on_their_way(manager.scheduler):
+        req.weight_version_events.append(WeightVersionEvent(get_serving().weight_version, 1))
     manager.record_weight_version_after_update(asked.weight_version)
     success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
+
+
+def _on_their_way(scheduler):
+    """Requests whose first token is of a step that is under way: SGLang would give it to the weights that come."""
+    batches = [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+    return [r for batch in batches for r in batch.reqs if not r.output_ids and not r.inflight_middle_chunks]
 
 
 async def _at_once(original, controller, asked, request=None):
