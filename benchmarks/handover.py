@@ -106,7 +106,9 @@ async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list
     samples: list[Sample] = []
     async with AsyncExitStack() as stack:
         stack.push_async_callback(trainer.close)
-        side = await stack.enter_async_context(engine_side(kind, size, folder, max_running=options.in_flight, straight="direct" in options.transports))
+        side = await stack.enter_async_context(
+            engine_side(kind, size, folder, max_running=options.in_flight, straight="direct" in options.transports)
+        )
         round_of = Rounds(side, trainer, in_flight=options.in_flight, max_tokens=options.context, pause_mode=options.pause_mode)
         for number in range(options.rounds + 1):
             for way in (*options.transports, *([RELOAD] if side.server else [])):

@@ -63,7 +63,9 @@ def test_i7_a_version_comes_by_no_folder_and_is_taken_in_a_pause_by_all_workers(
     asyncio.run(main())
 
 
-def test_i7_a_server_with_our_plugin_swaps_between_two_steps_without_a_pause_and_one_that_is_told_to_recompute_pauses(tmp_path: Path) -> None:
+def test_i7_a_server_with_our_plugin_swaps_between_two_steps_without_a_pause_and_one_that_is_told_to_recompute_pauses(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         fake = with_workers()
         fake.has_plugin = fake.is_direct = True
@@ -76,7 +78,7 @@ def test_i7_a_server_with_our_plugin_swaps_between_two_steps_without_a_pause_and
                     await engine.pause(PauseMode.RECOMPUTE)
                 await engine.commit(version)
                 await engine.resume()
-                said = {path: body for path, body in fake.calls}
+                said = dict(fake.calls)
                 assert ("/pause_generation" in said) == pauses and said[STRAIGHT]["flush_cache"] is pauses
             assert not (await engine.health()).paused
 
