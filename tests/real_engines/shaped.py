@@ -50,7 +50,7 @@ def requests() -> dict[str, GenerateRequest]:
         "call": {"grammar": call},
         "least": {"min_tokens": LEAST, "logit_bias": ENDING, "ignore_eos": False},
         "least of a form": {"grammar": Grammar(GrammarKind.REGEX, "(ab|cd)*"), "min_tokens": LEAST, "logit_bias": ENDING},
-        "min-p": {"min_p": 0.004, "top_k": 200, "max_tokens": 40},
+        "min-p": {"min_p": 0.004, "top_k": 200, "max_tokens": 150},  # goes on when the others are interrupted again
         "a long prompt": {"max_tokens": 40},
     }
     prompts = {"a long prompt": "The quick brown fox. " * 8}
