@@ -85,6 +85,17 @@ def test_i7_a_server_with_our_plugin_swaps_between_two_steps_without_a_pause_and
     asyncio.run(main())
 
 
+def test_i7_a_server_on_a_gpu_which_loads_where_a_step_may_be_under_way_pauses(tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = with_workers()
+        fake.has_plugin = fake.is_direct = True
+        fake.tells["device"] = "cuda"
+        async with attached(fake, tmp_path, direct=DirectWay("sglang", Feed())) as (engine, _):
+            assert engine.capabilities.commit_mode is PauseMode.RECOMPUTE
+
+    asyncio.run(main())
+
+
 def test_i7_where_workers_that_swap_without_a_pause_take_nothing_nothing_new_is_served_until_a_version_has_come(tmp_path: Path) -> None:
     async def main() -> None:
         fake = with_workers()

@@ -235,7 +235,7 @@ class SglangServer:
         self._records = bool(self._num_experts) and info.get("enable_return_routed_experts") is True
         self._overlaps = info.get("disable_overlap_schedule") is not True
         has_plugin = info.get("grammar_backend") == GRAMMAR_BACKEND
-        self._swaps = self._direct and has_plugin
+        self._swaps = self._direct and has_plugin and info.get("device") == "cpu"  # elsewhere it loads, beside a step that may be under way
         self._seeds = self._deterministic or (has_plugin and info.get("device") == "cpu")
         return _FEATURES.union(() if self._overlaps else {Feature.PENALTIES}, {Feature.GRAMMARS} if has_plugin else ())
 
