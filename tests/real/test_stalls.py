@@ -93,7 +93,7 @@ def test_a_loop_that_an_agent_blocks_ends_the_run_with_the_agents_line(train: Ca
 
 def test_a_trainer_that_stood_for_a_while_goes_on_without_a_restart(train: Callable[..., Command], tmp_path: Path) -> None:
     """Long enough for idle connections to be closed, and too short to count as a standstill."""
-    command = train("run.steps=8", "run.stall_seconds=60")
+    command = train("run.steps=40", "run.stall_seconds=60")
     further(command, tmp_path / "run")
     pid = stop(command, "trainer")
     time.sleep(7)

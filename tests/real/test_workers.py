@@ -127,16 +127,15 @@ def test_a_plain_function_gets_a_plain_client_a_thread_and_a_log_with_its_worker
 
 def test_i8_workers_that_are_killed_again_and_again_lose_no_rollout(run, tmp_path: Path) -> None:
     """The rollouts begin again with their turns, and no retry is used up: the sums come out as if nothing had been."""
-    command = run("two_turns", "run.steps=30", "rollout.retries=0", FEW)
+    command = run("two_turns", "run.steps=80", "rollout.retries=0", FEW)
     chosen = random.Random(3)
-    command.until(lambda: steps(tmp_path / "run"), "first step")
-    for _ in range(4):
+    for number in range(4):
+        at_step(command, tmp_path / "run", 1 + 5 * number)
         found = command.until(lambda: command.parts().get("worker"), "worker")
         os.kill(chosen.choice(found), signal.SIGKILL)
-        time.sleep(0.5)
     check_metrics(json.loads((tmp_path / "run" / "endpoint.json").read_text())["url"])
     assert command.wait() == 0, command.said
-    assert len(steps(tmp_path / "run")) == 30
+    assert len(steps(tmp_path / "run")) == 80
 
 
 def check_metrics(url: str) -> None:
