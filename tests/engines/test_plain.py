@@ -14,7 +14,7 @@ from midflight.engines.embedded import probe
 from midflight.engines.embedded import runner as plain
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.probe import Manner
-from midflight.engines.embedded.runner import PlainRunner, is_plain, threads_for
+from midflight.engines.embedded.runner import PlainRunner, is_plain
 from midflight.models.names import as_tensors, named_tensors, put_together, side_by_side
 from midflight.models.proof import Way
 from midflight.run.launcher.proofs import proofs
@@ -117,16 +117,6 @@ def test_weights_that_were_replaced_in_another_way_are_found_too() -> None:
     for parameter, new in zip(model.parameters(), other.parameters(), strict=True):
         parameter.data = new.data.clone()
     assert_computes(engine, tiny_model(seed=1))
-
-
-def test_small_steps_take_one_thread_and_large_ones_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = list[int]()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    for work in (3.2e6 * 8, 3.2e6 * 32, 1e9):
-        with threads_for(work):
-            pass
-    assert taken == [1, 3, 2, 3, 3, 3]  # each time back to what there are
 
 
 def test_tensors_of_one_memory_are_side_by_side_and_others_are_put_together() -> None:

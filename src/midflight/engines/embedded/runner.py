@@ -9,8 +9,7 @@ the model are views of that.
 
 import inspect
 import itertools
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -160,21 +159,6 @@ class Runner:
 
     def _put(self, values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
-
-
-_WORK_OF_A_THREAD = 4e7
-"""Products (parameters times tokens) of a step from which on one more thread saves more than waiting for it costs."""
-
-
-@contextmanager
-def threads_for(work: float) -> Generator[None]:
-    """Meanwhile as many threads compute as so many products are worth, of those that there are."""
-    most = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(most, int(work / _WORK_OF_A_THREAD))))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(most)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,10 @@ from torch import Tensor
 from midflight.engines.embedded.experts import ExpertRecords
 from midflight.engines.embedded.guesses import guess
 from midflight.engines.embedded.lone import LoneRunner
-from midflight.engines.embedded.runner import Runner, StepBatch, threads_for
+from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.sampler import Masks, Sampled, sample
 from midflight.engines.embedded.table import Prefixes, PrefixRoom, SlotTable, Submission
+from midflight.engines.embedded.threads import StepThreads
 from midflight.engines.streams import StepOutput
 from midflight.errors import RequestRejected
 from midflight.models.routing import Routers
@@ -43,6 +44,7 @@ class Scheduler:
         """`prefixes`: what is kept for requests that begin alike. `routers`: of a model whose choices of experts are recorded. `guesses`: at
         most so many tokens ahead; none where a sequence can't go back, or what its experts were would be written down."""
         self._runner = runner
+        self._threads = StepThreads()
         self._num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
         self._experts = None if routers is None else ExpertRecords(routers)
         self._guesses = 0 if runner.keeps_states or routers is not None else guesses
@@ -152,7 +154,7 @@ class Scheduler:
         if batch is None:
             return self._flush(StepOutput(version=self.version, started=started, ended=time.monotonic()))
         touched, running = frozenset(self._table.outlets[batch.slots].tolist()), self._table.num_active
-        with threads_for(self._num_parameters * len(batch.tokens)):
+        with self._threads.of(self._num_parameters * len(batch.tokens)):
             logits = self._runner.forward(batch) if self._experts is None else self._experts.forward(self._runner, batch)
             self._mark_cached(batch)
             rows, masks = np.flatnonzero(batch.wanted), None
