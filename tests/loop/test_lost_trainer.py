@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from midflight.config.sections import EvaluationSection
+from midflight.config.sections import EngineSection, EvaluationSection
 from midflight.run.rollout.system import RolloutSystem
 from midflight.run.trainer.training import TrainingLoop
 from midflight.testing.ring import SimulatedTrainer, SmallRing
@@ -91,10 +91,12 @@ class Wire:
 class Lives:
     """Trainers, one after the other, over one rollout side that lives through all of them. Each saves every other step."""
 
-    def __init__(self, folder: Path, *, staleness: int, evaluating: int = 0, seed: int = 0) -> None:
+    def __init__(self, folder: Path, *, staleness: int, evaluating: int = 0, seed: int = 0, lend: bool = False) -> None:
         made = config(staleness=staleness, every=2, steps=NUM_STEPS, groups=GROUPS)
-        made = made.model_copy(update={"evaluation": EvaluationSection(eval_every=evaluating)})
+        made = made.model_copy(update={"evaluation": EvaluationSection(eval_every=evaluating), "engine": EngineSection(lend=lend)})
         engines = fast_engines(2, by_version=True, stage_seconds=0.05)
+        for number, engine in enumerate(engines):
+            engine.name = f"engine{number}"
         self.site = Site(made, folder, engines=engines, agents=Agents(seed, longest=1.5), sdk=False)
         if evaluating:
             self.site.sources = [replace(source, heldout=HELD_OUT) for source in self.site.sources]

@@ -3,28 +3,65 @@
 from __future__ import annotations
 
 import json
+import re
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from midflight.archive.ledger import ledger_of
 from midflight.observe.timeline import RolloutTimed, read_timeline
 
 from .processes import CONFIG, Command, steps
+from .test_train import at_step, check_no_step_twice, check_nothing_left, check_store, interrupt
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
+LENT = "engine1"
 
 
-def test_the_lent_engine_answers_while_the_trainer_waits_and_every_version_reaches_it(tmp_path: Path) -> None:
+def is_lent(run: Path) -> bool:
+    """Whether requests are there at this moment."""
+    with suppress(OSError, ValueError, KeyError):
+        url = json.loads((run / "endpoint.json").read_text())["url"]
+        with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+            found = re.search(rf'^midflight_engine_requests{{engine="{LENT}"}} (\S+)$', answer.read().decode(), re.M)
+        return found is not None and float(found[1]) > 0
+    return False
+
+
+def placed_at(run: Path) -> set[str]:
+    turns = [turn for line in read_timeline(run / "timeline.jsonl") if isinstance(line, RolloutTimed) for turn in line.turns]
+    return {engine for turn in turns for engine, *_ in turn.placed}
+
+
+def test_i8_a_trainer_killed_and_a_run_stopped_while_the_place_is_lent_lose_nothing_and_go_on(tmp_path: Path) -> None:
+    """The lent engine answers while the trainer waits, every version reaches it, and no request fails with it."""
     (tmp_path / "small.toml").write_text(CONFIG.replace("max_tokens = 6", "max_tokens = 40"))
     run = tmp_path / "run"
-    command = Command("train", "small.toml", "--folder", run, "--set", "run.steps=5", "--set", "engine.lend=true", folder=tmp_path)
+    sets = ("run.steps=20", "engine.lend=true", "trainer.checkpoint_every=3")
+    words = ("train", "small.toml", "--folder", run, *(word for each in sets for word in ("--set", each)))
+    command = Command(*words, folder=tmp_path)
     try:
-        assert command.wait(100) == 0, command.said
+        at_step(command, run, 4)
+        command.until(lambda: is_lent(run), "request at the lent engine")
+        trainer = command.parts()["trainer"]
+        command.kill("trainer")
+        command.until(lambda: set(command.parts().get("trainer", ())) - set(trainer), "a new trainer")
+        at_step(command, run, 10)
+        parts = [pid for found in command.parts().values() for pid in found]
+        command.until(lambda: is_lent(run), "request at the lent engine")
+        assert interrupt(command, parts) < 5 and command.process.returncode == 130, command.said
+        resumed = Command(*words, "--resume", folder=tmp_path)
+        assert resumed.wait(100) == 0, resumed.said
     finally:
         command.end()
+    check_no_step_twice(run, num_steps=20)
+    check_store(run)
+    check_nothing_left(resumed, parts, run)
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["failed_requests"], summary["failed_rollouts"]) == (5, 0, 0)
-    assert [line["step"] for line in steps(run)] == [1, 2, 3, 4, 5]
-    turns = [turn for line in read_timeline(run / "timeline.jsonl") if isinstance(line, RolloutTimed) for turn in line.turns]
-    where = {engine for turn in turns for engine, *_ in turn.placed}
-    assert where == {"engine0", "engine1"}
+    assert (summary["steps"], summary["failed_requests"], summary["failed_rollouts"]) == (20, 0, 0)
+    assert [line["step"] for line in steps(run)] == list(range(1, 21))
+    found = ledger_of(run)
+    assert found.balanced, found.mistakes
+    assert placed_at(run) == {"engine0", LENT}

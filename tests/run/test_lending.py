@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from tests.loop.site import TOKENIZER, Agents, Site, config
+from tests.loop.test_lost_trainer import Lives
 
 from midflight.config import load_config
 from midflight.config.derived import num_engines, placement
 from midflight.config.seats import device_map
 from midflight.config.sections import EngineSection
 from midflight.errors import ConfigError
-from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.fleet.fleet import Fleet, Lease
 from midflight.run.rollout.lending import OWNER, Lending
 from midflight.testing.script import Script
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
+from midflight.types import Chunk, GenerateRequest
 from midflight.types.facts import Quarantined, Rejoined
 
 LENT = "engine1"
@@ -64,11 +69,30 @@ def test_it_keeps_no_version_for_an_evaluation() -> None:
         assert fleet.reserve(0).engine == "engine0"
 
 
-def lending_site(folder: Path, seed: int) -> Site:
+class Watched(ScriptedEngine):
+    """Counts who is asked for the same answer: by prompt and seed, of all engines together."""
+
+    asked = Counter[object]()
+    asking = Counter[object]()
+    most = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        kind, answer = type(self), (request.input_ids[: request.num_prompt_tokens], request.sampling.seed)
+        kind.asked[answer] += 1
+        kind.asking[answer] += 1
+        kind.most = max(kind.most, kind.asking[answer])
+        try:
+            async for chunk in super().generate(request):
+                yield chunk
+        finally:
+            kind.asking[answer] -= 1
+
+
+def lending_site(folder: Path, seed: int, *, kind: type[ScriptedEngine] = ScriptedEngine) -> Site:
     """Steps are short beside generation, so that the trainer waits; answers of one turn to three."""
     made = config(staleness=1, steps=8).model_copy(update={"engine": EngineSection(lend=True, max_running=4)})
     script = Script(mean_length=8)
-    engines = [ScriptedEngine(name, script=script, tokenizer=TOKENIZER, step_seconds=0.05) for name in ("engine0", LENT)]
+    engines = [kind(name, script=script, tokenizer=TOKENIZER, step_seconds=0.05) for name in ("engine0", LENT)]
     return Site(made, folder, engines=engines, agents=Agents(seed, longest=1), sdk=False)
 
 
@@ -87,6 +111,27 @@ def test_i1_to_i6_hold_while_it_comes_and_goes_and_every_answer_is_whole(tmp_pat
     assert lent.requests and lent.served.version == site.engines[0].served.version == 8
     resumed = [r for engine in site.engines for r in engine.requests if len(r.input_ids) > r.num_prompt_tokens]
     assert resumed, "some answers moved, with the tokens that they had"
+
+
+def test_i5_a_request_that_is_moved_is_resumed_once_by_one_engine_at_a_time_with_every_token_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token is in an answer twice or lost: `check` plays every turn again."""
+    moved, move = list[Lease](), Lease.move
+
+    def moving(lease: Lease, why: str) -> None:
+        moved.extend([lease] * (lease.lost is None))
+        move(lease, why)
+
+    monkeypatch.setattr(Lease, "move", moving)
+    monkeypatch.setattr(Watched, "asked", Counter())
+    site = lending_site(tmp_path, 2, kind=Watched)
+    run_virtual(lambda: site.run(step_seconds=0.3), seed=2, max_seconds=20_000)
+    site.check()
+    assert Watched.most == 1
+    assert Watched.asked.total() - len(Watched.asked) == len(moved) >= 5
+    turns = [turn for turns in site.turns.values() for turn in turns]
+    assert sum(turn.num_resumes for turn in turns) == len(moved)
 
 
 def test_its_death_while_lent_costs_its_requests_nothing_but_a_resume_and_it_comes_back_held(tmp_path: Path) -> None:
@@ -108,6 +153,28 @@ def test_its_death_while_lent_costs_its_requests_nothing_but_a_resume_and_it_com
     site.check()
     assert not site.failed_requests
     assert {fact.engine for fact in site.seen.of(Quarantined)} == {LENT} == {fact.engine for fact in site.seen.of(Rejoined)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_i1_to_i8_hold_where_the_trainer_dies_while_its_place_is_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Requests that are there move at once: what comes after the death has the place for itself."""
+    without_batch, leave = list[bool](), Lending._leave
+
+    def leaving(lending: Lending, engine: str) -> None:
+        without_batch.append(not lending._at_work)
+        leave(lending, engine)
+
+    monkeypatch.setattr(Lending, "_leave", leaving)
+    draw = random.Random(seed)
+    lives = Lives(tmp_path, staleness=1, seed=seed, lend=True)
+
+    async def main() -> None:
+        async with lives.site.opened() as ring:
+            await ring.serve(lives.train(ring, *(draw.uniform(0.2, 1.2) for _ in range(3))))
+
+    run_virtual(main, seed=seed, max_seconds=20_000)
+    lives.check()
+    assert lives.num_lost == 3 and without_batch.count(True) and lives.site.engines[1].requests
 
 
 @pytest.mark.parametrize(
