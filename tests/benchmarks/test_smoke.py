@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from tests.real.processes import children, gone
 
 pytestmark = pytest.mark.timeout(300)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -30,6 +32,26 @@ def test_a_benchmark_runs_in_its_smoke_form(script: Path, tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, script, "--smoke"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "it found nothing to say"
+
+
+@pytest.mark.parametrize("words", [("shards.py", "--seconds", "1"), ("handover.py", "--engines", "embedded", "--transports", "file")])
+def test_a_benchmark_that_is_told_to_end_leaves_no_process(words: tuple[str, ...], tmp_path: Path) -> None:
+    started = subprocess.Popen(
+        [sys.executable, BENCHMARKS / words[0], *words[1:], "--rounds", "1000"], cwd=tmp_path, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while len(found := family(started.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(1)
+    found |= family(started.pid)
+    started.terminate()
+    assert started.wait(30) == 143 and len(found) >= 3
+    assert gone(sorted(found), seconds=10)
+
+
+def family(pid: int) -> set[int]:
+    """It and all that it started."""
+    return {pid}.union(*(family(child) for child in children(pid)))
 
 
 def test_what_a_benchmark_consists_of_is_all_there() -> None:

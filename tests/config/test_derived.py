@@ -134,6 +134,18 @@ def test_memory_counts_a_server_that_is_started_and_of_one_that_runs_already_onl
     assert [i.num_bytes for i in memory_estimate(config, model_sizes(config.model)) if "keys and values" in i.what] == [0]
 
 
+def test_shared_memory_is_asked_for_where_versions_pass_it() -> None:
+    def shared(*overrides: str) -> int:
+        made = load_config(None, ["engine.count=2", "model.dtype=float32", *overrides])
+        return derived.shared_bytes(made, model_sizes(made.model)) // model_sizes(made.model).weight_bytes("float32")
+
+    assert shared() == 3, "three versions"
+    assert shared("engine.kind=vllm") == 3 + 2 * 2, "and two folders for each server"
+    assert shared("engine.kind=vllm", "weights.transport=collective") == 2 * 2
+    assert shared("engine.kind=vllm", "weights.transport=direct") == 0
+    assert shared("engine.kind=vllm", "weights.transport=direct", "lora.rank=8", "lora.merged=true") == 2 * 2
+
+
 def test_memory_of_activations_grows_with_ranks_and_not_with_a_vocabulary_beyond_what_is_made_at_a_time() -> None:
     def activations(vocab_size: int, *overrides: str) -> int:
         config = load_config(None, overrides)

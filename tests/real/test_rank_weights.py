@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.trainer.fixtures import batch, exact_norm, tiny_model, trainer
+from tests.weights.test_collective import asking, joined
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from midflight.config.loss import CorrectionSection, ObjectiveSection
-from midflight.models.names import named_tensors
+from midflight.models.names import as_tensors, named_tensors
+from midflight.run.trainer.team import _whole
 from midflight.trainer.critic import Valuation
 from midflight.trainer.model.policy import Ranks
 from midflight.trainer.objective import Objective
 from midflight.trainer.step import Scoring
+from midflight.types import WeightManifest
+from midflight.weights.manifest import extent
+from midflight.weights.transports.collective import CollectivePublisher
+from midflight.weights.transports.process_group import CollectiveReceiver
 
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}, {}),
@@ -71,3 +80,50 @@ def test_several_ranks_reach_the_weights_of_one(tmp_path: Path, monkeypatch: pyt
                 assert ours.keys() == theirs.keys()
                 same = ours.keys() - {"step/micro_batches"}
                 assert [ours[k] for k in sorted(same)] == pytest.approx([theirs[k] for k in sorted(same)], rel=1e-9, abs=1e-12)
+
+
+DEADLINE = 3.0
+"""Seconds, of a bucket: what a server that stops costs the others."""
+
+
+def broken_off(manifest: WeightManifest, *, stops: bool) -> None:
+    """A server's worker that gets one bucket, and then is killed, or stands still past the deadline."""
+    with asking(manifest) as connection:
+        group = joined(connection)
+        group.broadcast(torch.empty(min(group.terms.bucket_bytes, extent(manifest.tensors)), dtype=torch.uint8))
+        if stops:
+            time.sleep(2 * DEADLINE)
+        group.close()
+
+
+def with_a_server_that_fails(rank: int, size: int, folder: str) -> None:
+    """Steps and gathers of all ranks go on while each version is on its way; of the third and of the fifth a receiver fails in mid-update."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    ours = trainer(tiny_model(), ranks=Ranks.joined(), micro_batch_tokens=60)
+    coming = list[tuple[WeightManifest, dict[str, torch.Tensor], Future[Any]]]()
+    with (
+        CollectivePublisher(bucket_bytes=4096, num_slots=8, quiet_seconds=0.2, deadline_seconds=DEADLINE) as sender,
+        ThreadPoolExecutor(2) as others,
+    ):
+        server = CollectiveReceiver()
+        for version in range(1, 7):
+            ours.step(batch(seed=version, version=version - 1, num_groups=3))
+            whole = _whole(ours)
+            if rank == 0:
+                fails = version in (3, 5)
+                manifest = replace(sender.publish(version, whole), receivers=1 + fails)
+                copied = {name: tensor.detach().clone() for name, tensor in whole.items()}
+                coming.append((manifest, copied, others.submit(server.fetch, manifest)))
+                if fails:
+                    others.submit(broken_off, manifest, stops=version == 5)
+        for manifest, expected, fetched in coming:
+            got = as_tensors(manifest.tensors, fetched.result(60))
+            assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+        assert rank or sender.service.num_groups >= 3, "two of them broke"
+    dist.destroy_process_group()
+
+
+def test_i7_no_order_of_steps_gathers_and_broadcasts_hangs_three_ranks_where_a_server_fails_in_mid_update(tmp_path: Path) -> None:
+    multiprocessing.set_forkserver_preload([__name__])
+    mp.start_processes(with_a_server_that_fails, args=(3, str(tmp_path)), nprocs=3, start_method="forkserver")

@@ -30,6 +30,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 30}
 PROMPT = "The quick brown fox"
 GIVE_UP_SECONDS = 0.5
 """A caller's patience with a server that was stopped."""
+SWAPS, BETWEEN_SECONDS = 4, 0.004
 _BROADCAST = BroadcastGroup.broadcast
 Test = Callable[[ModelSite, CollectivePublisher], Awaitable[None]]
 
@@ -55,6 +56,11 @@ async def update(site: ModelSite, sender: CollectivePublisher, version: int) -> 
     await site.engine.stage(manifest)
     attestation = await site.engine.commit(version)
     assert (attestation.version, attestation.fingerprint) == (version, manifest.fingerprint)
+
+
+async def swap_soon(site: ModelSite, version: int) -> None:
+    await asyncio.sleep(8 * BETWEEN_SECONDS)
+    await site.engine.commit(version)
 
 
 async def serves(site: ModelSite, version: int) -> bool:
@@ -105,6 +111,29 @@ class DirectContract:
             loaded = await collect(site.engine, ask(PROMPT, **GREEDY))
             assert ids(straight) == ids(loaded) and logprobs(straight) == pytest.approx(logprobs(loaded), abs=1e-6)
             assert all(site.chosen(3, ask(PROMPT, **GREEDY), ids(straight)))
+
+        self._on(test)
+
+    def test_i6_a_first_token_that_is_being_computed_while_versions_are_swapped_is_of_the_version_that_made_it(self) -> None:
+        """Requests come one after the other all through the swap. No two begin alike, so that a first token owes nothing to keys of before."""
+
+        async def test(site: ModelSite, sender: CollectivePublisher) -> None:
+            seen = set[int]()
+            for version in range(1, SWAPS + 1):
+                await site.engine.stage(sender.publish(version, named_tensors(tied(version))))
+                firsts = range(24 * version, 24 * version + 24)
+                requests, answers = [ask(f"{chr(first)}{PROMPT}", temperature=0.0, max_tokens=2) for first in firsts], []
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(swap_soon(site, version))
+                    for request in requests:
+                        answers.append(tasks.create_task(collect(site.engine, request)))
+                        await asyncio.sleep(BETWEEN_SECONDS)
+                sender.release(version - 1)
+                for request, answer in zip(requests, [task.result() for task in answers], strict=True):
+                    (made, _), *_ = labels(answer)
+                    seen.add(version - made)
+                    assert site.chosen(made, request, ids(answer))[0], f"swap {version}: labelled {made}"
+            assert seen == {0, 1}
 
         self._on(test)
 

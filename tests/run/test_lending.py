@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tests.loop.site import TOKENIZER, Agents, Site, config
@@ -72,8 +73,8 @@ def test_it_keeps_no_version_for_an_evaluation() -> None:
 class Watched(ScriptedEngine):
     """Counts who is asked for the same answer: by prompt and seed, of all engines together."""
 
-    asked = Counter[object]()
-    asking = Counter[object]()
+    asked: ClassVar = Counter[object]()
+    asking: ClassVar = Counter[object]()
     most = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:

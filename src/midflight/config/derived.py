@@ -1,6 +1,5 @@
 """What follows from the numbers: the six knobs of asynchrony, where B = groups_per_step, n = group_size, S = max_staleness; and what a
-run will take, its processes with their cores and its memory, estimated before anything is started.
-"""
+run will take, its processes with their cores and its memory, estimated before anything is started."""
 
 import math
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 from midflight.config.agent import CLAIMED, SINGLE_TURN, agent_of
 from midflight.config.sections import Config, EngineSection, EnvironmentSection, LoraSection, ModelSection, RolloutSection
 from midflight.errors import ModelNotFound
-from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
+from midflight.models.sizes import ModelSizes, element_bytes, num_experts_of, sizes_of
 from midflight.types import StalePolicy, Version
 
 
@@ -345,10 +344,11 @@ def held_versions(config: Config) -> int:
 
 
 def shared_bytes(config: Config, sizes: ModelSizes) -> int:
-    """Room that versions take in shared memory: what the trainer publishes, and two folders beside each server."""
-    servers = 0 if config.engine.kind == "embedded" else num_engines(config.engine)
+    """Room that versions take in shared memory: what is published, and two folders beside a server, but where its workers get them straight."""
+    converted = config.lora.merged or (config.model.path is not None and num_experts_of(config.model.path) > 0)
+    folders = config.engine.kind != "embedded" and (config.weights.transport != "direct" or converted)
     held = held_versions(config) if config.weights.transport == "shared_memory" else 0
-    return held * handed_bytes(config, sizes) + 2 * servers * sizes.weight_bytes(served_dtype(config))
+    return held * handed_bytes(config, sizes) + 2 * folders * num_engines(config.engine) * sizes.weight_bytes(served_dtype(config))
 
 
 def disk_bytes(config: Config, sizes: ModelSizes) -> int:
