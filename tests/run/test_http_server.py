@@ -13,10 +13,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 from tests.engines.test_contract import listening
 
-from midflight.wire import server
+from midflight.wire import edge, server
 from midflight.wire.server import guarded
 
 
@@ -72,6 +73,44 @@ def test_a_fault_is_an_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Non
 
     asyncio.run(main())
     assert "a fault of ours" in caplog.text
+
+
+class Counted:
+    """A transport that keeps what is written."""
+
+    def __init__(self, transport: asyncio.Transport, written: list[bytes]) -> None:
+        self._transport, self._written = transport, written
+
+    def write(self, data: bytes) -> None:
+        self._written.append(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+
+async def says_one(scope: Scope, receive: Receive, send: Send) -> None:
+    await edge.send_json(send, {"a": 1}, headers=((b"x-more", b"1"),) if scope["path"] == "/more" else ())
+
+
+def test_a_whole_answer_is_one_write_and_as_the_server_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    made = server._ClientConnection.connection_made
+    monkeypatch.setattr(server._ClientConnection, "connection_made", lambda self, transport: made(self, Counted(transport, written)))  # type: ignore[arg-type]
+
+    async def main() -> None:
+        async with listening(says_one) as url, aiohttp.ClientSession() as client:
+            for method, path, body, num_writes in (("POST", "/", '{"a":1}', 1), ("POST", "/more", '{"a":1}', 2), ("HEAD", "/", "", 1)):
+                written.clear()
+                async with client.request(method, url + path) as answer:
+                    assert await answer.text() == body and answer.status == 200
+                    assert {"Content-Type", "Content-Length", "Date"} <= answer.headers.keys()
+                    assert answer.headers["Content-Length"] == "7"
+                assert len([data for data in written if data]) == num_writes, (method, path)
+            async with client.post(url, headers={"Connection": "close"}) as answer:
+                assert await answer.text() == '{"a":1}' and answer.headers["Connection"] == "close"
+
+    asyncio.run(main())
 
 
 async def said_to(url: str, *parts: bytes, seconds: float) -> bytes:

@@ -254,6 +254,9 @@ async def send_fault(send: Send, fault: Fault) -> None:
 async def send_bytes(
     send: Send, body: bytes, *, status: int = 200, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
 ) -> None:
+    whole: Callable[[int, bytes, bytes], bool] | None = None if headers else getattr(send, "whole", None)
+    if whole is not None and whole(status, b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)), body):
+        return
     fixed = ((b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers)
     await send({"type": "http.response.start", "status": status, "headers": fixed})
     await send({"type": "http.response.body", "body": body})

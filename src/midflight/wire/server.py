@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from midflight.errors import ConfigError, Stopping
 from midflight.wire.edge import Fault, fault_of, headers_of, plain_fault, send_fault
@@ -103,6 +103,22 @@ class _Sending:
     async def __call__(self, message: Message) -> None:
         self.begun = True
         await self._send(message)
+
+    def whole(self, status: int, head: bytes, body: bytes) -> bool:
+        """All of an answer in one write, where the client keeps up and its connection goes on. Says whether it was sent: else it must go by
+        `send`. `head` is trusted to be right, length included."""
+        cycle = self._cycle
+        if cycle is None or cycle.response_started or cycle.disconnected or cycle.flow.write_paused or not cycle.keep_alive:
+            return False
+        if cycle.scope["method"] == "HEAD":
+            return False
+        self.begun = cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        own = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
+        cycle.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], own, head, body))
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
 
     def push(self, body: bytes) -> bool:
         """More of an answer whose length is not known, while nobody is in `send`. Says whether the client keeps up: else the next must go
