@@ -14,7 +14,7 @@ from midflight.errors import RequestRejected
 from midflight.gateway.answers.answer import News
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.chat import ChatExchange
-from midflight.gateway.dialects.exchange import Reply, call_id
+from midflight.gateway.dialects.exchange import Recent, Reply, call_id
 from midflight.gateway.sessions.session import Asked, CompletionCall, Messages, ToolChoice
 from midflight.testing.virtual_time import run_virtual
 from midflight.text.formats import AssistantMessage, CallPiece, ContentPiece, Piece, ReasoningPiece, Tool, ToolCall
@@ -187,6 +187,30 @@ def test_a_fault_names_its_place_and_the_remedy(fields: dict[str, Any], param: s
         exchange(**fields)
     assert caught.value.param == param
     assert words in str(caught.value)
+
+
+def test_the_body_that_a_group_sends_is_read_once_and_each_request_is_its_own() -> None:
+    read: list[bytes] = []
+
+    def reading(body: bytes) -> ChatExchange:
+        read.append(body)
+        return ChatExchange(body)
+
+    recent = Recent(reading)
+    body, long = json.dumps(CHAT | {"user": "ann"}).encode(), json.dumps(CHAT | {"user": "a" * 20_000}).encode()
+    first, second = recent(body), recent(body)
+    assert first is not second and first.call == second.call and len(read) == 1
+    first.unread.note("tools.strict")
+    assert set(second.unread.fields) == set(recent(body).unread.fields) == {"user"}
+    assert recent(long).call == recent(long).call and len(read) == 3, "long bodies are not kept"
+    for _ in range(2):
+        with pytest.raises(RequestRejected):
+            recent(b"{}")
+    assert len(read) == 5
+    for place in range(300):
+        recent(json.dumps(CHAT | {"max_tokens": place + 1}).encode())
+    recent(body)
+    assert read[-1] == body, "the oldest are forgotten"
 
 
 def test_tools_are_auto_unless_the_client_chooses() -> None:

@@ -250,8 +250,6 @@ class ChatExchange:
         """Tokens of all choices."""
         self._is_plain = not (self._logprobs or self._token_ids or self._usage_so_far)
         """Whether only the text of a frame differs from that of the one before."""
-        self._around: dict[int, tuple[bytes, bytes]] = {}
-        """Of each choice what stands before and after that text."""
 
     def whole(self, reply: exchange.Reply, answers: Sequence[Answer]) -> Json:
         body = _envelope(reply, "chat.completion", [self._choice(reply, answer) for answer in answers])
@@ -265,7 +263,7 @@ class ChatExchange:
 
     def frames(self, reply: exchange.Reply, event: Event) -> "Iterable[Json | bytes]":
         if self._is_plain and isinstance(event, News) and len(event.pieces) == 1 and isinstance(event.pieces[0], ContentPiece):
-            before, after = self._around.get(event.index) or self._template(reply, event.index)
+            before, after = reply.around.get(event.index) or self._template(reply, event.index)
             return (before + _encode(event.pieces[0].text) + after,)
         if isinstance(event, Answer):
             deltas = self._deltas(event.tail_pieces, event.request_id)
@@ -343,8 +341,8 @@ class ChatExchange:
     def _template(self, reply: exchange.Reply, index: int) -> tuple[bytes, bytes]:
         """An event of content without its text."""
         before, content, after = sse(self._chunk(reply, index, {"content": ""})).partition(b'"content":""')
-        self._around[index] = before + content[:-2], after
-        return self._around[index]
+        reply.around[index] = before + content[:-2], after
+        return reply.around[index]
 
     def _message(self, message: AssistantMessage, request_id: str) -> Json:
         """Content is null in a message that only calls tools."""

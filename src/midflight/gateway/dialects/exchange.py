@@ -1,9 +1,10 @@
 """What every dialect offers the HTTP shell, and the pieces of answers that several dialects write."""
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,6 +28,8 @@ class Reply(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer
     headers: tuple[tuple[bytes, bytes], ...] = ()
     """What the head of the answer says of the request."""
+    around: dict[int, tuple[bytes, bytes]] = {}
+    """Of each choice what stands before and after the text in an event that holds nothing else new."""
 
 
 class Exchange(Protocol):
@@ -54,6 +57,40 @@ class Exchange(Protocol):
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
         """Frames after the last answer, before `[DONE]` where the dialect has it."""
         ...
+
+
+class Repeatable(Protocol):
+    """An exchange of which a shallow copy is another one, but for `unread`."""
+
+    unread: Unread
+
+
+E = TypeVar("E", bound=Repeatable)
+_MAX_KEPT, _MAX_KEPT_BYTES = 256, 16_384
+"""Bodies that are kept, and the length of each: those of some batches of groups, in 40 MB at most with what was read."""
+
+
+class Recent(Generic[E]):
+    """Reads bodies as `read` does. The rollouts of a group begin with the same body, so it is parsed and checked once for all of them."""
+
+    def __init__(self, read: Callable[[bytes], E]) -> None:
+        self._read = read
+        self._kept: OrderedDict[bytes, E] = OrderedDict()
+        """The newest last."""
+
+    def __call__(self, body: bytes) -> E:
+        kept = self._kept.pop(body, None)
+        if kept is None:
+            kept = self._read(body)
+            if len(body) > _MAX_KEPT_BYTES or kept.unread.refusal is not None:
+                return kept
+        self._kept[body] = kept
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        exchange: E = object.__new__(type(kept))
+        exchange.__dict__.update(kept.__dict__)
+        exchange.unread = Unread(dict(kept.unread.fields))
+        return exchange
 
 
 def told_alone(exchange: Exchange, fault: Fault) -> Json:

@@ -21,7 +21,7 @@ from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.readers import Ongoing, Reader, Requests, RetryTicket, retry_ticket
 from midflight.gateway.dialects.chat import ChatExchange, conversation
 from midflight.gateway.dialects.completions import CompletionExchange
-from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
+from midflight.gateway.dialects.exchange import Dialect, Exchange, Recent, Reply
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.policy import Unread
@@ -175,7 +175,7 @@ WATCH_AFTER_SECONDS = 0.02
 """An answer within this time is sent without a look whether the client is still there: the look costs more."""
 
 DIALECTS = (
-    Dialect("/v1/chat/completions", ChatExchange),
+    Dialect("/v1/chat/completions", Recent(ChatExchange)),
     Dialect("/v1/completions", CompletionExchange),
     Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True),
     Dialect("/v1/responses", ResponsesExchange, keeping=ResponsesExchange, broken=broken, named_events=True),
