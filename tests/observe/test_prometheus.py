@@ -32,6 +32,12 @@ def test_every_fact_reaches_the_text() -> None:
         'midflight_engine_quarantined{engine="engine0"} 0.0',
         "midflight_resumes_total 1.0",
         "midflight_turns_spanning_versions_total 1.0",
+        "midflight_turns_total 1.0",
+        "midflight_prompt_tokens_total 3.0",
+        'midflight_turn_output_tokens_bucket{le="1.0"} 0.0',
+        'midflight_turn_output_tokens_bucket{le="4.0"} 1.0',
+        'midflight_turn_output_tokens_bucket{le="+Inf"} 1.0',
+        "midflight_turn_output_tokens_sum 4.0",
     ):
         assert line in text, line
 
