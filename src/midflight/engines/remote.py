@@ -39,7 +39,7 @@ class RemoteEngine:
         self._name, self._url, self._record = name, url, record
         self._http = HttpClient(url, lost=self._unavailable, token=token)
         self._capabilities: types.Capabilities | None = None
-        self._outbox: asyncio.Queue[msgspec.Raw] | None = None
+        self._outbox: _Outbox | None = None
         self._attached = asyncio.Event()
         self._streams = ChunkStreams()
         self._counter = itertools.count(1)
@@ -157,7 +157,7 @@ class RemoteEngine:
 
         Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
         """
-        outbox = self._outbox = asyncio.Queue[msgspec.Raw](maxsize=_MAX_OUTBOX)
+        outbox = self._outbox = _Outbox()
         self._clock = SenderClock()  # this life of the engine may be on another machine
         error = self._unavailable("was cut off")
         try:
@@ -201,23 +201,44 @@ class RemoteEngine:
         """A frame is packed here, so that one which cannot be costs its request alone (`RequestRejected`)."""
         if self._outbox is None or not self._attached.is_set():
             raise self._unavailable("is not attached")
-        try:
-            self._outbox.put_nowait(wire.pack_client_frame(frame))
-        except asyncio.QueueFull:
-            raise self._unavailable("takes no more requests") from None
+        packed = wire.pack_client_frame(frame)
+        if not self._outbox.put(packed):
+            raise self._unavailable("takes no more requests")
 
     def _unavailable(self, what: str) -> EngineUnavailable:
         return EngineUnavailable(f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or wait for this one.")
 
 
-async def _send_all(outbox: asyncio.Queue[msgspec.Raw], socket: aiohttp.ClientWebSocketResponse) -> None:
+class _Outbox:
+    """Frames that wait to be sent: all that wait go in one message."""
+
+    def __init__(self) -> None:
+        self._frames: list[msgspec.Raw] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, frame: msgspec.Raw) -> bool:
+        """Whether there was room."""
+        if len(self._frames) >= _MAX_OUTBOX:
+            return False
+        self._frames.append(frame)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        return True
+
+    async def take(self) -> list[msgspec.Raw]:
+        """Waits for a frame; ended by `put`."""
+        if not self._frames:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        frames, self._frames = self._frames, []
+        return frames
+
+
+async def _send_all(outbox: _Outbox, socket: aiohttp.ClientWebSocketResponse) -> None:
     """Waits for frames to send; ended when `_receive_all` has ended. What a lost connection means is for that to say."""
     with contextlib.suppress(*_LOSSES):
         while True:
-            frames = [await outbox.get()]
-            while not outbox.empty():
-                frames.append(outbox.get_nowait())
-            await socket.send_bytes(wire.encode(frames))
+            await socket.send_bytes(wire.encode(await outbox.take()))
 
 
 def _decoded(content: bytes, kind: type[R]) -> R:

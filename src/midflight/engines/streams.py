@@ -217,7 +217,8 @@ class ChunkStream:
         self._eager, self._at_once = eager, True
         self._timer: asyncio.TimerHandle | None = None
         self._on_open, self._on_close = on_open, on_close
-        self._closed = False
+        self.is_closed = False
+        """Whether it is read no more, and the engine has been told."""
 
     # --- For the side that brings the tokens -------------------------------------------------------------------------
 
@@ -285,7 +286,7 @@ class ChunkStream:
 
     async def __anext__(self) -> Chunk:
         """Waits for a chunk, which the engine delivers, or for `fail`, whose error it raises."""
-        if self._closed:
+        if self.is_closed:
             raise self._error or StopAsyncIteration
         try:
             if self._on_open is not None:
@@ -332,9 +333,9 @@ class ChunkStream:
 
     def close(self) -> None:
         """Ends the iteration; leaves no timer behind."""
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -250,8 +250,12 @@ class Answer:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        starts = (0, *(end for _, _, end in self._labels))
-        return tuple(Segment(version, kv, start, end) for start, (version, kv, end) in zip(starts, self._labels, strict=False))
+        found: list[Segment] = []
+        start = 0
+        for version, kv_version, end in self._labels:
+            found.append(Segment(version, kv_version, start, end))
+            start = end
+        return tuple(found)
 
     @property
     def versions(self) -> set[Version]:

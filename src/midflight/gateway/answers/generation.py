@@ -141,7 +141,8 @@ class _Attempts:
                 if lease is not None:
                     await self._attempt(lease)
                     self._num_fruitless = 0 if self.answer.num_gained else self._num_fruitless + (not lease.moved)
-                    await self._rest()
+                    if self._rest_seconds:
+                        await self._rest()
         finally:
             self._generator.ended(self)
 
@@ -196,7 +197,7 @@ class _Attempts:
             self._fleet.quarantine(lease.engine.name, error, probation=True)
         finally:
             try:
-                if stream is not None:
+                if stream is not None and not getattr(stream, "is_closed", False):
                     await _close(stream, ended=answer.ended)
             finally:
                 self._fleet.leave(lease)
@@ -217,7 +218,7 @@ class _Attempts:
     async def _rest(self) -> None:
         """Waits for as long as a full engine asked; ended by a cut too, and when the seconds are spent, which raises `NoEngine`."""
         seconds, self._rest_seconds = self._rest_seconds, 0
-        if seconds and self.answer.finish is None:
+        if self.answer.finish is None:
             try:
                 async with self._allowance:
                     await asyncio.sleep(seconds)

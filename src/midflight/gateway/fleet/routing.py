@@ -199,9 +199,12 @@ class Loads:
         """
         if not self._places:
             return None
-        full, lightest, *_ = min(line[0] for line in self._lines.values())
+        least = next(iter(self._lines.values()))[0] if len(self._lines) == 1 else min([line[0] for line in self._lines.values()])
+        full, lightest = least[:2]
         if pinned in self._places and not self._is_crowded(pinned, spare=lightest + tokens):
             return pinned
+        if len(self._lines) == 1:
+            return least[3]
         newest = max(version for version, line in self._lines.items() if line[0][0] == full and line[0][1] <= lightest * _NEAR)
         return self._lines[newest][0][3]
 

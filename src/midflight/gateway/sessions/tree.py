@@ -260,8 +260,9 @@ class TokenTree:
 
     def _count(self, prompt: Prompt, request: int, siblings: Sequence[Node]) -> None:
         """A prompt counts once, with the first of its choices."""
-        self.num_branches += any(other.request != request for other in siblings)
-        if all(other.request != request for other in siblings):
+        others = [other.request != request for other in siblings]
+        self.num_branches += any(others)
+        if all(others):
             self.num_rewritten += prompt.rewritten
             self.num_mismatches += prompt.respelled
 
