@@ -39,7 +39,7 @@ class RemoteEngine:
         self._name, self._url, self._record = name, url, record
         self._http = HttpClient(url, lost=self._unavailable, token=token)
         self._capabilities: types.Capabilities | None = None
-        self._outbox: _Outbox | None = None
+        self._outbox: _Unsent | None = None
         self._attached = asyncio.Event()
         self._streams = ChunkStreams()
         self._counter = itertools.count(1)
@@ -157,7 +157,7 @@ class RemoteEngine:
 
         Losses end the task group without an error: an error in it could hide a cancellation that comes at the same time.
         """
-        outbox = self._outbox = _Outbox()
+        outbox = self._outbox = _Unsent()
         self._clock = SenderClock()  # this life of the engine may be on another machine
         error = self._unavailable("was cut off")
         try:
@@ -209,7 +209,7 @@ class RemoteEngine:
         return EngineUnavailable(f"engine {self._name!r} at {self._url} {what}. Send the request to another engine, or wait for this one.")
 
 
-class _Outbox:
+class _Unsent:
     """Frames that wait to be sent: all that wait go in one message."""
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ class _Outbox:
         return frames
 
 
-async def _send_all(outbox: _Outbox, socket: aiohttp.ClientWebSocketResponse) -> None:
+async def _send_all(outbox: _Unsent, socket: aiohttp.ClientWebSocketResponse) -> None:
     """Waits for frames to send; ended when `_receive_all` has ended. What a lost connection means is for that to say."""
     with contextlib.suppress(*_LOSSES):
         while True:

@@ -27,7 +27,7 @@ LEARNING = (
 )
 
 
-class Tally:
+class Buckets:
     """A histogram of what one thread counts for every request: the library's locks take more than the counting."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
@@ -78,8 +78,8 @@ class Metrics:
         """Resident bytes of the run's processes, by kind and pid."""
         r.register(self)
         self._prompt_tokens = 0
-        self._output_tokens = Tally("midflight_turn_output_tokens", "Output tokens of one answer.", TOKENS)
-        self._turn_seconds = Tally("midflight_turn_seconds", "Time one answer took.", SECONDS)
+        self._output_tokens = Buckets("midflight_turn_output_tokens", "Output tokens of one answer.", TOKENS)
+        self._turn_seconds = Buckets("midflight_turn_seconds", "Time one answer took.", SECONDS)
         self._resumes = Counter("midflight_resumes", "Generations that were interrupted and resumed.", registry=r)
         self._spanning = Counter("midflight_turns_spanning_versions", "Answers whose tokens come from several versions.", registry=r)
         self._failed = Counter("midflight_failed_requests", "Requests that ended in an error at the agent's edge.", ["status"], registry=r)
