@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ import pytest
 from tests.loop.site import TOKENIZER, Agents, Site, config
 from tests.loop.test_lost_trainer import Lives
 
+from midflight.allowance import Allowance
 from midflight.config import load_config
 from midflight.config.derived import num_engines, placement
 from midflight.config.seats import device_map
@@ -21,7 +23,7 @@ from midflight.errors import ConfigError
 from midflight.gateway.fleet.fleet import Fleet, Lease
 from midflight.run.rollout.lending import OWNER, Lending
 from midflight.testing.script import Script
-from midflight.testing.scripted import ScriptedEngine
+from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, GenerateRequest
 from midflight.types.facts import Quarantined, Rejoined
@@ -62,6 +64,20 @@ def test_it_is_lent_while_the_trainer_waits_and_has_no_batch_at_work() -> None:
     lending.done()  # the trainer died, and its successor has no batch
     with lending.while_waiting():
         assert not held(fleet)
+
+
+@pytest.mark.parametrize(("slots", "moved"), [(64, 2), (4, 4)])
+def test_the_youngest_requests_move_there_a_third_of_the_load_and_all_that_only_wait_for_a_slot(slots: int, moved: int) -> None:
+    async def main() -> None:
+        fleet = Fleet()
+        for name in ("engine0", LENT):
+            fleet.attach(ScriptedEngine(name, capabilities=replace(CAPABLE, max_running=slots)))
+        lending = Lending(fleet, LENT)
+        leases = [await fleet.place(fleet.ticket(), tokens=100, affinity="", allowance=Allowance(60)) for _ in range(8)]
+        with lending.while_waiting():
+            assert [lease.moved for lease in leases] == [False] * (8 - moved) + [True] * moved
+
+    run_virtual(main)
 
 
 def test_it_keeps_no_version_for_an_evaluation() -> None:

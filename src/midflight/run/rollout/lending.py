@@ -65,14 +65,15 @@ class Lending:
             self._leave(self._engine)
 
     def _join(self, engine: str) -> None:
-        """Some requests of the engine that has most move there, the youngest first."""
+        """Requests of the engine that has most move there, the youngest first: those that only wait inside it, and some."""
         fleet = self._fleet
         fleet.release(engine, OWNER)
         loads = {state.name: state.tokens_in_flight for state in fleet.states() if not state.reserved}
         most = max(loads, key=loads.__getitem__, default=engine)
         room = SHARE * (loads.get(most, 0) - loads.get(engine, 0))
-        for lease in reversed(fleet.leases(most)):
-            if lease.tokens <= room and lease.lost is None:
+        leases = fleet.leases(most)
+        for waiting, lease in zip(range(len(leases), 0, -1), reversed(leases), strict=True):
+            if (lease.tokens <= room or waiting > lease.engine.capabilities.max_running) and lease.lost is None:
                 room -= lease.tokens
                 lease.move(f"shares its requests with {engine}")
 
