@@ -20,7 +20,7 @@ _TENSOR_PARALLEL = re.compile(r"(?:--tensor-parallel-size|-tp|--tp-size|--tp)[= 
 LARGE_BYTES = 2**30
 """Of a version: a server's own loader takes a second or more for so many, in a pause; to swap them takes milliseconds."""
 MANY_ENGINES = 8
-"""Over machines. From so many on, what every engine's link and the trainer's CPU save by `pull` is worth its four times as much CPU an engine."""
+"""Over machines. From so many on, what every engine's link and the trainer's CPU save by `pull` is worth two and a half times the CPU of an engine."""
 
 
 def placed(config: Config) -> Config:
