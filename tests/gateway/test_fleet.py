@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 from tests.gateway.generating import generated
@@ -13,12 +14,12 @@ from midflight.gateway.answers.generation import Generator
 from midflight.gateway.fleet.fleet import Fleet, Lease
 from midflight.gateway.fleet.health import HealthWatch, StallWatch
 from midflight.ports import EngineFleet
-from midflight.testing.script import Script
+from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import EngineHealth, GenerateRequest, PauseMode, SamplingParams, WeightManifest
 
-ENDLESS = Script(mean_length=None)
+ENDLESS, TOKENIZER = Script(mean_length=None), scripted_tokenizer()
 
 
 def fleet_of(*engines: ScriptedEngine) -> Fleet:
@@ -368,3 +369,32 @@ def test_a_pause_is_renewed_for_as_long_as_somebody_holds_it_and_no_longer() -> 
             watch.cancel()
 
     run_virtual(main)
+
+
+def calls_beside(num_engines: int) -> tuple[float, float]:
+    """Calls of functions to place a request and to end it, and to say that an engine serves the next version: half of them do."""
+
+    async def main() -> tuple[float, float]:
+        fleet, num_calls = fleet_of(*(ScriptedEngine(f"e{number}", tokenizer=TOKENIZER) for number in range(num_engines))), 0
+        for _ in range(4 * num_engines):
+            await place(fleet)
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        for number in range(50):
+            fleet.leave(await place(fleet, affinity=f"s{number % 7}" if number % 2 else "", tokens=10 + number))
+        requests, num_calls = num_calls / 50, 0
+        for number in range(num_engines // 2):
+            fleet.served(f"e{number}", 1)
+        sys.setprofile(None)
+        return requests, num_calls / (num_engines // 2)
+
+    return run_virtual(main)
+
+
+def test_what_a_request_and_a_version_of_an_engine_take_hardly_grows_from_two_engines_to_a_thousand() -> None:
+    few, many = calls_beside(2), calls_beside(1000)
+    assert all(b <= 1.5 * a for a, b in zip(few, many, strict=True)), (few, many)
