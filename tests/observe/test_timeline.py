@@ -50,6 +50,16 @@ def test_engine_steps_and_hand_overs_between_loops_have_no_line_and_a_wait_has(t
     assert isinstance(wait, WaitTimed) and wait.ended - wait.began == pytest.approx(0.5, abs=1e-5)
 
 
+def test_rollouts_that_end_together_are_written_together_and_before_what_follows(tmp_path: Path) -> None:
+    journal, path = Journal(tmp_path / "metrics.jsonl", RunState(steps=10)), tmp_path / "timeline.jsonl"
+    for _ in range(20):
+        journal.apply(RolloutEnded(KEY, "sums", 1.0, 40, 2, 4.0, None))
+    assert len(read_timeline(path)) < 21
+    journal.apply(Waited("trainer", "generation", 0.5))
+    assert [type(line) for line in read_timeline(path)] == [Began, *[RolloutTimed] * 20, WaitTimed]
+    journal.close()
+
+
 def test_a_run_that_goes_on_keeps_its_lines_and_says_when_it_began_again(tmp_path: Path) -> None:
     for resume_at in (None, 0):
         Journal(tmp_path / "metrics.jsonl", RunState(steps=10), resume_at=resume_at).close()
