@@ -20,6 +20,10 @@ from .fakes import FakeClient, FakeSessions, Rig, task
 KEY = RolloutKey(GroupKey(0, 5), 2)
 
 
+OWN = pytest.mark.parametrize("own", [False, True])
+"""With a task of the agent's own, and in that of the rollout."""
+
+
 def run(rig: Rig, *, of=None, **options):
     return run_virtual(lambda: rig.runner(**options).run(KEY, of or task()))
 
@@ -42,12 +46,13 @@ def test_a_rollout_is_observed_with_its_tokens_and_versions_and_the_gateways_fat
     assert rig.fates.masked == {Reason.NOT_POLICY_SAMPLED: 2} and rig.fates.dropped == {Reason.OVERSHOOT: 1} and not rig.fates.discarded
 
 
-def test_i10_an_exception_of_the_environment_is_no_reward():
+@OWN
+def test_i10_an_exception_of_the_environment_is_no_reward(own: bool):
     async def broken(task, client):
         raise ZeroDivisionError("the scorer broke")
 
     rig = Rig(broken)
-    trajectory = run(rig)
+    trajectory = run(rig, own=own)
     assert trajectory.reward is None and trajectory.error == "ZeroDivisionError: the scorer broke"
     assert rig.sessions.closed == {"s0": 1} and rig.observer.rollouts[0].error == trajectory.error
     trace = rig.observer.rollouts[0].trace or ""
@@ -97,9 +102,10 @@ async def hung(task, client):
     await asyncio.Event().wait()
 
 
-def test_a_hung_environment_is_ended_at_its_deadline_and_counted():
+@OWN
+def test_a_hung_environment_is_ended_at_its_deadline_and_counted(own: bool):
     rig = Rig(hung)
-    trajectory = run(rig, rollout_seconds=60.0)
+    trajectory = run(rig, rollout_seconds=60.0, own=own)
     assert trajectory.reward is None and trajectory.seconds == 60.0
     assert "RolloutTimeout: task 17 of spell" in (trajectory.error or "") and "60 s" in (trajectory.error or "")
     assert rig.sessions.closed == {"s0": 1}
@@ -115,9 +121,10 @@ class Pauses:
         return min(max(asyncio.get_running_loop().time() - self._start, 0.0), self._end - self._start)
 
 
+@OWN
 @pytest.mark.parametrize(("start", "end"), [(10.0, 40.0), (59.0, 200.0), (59.999, 61.0), (0.0, 500.0)])
-def test_the_deadline_does_not_count_paused_time(start: float, end: float):
-    trajectory = run(Rig(hung), rollout_seconds=60.0, paused_seconds=Pauses(start, end).seconds)
+def test_the_deadline_does_not_count_paused_time(start: float, end: float, own: bool):
+    trajectory = run(Rig(hung), rollout_seconds=60.0, paused_seconds=Pauses(start, end).seconds, own=own)
     due = 60.0 + (end - start)
     assert due - 1e-6 <= trajectory.seconds <= due + 0.6 + 1e-6
 
@@ -260,11 +267,12 @@ def test_a_timeout_of_the_environments_own_is_told_apart_from_the_deadline():
     assert trajectory.seconds == 3.0 and (trajectory.error or "").startswith("TimeoutError")
 
 
-def test_cancellation_propagates_closes_the_session_and_drops_its_tokens():
+@OWN
+def test_cancellation_propagates_closes_the_session_and_drops_its_tokens(own: bool):
     rig = Rig(hung)
 
     async def main():
-        rollout = asyncio.create_task(rig.runner().run(KEY, task()))
+        rollout = asyncio.create_task(rig.runner(own=own).run(KEY, task()))
         await asyncio.sleep(1)
         rollout.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -292,13 +300,14 @@ def test_an_environment_that_exits_the_interpreter_costs_the_rollout_only():
     assert run(Rig(quits)).error == "SystemExit: 3"
 
 
-def test_an_error_priced_at_the_run_is_raised():
+@OWN
+def test_an_error_priced_at_the_run_is_raised(own: bool):
     async def misconfigured(task, client):
         raise ConfigError("no judge is configured")
 
     rig = Rig(misconfigured)
     with pytest.raises(ConfigError):
-        run(rig)
+        run(rig, own=own)
     assert rig.sessions.closed == {"s0": 1} and rig.fates.discarded == {Reason.SHUTDOWN: 3}
 
 

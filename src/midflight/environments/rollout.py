@@ -60,13 +60,14 @@ class RolloutRunner:
         record: Record,
         fates: FateSink,
         tracked: bool = True,
+        own: bool = False,
         paused_seconds: Callable[[], float] = lambda: 0.0,
         trouble: Callable[[], str] = str,
     ) -> None:
         """`paused_seconds` is the time generation has stood paused since some fixed instant, a pause going on now included. `trouble`
         says what else may be to blame for a rollout that takes too long, such as engines that take no requests; empty if nothing is.
 
-        `tracked=False` is evaluation: `fates` hears nothing of it.
+        `tracked=False` is evaluation: `fates` hears nothing of it. `own`: the agents are Midflight's own and end when they are cancelled.
         """
         self._sessions = sessions
         self._agents = agents
@@ -74,7 +75,7 @@ class RolloutRunner:
         self._rollout_seconds = rollout_seconds
         self._record = record
         self._fates = fates
-        self._tracked = tracked
+        self._tracked, self._own = tracked, own
         self._paused_seconds, self._trouble = paused_seconds, trouble
         self._judging = Judging(agents, seconds=rollout_seconds)
         self._abandoned = set[asyncio.Task[Outcome]]()
@@ -132,6 +133,8 @@ class RolloutRunner:
     async def _outcome(self, task: Task, session: SessionHandle) -> Outcome:
         """The agent has a task of its own, in no group: what it does to its task it does to itself, and none waits for ever for its end."""
         allowance = Allowance(self._rollout_seconds, excused=lambda: self._paused_seconds() + self._agents.excused(session.session_id))
+        if self._own:
+            return await self._outcome_here(task, session, allowance)
         loop = asyncio.get_running_loop()
         attempt, ended = loop.create_task(self._attempt(task, session), name=f"agent of task {task.id}"), loop.create_future()
         attempt.add_done_callback(lambda _: ended.done() or ended.set_result(None))
@@ -140,7 +143,7 @@ class RolloutRunner:
             async with allowance:
                 await ended
         except Expired:
-            late = self._timeout_error(task, attempt)
+            late = self._timeout_error(task, _place(attempt))
         finally:
             if not attempt.done() and not await _ended(attempt):
                 late = self._abandon(task, attempt)
@@ -149,6 +152,14 @@ class RolloutRunner:
         if attempt.cancelled():
             return Outcome(UNSCORED, "the environment let a CancelledError of its own escape; catch it where the inner task is awaited")
         return attempt.result()
+
+    async def _outcome_here(self, task: Task, session: SessionHandle, allowance: Allowance) -> Outcome:
+        """An agent that is trusted needs no task of its own. Waits for its end; ended by the allowance."""
+        try:
+            async with allowance:
+                return await self._attempt(task, session)
+        except Expired:
+            return _failure(self._timeout_error(task, ""))
 
     async def _attempt(self, task: Task, session: SessionHandle) -> Outcome:
         try:
@@ -170,10 +181,10 @@ class RolloutRunner:
             raise RunFailed(f"{MAX_ABANDONED} agents refuse to end; the last is that of {error}")
         return error
 
-    def _timeout_error(self, task: Task, attempt: asyncio.Task[Outcome]) -> RolloutTimeout:
+    def _timeout_error(self, task: Task, place: str) -> RolloutTimeout:
         return RolloutTimeout(
             f"task {task.id} of {task.source}: the rollout outlived its deadline of {self._rollout_seconds:g} s (pauses excluded) "
-            f"and was ended{_place(attempt)}; raise environment.rollout_seconds, or give the agent a limit of its own. {self._trouble()}".strip()
+            f"and was ended{place}; raise environment.rollout_seconds, or give the agent a limit of its own. {self._trouble()}".strip()
         )
 
     def _close(self, key: RolloutKey, session: SessionHandle, *, discard: bool) -> SessionRecord:

@@ -16,6 +16,7 @@ from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
 from midflight.environments.evaluation import Evaluator, Suite
 from midflight.environments.rollout import RolloutRunner
+from midflight.environments.single_turn import AnswersHere
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
@@ -204,6 +205,7 @@ class Agents:
             record=self._heard if tracked else self.record,
             fates=fates,
             tracked=tracked,
+            own=isinstance(self.host, AnswersHere),
             paused_seconds=self.serving.control.paused_seconds,
             trouble=self.serving.trouble,
         )
