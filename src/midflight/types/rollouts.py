@@ -169,7 +169,7 @@ class Row:
     @cached_property
     def oldest_version(self) -> Version | None:
         """The smallest version among trainable tokens, `None` if there is none. Books, groups and steps all ask for it."""
-        return int(self.versions[self.loss_mask].min()) if self.num_trainable else None
+        return int(np.minimum.reduce(self.versions[self.loss_mask])) if self.num_trainable else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,12 +72,16 @@ class Prompt:
     @cached_property
     def name(self) -> bytes:
         """Digest of its ids."""
-        return _hashed(packed(self.ids))
+        return _hashed(self.packed)
+
+    @cached_property
+    def packed(self) -> bytes:
+        return packed(self.ids)
 
     @cached_property
     def tail(self) -> bytes:
         """Its ids beyond those of the turn it continues, packed; choices of one request share the object."""
-        return packed(self.ids[self.parent.end if self.parent is not None else 0 :])
+        return self.packed[self.parent.end * _ID_BYTES if self.parent is not None else 0 :]
 
     @cached_property
     def digest(self) -> bytes | None:

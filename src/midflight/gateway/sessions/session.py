@@ -301,7 +301,7 @@ class Session:
             return (asked + choice) % SEED_SPACE
         if self.key is None:
             return secrets.randbits(64)
-        return request_seed(run_name, run_seed, self.key, occurrence=occurrence, prompt_ids=prompt.ids, role=self.role_name)
+        return request_seed(run_name, run_seed, self.key, occurrence=occurrence, prompt_ids=prompt.packed, role=self.role_name)
 
     def begin(self, answer: UnderWay) -> None:
         """Its tokens count from now on; `finished` or `abandoned` must follow."""
@@ -388,12 +388,13 @@ def together(records: Mapping[str, SessionRecord]) -> SessionRecord:
     )
 
 
-def request_seed(run_name: str, run_seed: int, key: RolloutKey, *, occurrence: int, prompt_ids: tuple[int, ...], role: str = "") -> int:
+def request_seed(
+    run_name: str, run_seed: int, key: RolloutKey, *, occurrence: int, prompt_ids: tuple[int, ...] | bytes, role: str = ""
+) -> int:
     """Seed of a rollout's request. It depends on the rollout, its role, the prompt and how often the prompt was asked before, never on the order of
-    arrival."""
+    arrival. The ids may be packed already."""
     group = key.group
-    kind = "" if key.kind is Kind.TRAINING else f"{key.kind}|"
-    kind += f"{role}|" if role else ""
+    kind = ("" if key.kind is Kind.TRAINING else f"{key.kind}|") + (f"{role}|" if role else "")
     label = f"{run_name}|{run_seed}|{kind}{group.epoch}|{group.index}|{group.attempt}|{key.sample}|{occurrence}|"
-    digest = hashlib.blake2b(label.encode("ascii", "backslashreplace") + packed(prompt_ids), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    ids = prompt_ids if isinstance(prompt_ids, bytes) else packed(prompt_ids)
+    return int.from_bytes(hashlib.blake2b(label.encode("ascii", "backslashreplace") + ids, digest_size=8).digest(), "little")
