@@ -218,12 +218,14 @@ class Whole:
         assert set(places.values()) == {1}, "a prompt was trained twice"
 
 
-@pytest.mark.parametrize(("staleness", "seed"), [(0, 0), (2, 1)])
+@pytest.mark.parametrize(("staleness", "seed"), [(0, 0), (2, 1), (2, 5), (2, 6), (2, 7)])
 def test_i2_the_bound_on_age_holds_shard_by_shard(tmp_path: Path, staleness: int, seed: int) -> None:
     whole = run_virtual(lambda: Whole(tmp_path, staleness=staleness).run(), seed=seed, max_seconds=3600)
     whole.check()
     first, second = whole.shards
-    assert {fact.version for fact in second.seen.of(VersionServed)} == {fact.version for fact in first.seen.of(VersionServed)}
+    served, heard = ([fact.version for fact in shard.seen.of(VersionServed)] for shard in whole.shards)
+    # What the first says takes up to half a second: two versions may be heard as one, and the last one after the end.
+    assert heard == sorted(set(heard)) and set(heard) <= set(served) and heard[-1] >= STEPS - 1
     assert {fact.version for fact in first.seen.of(Evaluated)} >= {0, STEPS} and not second.seen.of(Evaluated)
     assert [len(lease.batch.groups) for lease in second.seen.of(Leased)] == [GROUPS // SHARDS] * STEPS
     found = ledger_of(tmp_path)

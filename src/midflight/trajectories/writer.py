@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from midflight.errors import StoreFailed
@@ -14,6 +15,8 @@ T = TypeVar("T")
 
 MAX_PENDING = 20_000
 """Facts in memory. At the rate of completed turns this is minutes of a disk that stands still: then the run ends and says so."""
+GATHER_SECONDS = 0.2
+"""How long facts that nobody waits for may gather: the turns of a rollout that ends meanwhile need not be written at all."""
 MAX_TOGETHER = 1_000
 """Facts of one transaction: its commit is paid once, and `flush` waits for at most one that is under way and its own."""
 
@@ -33,7 +36,7 @@ class StoreWriter:
         self._num_put = 0
         self._num_written = 0
         self._writing = threading.Lock()  # between the thread and `close`
-        self._arrived = asyncio.Event()
+        self._arrived, self._awaited = asyncio.Event(), asyncio.Event()
         self._written = asyncio.Event()
         self._failure: BaseException | None = None
 
@@ -49,6 +52,8 @@ class StoreWriter:
         self._pending.append(deed)
         self._num_put += 1
         self._arrived.set()
+        if len(self._pending) >= MAX_TOGETHER:
+            self._awaited.set()
 
     async def room(self) -> None:
         """Waits until at most half of the bound is pending, so that a slow disk slows admission. Ended by `run`, or its failure."""
@@ -73,6 +78,7 @@ class StoreWriter:
         while True:
             self._arrived.clear()
             while self._pending:
+                await self._gathered()
                 await self._write_in_thread()
             await self._arrived.wait()
 
@@ -84,6 +90,13 @@ class StoreWriter:
         finally:
             with self._writing:
                 self._store.close()
+
+    async def _gathered(self) -> None:
+        """Waits until there is a transaction's worth of facts, somebody waits for them, or they are old enough."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_SECONDS):
+                await self._awaited.wait()
+        self._awaited.clear()
 
     async def _write_in_thread(self) -> None:
         try:
@@ -103,6 +116,7 @@ class StoreWriter:
 
     async def _next_write(self) -> None:
         if self._failure is None:
+            self._awaited.set()
             await self._written.wait()
         if self._failure is not None:
             raise StoreFailed(f"The store has failed: {self._failure}") from self._failure
