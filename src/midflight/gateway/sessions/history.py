@@ -33,6 +33,10 @@ def packed(token_ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
+_id = struct.Struct("<i").pack
+"""One id as `packed`."""
+
+
 def unpacked(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // _ID_BYTES}i", data)
 
@@ -193,13 +197,14 @@ class Node:
     def columns(self, *, trained: bool, turn: int) -> tuple[bytes, ...]:
         """What it adds to those of a row but its ids: nothing for what the model read, then its output."""
         number, read, short = self.num_output, bytes(len(self.tail)), bytes(len(self.tail) // _ID_BYTES)
+        versions = [(part.end - part.start, part.version, part.kv_version) for part in self.segments]
         return (
             short + b"\1" * number,
             short + (b"\1" if trained else b"\0") * number,
             read + self.logprobs,
-            read + b"".join([packed((part.version,)) * (part.end - part.start) for part in self.segments]),
-            read + b"".join([packed((part.kv_version,)) * (part.end - part.start) for part in self.segments]),
-            read + packed((turn,)) * number,
+            read + b"".join([_id(version) * length for length, version, _ in versions]),
+            read + b"".join([_id(version) * length for length, _, version in versions]),
+            read + _id(turn) * number,
         )
 
 

@@ -352,19 +352,18 @@ def _rows(nodes: Sequence[Node], turn_of: Mapping[int, int]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+_KINDS = tuple([np.dtype(kind) for kind in ("<i4", "?", "?", "<f4", "<i4", "<i4", "<i4")])
+"""Of a row's ids and of `Node.columns`: to make one of its name takes as long as to make the array."""
+
+
 def _row(leaf: Node, path: Sequence[Node], *, trained: Set[Node], turn_of: Mapping[int, int]) -> Row:
     """`turn_of`: the place of each request among those that were answered."""
     kept, kept_lengths = _kept([node for node in path if node in trained], length=leaf.end)
     parts = [node.columns(trained=node in trained, turn=turn_of[node.request]) for node in path]
-    generated, loss_mask, logprobs, versions, kv_versions, turns = (b"".join(column) for column in zip(*parts, strict=True))
+    columns = parts[0] if len(parts) == 1 else [b"".join(column) for column in zip(*parts, strict=True)]
+    arrays = [np.frombuffer(column, kind) for column, kind in zip((leaf.packed_ids, *columns), _KINDS, strict=True)]
     return Row(
-        token_ids=np.frombuffer(leaf.packed_ids, dtype="<i4"),
-        generated=np.frombuffer(generated, dtype=np.bool_),
-        loss_mask=np.frombuffer(loss_mask, dtype=np.bool_),
-        logprobs=np.frombuffer(logprobs, dtype="<f4"),
-        versions=np.frombuffer(versions, dtype="<i4"),
-        kv_versions=np.frombuffer(kv_versions, dtype="<i4"),
-        turns=np.frombuffer(turns, dtype="<i4"),
+        *arrays,
         kept=kept,
         kept_lengths=kept_lengths,
         experts=_experts(path),
@@ -384,9 +383,9 @@ def _kept(trained: Sequence[Node], *, length: int) -> tuple[UInt8, Int32] | tupl
 
 def _experts(path: Sequence[Node]) -> UInt8 | None:
     """Where two turns have a record of a token, the first stays: it is of the choice that the token was sampled with."""
-    width = max(node.num_expert_bytes for node in path)
-    if not width:
+    if not any(node.experts for node in path):
         return None
+    width = max(node.num_expert_bytes for node in path)
     found = np.full((path[-1].end, width), 255, dtype=np.uint8)
     for node in path:
         if node.num_expert_bytes == width:
