@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="virtual environment with litellm[proxy] and sglang-router")
     parser.add_argument("--sessions", type=int, default=10_000, help="of 2 000 tokens, for the memory; 0 leaves it out")
     parser.add_argument(
-        "--step-us", type=int, default=0, help="pause of the trivial engine between steps: above 0 no token waits for another"
+        "--step-us", type=int, default=0, help="from one step of the trivial engine to the next: above 0 no token waits for another"
     )
     parser.add_argument("--pauses", type=float, nargs="+", default=[0.1, 1.0, 5.0], help="seconds of each pause")
     options = options_of(parser, seconds=0.2, rounds=1, sessions=20, pauses=[0.05])

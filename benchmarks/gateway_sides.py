@@ -8,7 +8,7 @@
 | aiohttp | a proxy of ten lines over `upstream` |
 | load | keep-alive connections that send a chat request, wait for the whole answer, and send the next; prints one line of JSON |
 
-Behind the port: the engine's pause between steps in microseconds, or the port behind; for `load` see `load_side`.
+Behind the port: microseconds from one step of the engine to the next, or the port behind; for `load` see `load_side`.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ class TrivialEngine:
         self._work = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
+        self._due = 0.0
+        """When the last step was to begin: one that came late is made up for by the next."""
         self._num_tokens = 0
         self._version = 0
         self._staged: dict[str, str] = {}
@@ -154,7 +156,16 @@ class TrivialEngine:
             await socket_.send_bytes(encode(self._step()))
             if not self._running:
                 self._work.clear()
-            await asyncio.sleep(self._step_seconds)
+            await self._rest()
+
+    async def _rest(self) -> None:
+        """Waits until the next step is due. A thread keeps the time, because the event loop's timers know whole milliseconds only."""
+        due = max(self._due + self._step_seconds, time.monotonic() - self._step_seconds)
+        if self._step_seconds:
+            await asyncio.to_thread(lambda: time.sleep(max(0.0, due - time.monotonic())))
+        else:
+            await asyncio.sleep(0)
+        self._due = due
 
     def _step(self) -> StepFrame:
         handles: list[int] = []

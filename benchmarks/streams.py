@@ -2,9 +2,10 @@
 
     python benchmarks/streams.py [--seconds 4] [--rounds 3] [--rests 4000 2000 1500 1000 800]
 
-The engine is that of `gateway_sides.py`, which rests so many microseconds between its steps; a step has one token for each stream. The
-shorter it rests, the more tokens come, until the gateway is the limit: then tokens wait for each other, and several share a message. So
-each rest is a row, with the tokens that a message had; what counts is the fastest row of which at most one message in twenty had two.
+The engine is that of `gateway_sides.py`, which begins a step every so many microseconds; a step has one token for each stream. The shorter
+they are, the more tokens come, until the gateway is the limit: then tokens wait for each other, and several share a message. So each of
+them is a row, with what the engine makes at most and the tokens that a message had; what counts is the fastest row of which at most one
+message in twenty had two.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--rests", type=int, nargs="+", default=[4000, 2000, 1500, 1000, 800], help="microseconds between the engine's steps"
+        "--rests", type=int, nargs="+", default=[4000, 2000, 1500, 1000, 800], help="microseconds from one step of the engine to the next"
     )
     parser.add_argument("--streams", type=int, default=64)
     options = options_of(parser, seconds=0.2, rounds=1, rests=[4000])
@@ -35,11 +36,11 @@ def main() -> None:
     for _ in range(options.rounds):
         for rest in options.rests:
             found[rest].append(of_rest(rest, options))
-    print("| engine rests, us | tokens/s | tokens a message | CPU us a token |\n|---|---|---|---|")
+    print("| step every, us | engine at most, tokens/s | tokens/s | tokens a message | CPU us a token |\n|---|---|---|---|---|")
     alone = [0.0]
     for rest, results in found.items():
         rate, merged, cpu = (statistics.median(r[name] for r in results) for name in ("tokens_per_second", "tokens_a_message", "cpu_us"))
-        print(f"| {rest} | {rate:.0f} | {merged:.2f} | {cpu:.1f} |")
+        print(f"| {rest} | {options.streams * 1e6 / rest:.0f} | {rate:.0f} | {merged:.2f} | {cpu:.1f} |")
         alone += [rate] if merged <= ALONE else []
     print(f"one token a message: {max(alone):.0f} tokens a second")
 
