@@ -177,8 +177,12 @@ def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
             runs[name].append(found)
     sides = {name: _side(found) for name, found in runs.items()}
     if "midflight" in runs:
-        floor = statistics.median(statistics.median(run["floor"][UNMEASURED:]) for run in runs["midflight"])
-        print(f"{shape.name}: matrix products alone {floor:.2f} s of CPU, {floor / sides['midflight'].cpu:.0%} of our step", flush=True)
+        cpu = sides["midflight"].cpu
+        linear, inside = (
+            statistics.median(statistics.median(run[kind][UNMEASURED:]) for run in runs["midflight"]) for kind in ("floor", "attention")
+        )
+        words = f"matrix products alone {linear:.3f} s of CPU, {linear / cpu:.0%} of our step's {cpu:.3f}"
+        print(f"{shape.name}: {words}; with those inside attention {(linear + inside) / cpu:.0%}", flush=True)
     found: dict[str, Any] = {"shape": shape.name, **{name: vars(side) | {"rate": side.rate} for name, side in sides.items()}}
     if len(sides) == 2:
         found["gradients_differ"] = _difference(*(folder / f"{name}.npz" for name in commands))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +23,64 @@ from midflight.types import PackedBatch
 
 
 class Products(TorchDispatchMode):
-    """The matrix products of what runs meanwhile, to do them again alone: the floor of its time."""
+    """The matrix products of what runs meanwhile, to do them again alone: the floor of its time. Those inside attention are told apart."""
 
-    KINDS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default})
+    KINDS = frozenset(
+        {
+            torch.ops.aten.mm.default,
+            torch.ops.aten.addmm.default,
+            torch.ops.aten.addmm_.default,
+            torch.ops.aten.bmm.default,
+            torch.ops.aten.baddbmm.default,
+        }
+    )
+    ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: list[tuple[Any, list[tuple[torch.Size, tuple[int, ...]]]]] = []
+        self.linear: list[Callable[[], object]] = []
+        self.attention: list[Callable[[], object]] = []
+        self._made: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.KINDS:
-            self._seen.append((func, [(tensor.shape, tensor.stride()) for tensor in args if isinstance(tensor, torch.Tensor)]))
+            self.linear.append(partial(func, *map(self._like, *zip(*enumerate(args), strict=True))))
+        elif func.overloadpacket is self.ATTENTION:
+            self.attention += self._of_attention(*args[:3])
+        elif func.overloadpacket is self.ATTENTION_BACKWARD:
+            self.attention += self._of_attention(*args[1:4], backward=True)
         return func(*args, **(kwargs or {}))
 
-    @torch.no_grad()
-    def again(self) -> None:
-        """The same products in the same order, of tensors that lie as those did."""
-        made: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
-        for func, tensors in self._seen:
-            for at, (size, stride) in enumerate(tensors):
-                if (at, size, stride) not in made:
-                    made[at, size, stride] = torch.empty_strided(size, stride).normal_()
-            func(*(made[at, size, stride] for at, (size, stride) in enumerate(tensors)))
+    def _of_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, backward: bool = False
+    ) -> list[Callable[[], object]]:
+        """Q K^T and P V; of the backward Q K^T again, dO V^T, and the products with P and dS that give dV, dQ and dK. Whole, not the causal half."""
+        groups = query.shape[1] // key.shape[1]
+        q, k, v = (x.repeat_interleave(count, 1).flatten(0, 1) for x, count in ((query, 1), (key, groups), (value, groups)))
+        p = torch.randn(*q.shape[:2], k.shape[1])
+        forward: list[Callable[[], object]] = [partial(torch.bmm, q, k.mT), partial(torch.bmm, p, v)]
+        return (
+            [forward[0], partial(torch.bmm, q, v.mT), partial(torch.bmm, p.mT, q), partial(torch.bmm, p, k), partial(torch.bmm, p.mT, q)]
+            if backward
+            else forward
+        )
+
+    def _like(self, at: int, given: Any) -> Any:
+        """A tensor that lies as this one does, and the same for all that do."""
+        if not isinstance(given, torch.Tensor):
+            return given
+        key = at, given.shape, given.stride()
+        if key not in self._made:
+            self._made[key] = torch.empty_strided(given.shape, given.stride()).normal_()
+        return self._made[key]
 
 
 def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     torch.set_num_threads(1)
     shape = json.loads((folder / "shape.json").read_text())
-    trainer, batch, meter, floor = _trainer(folder, options, longest=shape["longest"]), _batch(folder, shape), Meter(), Meter()
+    trainer, batch = _trainer(folder, options, longest=shape["longest"]), _batch(folder, shape)
+    meter, floor, attention = Meter(), Meter(), Meter()
     before = resident_mib()
     reset_peak()
 
@@ -68,11 +100,13 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     peak = peak_mib()
     with Products() as products:
         trainer.step(replace(batch, train_version=trainer.version, versions=np.full_like(batch.versions, trainer.version)))
-    for _ in range(steps):
-        floor.begin()
-        products.again()
-        floor.end()
-    meter.write(out, peak_mib=peak, loaded_mib=before, tokens=tokens, floor=floor.cpu)
+    for found, again in ((floor, products.linear), (attention, products.attention)):
+        for _ in range(steps):
+            found.begin()
+            for product in again:
+                product()
+            found.end()
+    meter.write(out, peak_mib=peak, loaded_mib=before, tokens=tokens, floor=floor.cpu, attention=attention.cpu)
 
 
 def _trainer(folder: Path, options: list[str], *, longest: int) -> PolicyTrainer:

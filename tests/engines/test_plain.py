@@ -14,8 +14,9 @@ from midflight.engines.embedded import probe
 from midflight.engines.embedded import runner as plain
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.probe import Manner
-from midflight.engines.embedded.runner import PlainRunner, is_plain
+from midflight.engines.embedded.runner import PlainRunner
 from midflight.models.names import as_tensors, named_tensors, put_together, side_by_side
+from midflight.models.plain import is_plain
 from midflight.models.proof import Way
 from midflight.run.launcher.proofs import proofs
 from midflight.types import TensorSpec

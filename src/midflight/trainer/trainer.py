@@ -54,6 +54,11 @@ class Scale:
     routing_replay: bool = False
     """Whether tokens of a mixture go to the experts that an engine recorded; not in compiled layers."""
 
+    @property
+    def by_modules(self) -> bool:
+        """Whether something is done to the model's modules, which a plain family then goes through like any other."""
+        return self.activation_checkpointing or self.compile or self.compute_dtype is not None
+
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
@@ -103,12 +108,14 @@ class PolicyTrainer:
         self._rules = rules or StepRules()
         like = next(model.parameters())
         self._device, self._dtype = like.device, torch.promote_types(like.dtype, torch.float32)
+        by_hand = self.ranks.size == 1 and not scale.by_modules
         self._reference: Passes | None = None
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
-            self._reference = self._passes(Policy(held, scale.layout), scale, temperature, trains=False)
+            self._reference = self._passes(Policy(held, scale.layout, by_hand=by_hand), scale, temperature, trains=False)
         judge = None if valuation is None else value_model_of(model, scale.layout)  # a copy, made before the layers are changed
-        self._passes_of_policy = self._passes(Policy(model, scale.layout, replays=scale.routing_replay), scale, temperature)
+        policy = Policy(model, scale.layout, replays=scale.routing_replay, by_hand=by_hand)
+        self._passes_of_policy = self._passes(policy, scale, temperature)
         self.optimizer = adamw(model, learning_rate=adam.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
         self._ahead, self._begun = Ahead.of(objective, scoring, updates=self._rules.updates_per_step, ranks=self.ranks.size), list[Part]()
         self.critic: Critic | None = None

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.lone import LoneRunner
-from midflight.engines.embedded.runner import PlainRunner, Runner, StepBatch, is_plain
+from midflight.engines.embedded.runner import PlainRunner, Runner, StepBatch
 from midflight.engines.embedded.scoring import token_logprobs
 from midflight.engines.embedded.table import KeepsSpans
 from midflight.errors import ConfigError
+from midflight.models.plain import is_plain
 from midflight.models.proof import TOLERANCE, Proof, Row, Way, attention_of, eagerly, is_small, own_logits, rows_to_try, stand_in
 
 _log = logging.getLogger(__name__)

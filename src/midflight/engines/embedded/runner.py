@@ -1,8 +1,6 @@
 """Forward passes over any decoder-only model of `transformers`: one flattened pass per engine step, by its own modules or by hand.
 
-By hand go the plain families: the matrix products, and as little as can be between them.
-Plain is a decoder whose layers are RMS norm, rotary attention of grouped heads (with or without biases, norms of queries and keys, and
-windows), RMS norm, and a SwiGLU (Touvron et al. 2023, section 2.2). The load-time trial (`probe`) holds it against the model's own forward
+By hand go the plain families (`models.plain`): the matrix products, and as little as can be between them. The load-time trial (`probe`) holds it against the model's own forward
 before it serves anything. Products of one input are one product: their weights lie one after the other in memory, and the parameters of
 the model are views of that.
 """
@@ -25,6 +23,7 @@ from midflight.engines.embedded.attention import ATTENTION, STEP, Bucket, KvCach
 from midflight.engines.embedded.states import RUNNING, Key, States, cohorts, stateful
 from midflight.errors import NotSupported
 from midflight.models.names import put_together, side_by_side
+from midflight.models.plain import parts_of, sides_of
 
 Ints = NDArray[np.int64]
 
@@ -193,38 +192,9 @@ def reaches(config: PreTrainedConfig) -> dict[int, Reach]:
 
 # --- Plain families, by hand ------------------------------------------------------------------------------------------
 
-FAMILIES = frozenset({"llama", "ministral", "mistral", "qwen2", "qwen3"})
-"""Architectures whose code this is. Others have the same parts, and multiply something in between."""
 _TURNED_BYTES = 2**26
 """Up to this size a model's weights lie [in, out] in memory on a CPU: products of few rows then take up to half the time (MKL, AVX2). Of a
 larger model they would have to be copied at each version, for less: its products wait for memory."""
-_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
-
-def is_plain(model: PreTrainedModel) -> bool:
-    """Whether the model is of a plain family, and made of its plain modules: not of adapters, for one."""
-    decoder: Any = getattr(model, "model", None)
-    if model.config.model_type not in FAMILIES or _parts(model) != {"model", "lm_head"} or _parts(decoder) != _DECODER:
-        return False
-    return type(decoder.embed_tokens) is nn.Embedding and type(model.lm_head) is nn.Linear and all(map(_is_plain_layer, decoder.layers))
-
-
-def _is_plain_layer(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    if _parts(layer) != _LAYER or _parts(attention) - {"q_norm", "k_norm"} != _ATTENTION or _parts(mlp) != _MLP:
-        return False
-    sides = _sides(layer)
-    if not all(type(product) is nn.Linear for side in sides for product in side):
-        return False
-    alike = all(len({product.bias is None for product in side}) == 1 for side in sides)
-    return alike and type(mlp.act_fn).__name__.startswith("SiLU")
-
-
-def _parts(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
 
 
 class _Layer(NamedTuple):
@@ -260,7 +230,7 @@ class PlainRunner(Runner):
             (head.weight, head.bias),
         )
         attentions = [layer.self_attn for layer in self._decoder.layers]
-        self._norms = [part.weight for each in attentions if "q_norm" in _parts(each) for part in (each.q_norm, each.k_norm)]
+        self._norms = [part.weight for each in attentions if "q_norm" in parts_of(each) for part in (each.q_norm, each.k_norm)]
         self._parameters = dict(model.named_parameters())
         named = {id(parameter): name for name, parameter in self._parameters.items()}
         self._groups = [[named[id(part)] for part in group] for layer in self._decoder.layers for group in _groups(layer)]
@@ -354,21 +324,15 @@ def _added(x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     return torch.addmm(x if bias is None else x + bias, inner, weight)
 
 
-def _sides(layer: Any) -> list[list[Any]]:
-    """The products of a layer, those of one input together."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
-
-
 def _groups(layer: Any) -> list[list[nn.Parameter]]:
     """Parameters that are used as one: weights first, then biases."""
-    sides = _sides(layer)
+    sides = sides_of(layer)
     weights = [[product.weight for product in side] for side in sides]
     return weights + [[product.bias for product in side] for side in sides if side[0].bias is not None]
 
 
 def _laid(layer: Any, reach: Reach) -> _Layer:
-    qkv, out, gate_up, down = (_joined(side) for side in _sides(layer))
+    qkv, out, gate_up, down = (_joined(side) for side in sides_of(layer))
     return _Layer(layer.input_layernorm.weight.data, *qkv, *out, layer.post_attention_layernorm.weight.data, *gate_up, *down, reach)
 
 

@@ -188,7 +188,9 @@ def _weighed(
 
 def _attended(x: Float[Tensor, "1 K N D"], runs: Runs) -> list[Float[Tensor, "n K s D"]]:
     """For each run, the keys or values that its rows attend to."""
-    laid = x if runs.keys is None else x.index_select(2, runs.keys)
+    laid = (
+        x if runs.keys is None else x[0].transpose(0, 1).index_select(0, runs.keys).transpose(0, 1)[None]
+    )  # whole tokens: a third of the time
     parts = laid.split([n * (context + t) for n, t, context in runs.shapes], 2)
     return [_rows(part, n, context + t) for part, (n, t, context) in zip(parts, runs.shapes, strict=True)]
 

@@ -32,6 +32,7 @@ from midflight.models.routing import routers_of
 from midflight.trainer.model.attention import Runs, attend_raggedly, laid
 from midflight.trainer.model.layers import decoder_layers, unpack_mixers
 from midflight.trainer.model.microbatch import Index, Layout, MicroBatch, Predictions, num_oversized, share_of, split
+from midflight.trainer.model.plain import PlainDecoder, can_be_plain
 from midflight.trainer.model.scores import token_scores
 from midflight.types import PackedBatch
 
@@ -41,9 +42,11 @@ Scores = tuple[Float[Tensor, " k"], "Float[Tensor, ' k'] | None"]
 class TokenModel(nn.Module):
     """A decoder that gives a number for each prediction of a micro-batch. Its parameters are those of `model`, under `model.`"""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED) -> None:
+    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED, *, by_hand: bool = True) -> None:
+        """`by_hand`: plain families are computed without their modules."""
         super().__init__()
         self.layout = layout
+        self._plain = PlainDecoder(model) if by_hand and layout is Layout.PACKED and can_be_plain(model) else None
         if layout is Layout.PACKED:
             attend_raggedly(model)
             unpack_mixers(model)
@@ -55,6 +58,8 @@ class TokenModel(nn.Module):
         raise NotImplementedError
 
     def _hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
+        if self._plain is not None:
+            return self._plain.hidden(micro)
         with laid(micro.runs):
             found = self.model.base_model(**self._read(micro))
         hidden: Tensor = found.last_hidden_state.flatten(0, 1)[micro.inputs]
@@ -72,10 +77,10 @@ class TokenModel(nn.Module):
 class Policy(TokenModel):
     """Gives the log-probability of tokens instead of logits."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED, *, replays: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED, *, replays: bool = False, by_hand: bool = True) -> None:
         """`replays`: of a mixture, tokens go to the experts that an engine recorded."""
         routers = routers_of(model) if replays else None
-        super().__init__(model, layout)
+        super().__init__(model, layout, by_hand=by_hand)
         self._has_plain_head, self.routers = has_plain_head(model), routers
 
     def forward(self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False) -> Scores:
