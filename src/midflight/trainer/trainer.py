@@ -108,19 +108,20 @@ class PolicyTrainer:
         self._rules = rules or StepRules()
         like = next(model.parameters())
         self._device, self._dtype = like.device, torch.promote_types(like.dtype, torch.float32)
-        by_hand = self.ranks.size == 1 and not scale.by_modules
         self._reference: Passes | None = None
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
-            self._reference = self._passes(Policy(held, scale.layout, by_hand=by_hand), scale, temperature, trains=False)
+            self._reference = self._passes(self._policy(held, scale), scale, temperature, trains=False)
         judge = None if valuation is None else value_model_of(model, scale.layout)  # a copy, made before the layers are changed
-        policy = Policy(model, scale.layout, replays=scale.routing_replay, by_hand=by_hand)
-        self._passes_of_policy = self._passes(policy, scale, temperature)
+        self._passes_of_policy = self._passes(self._policy(model, scale, replays=scale.routing_replay), scale, temperature)
         self.optimizer = adamw(model, learning_rate=adam.learning_rate, betas=adam.betas, weight_decay=adam.weight_decay)
         self._ahead, self._begun = Ahead.of(objective, scoring, updates=self._rules.updates_per_step, ranks=self.ranks.size), list[Part]()
         self.critic: Critic | None = None
         if judge is not None and valuation is not None:
             self.critic = Critic(self._passes(judge, scale, temperature), valuation, adam=adam, ranks=self.ranks)
+
+    def _policy(self, model: PreTrainedModel, scale: Scale, *, replays: bool = False) -> Policy:
+        return Policy(model, scale.layout, replays=replays, by_hand=self.ranks.size == 1 and not scale.by_modules)
 
     def _passes(self, reader: TokenModel, scale: Scale, temperature: float, *, trains: bool = True) -> Passes:
         if trains and scale.activation_checkpointing:
