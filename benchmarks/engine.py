@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import DynamicCache, PreTrainedModel
 
-from midflight.engines.embedded import runner as plain
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.models import plain
 from midflight.models.load import make_model
 from midflight.text.byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
