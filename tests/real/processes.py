@@ -57,6 +57,8 @@ class Command:
         self.output, self.errors = folder / "stdout.txt", folder / "stderr.txt"
         command = [sys.executable, "-m", module, *map(str, arguments)]
         if forked and largest_file is None:
+            for file in (self.output, self.errors):
+                file.write_bytes(b"")  # there, and without words of an earlier life, before the process opens them
             output, errors = str(self.output), str(self.errors)
             self.process = template().start(command, cwd=str(folder), environ=ENVIRON, output=output, errors=errors)
         else:

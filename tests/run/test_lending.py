@@ -148,7 +148,9 @@ def test_i5_a_request_that_is_moved_is_resumed_once_by_one_engine_at_a_time_with
     assert Watched.most == 1
     assert Watched.asked.total() - len(Watched.asked) == len(moved) >= 5
     turns = [turn for turns in site.turns.values() for turn in turns]
-    assert sum(turn.num_resumes for turn in turns) == len(moved)
+    resumed = sum(turn.num_resumes for turn in turns)
+    assert len(moved) - (len(Watched.asked) - len(turns)) <= resumed <= len(moved), "all but of those under way at the end"
+    assert resumed >= 5
 
 
 def test_its_death_while_lent_costs_its_requests_nothing_but_a_resume_and_it_comes_back_held(tmp_path: Path) -> None:
