@@ -208,6 +208,9 @@ def test_a_client_that_leaves_frees_its_slot(over_http: Any) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await session.post("/generate", json=BODY)
+        async with asyncio.timeout(10):
+            while (health := await engine.health()).num_running + health.num_waiting:
+                await asyncio.sleep(0.01)
         await engine.resume()
         await engine.pause(PauseMode.DRAIN)
         health = await engine.health()
