@@ -72,6 +72,7 @@ def test_a_server_is_found_by_its_variable_with_its_version(tmp_path: Path, monk
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\ncase "$2" in *vllm*) echo 0.25.1;; *) exit 1;; esac\n')
     python.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # where `make engines` has brought neither
     monkeypatch.setenv("MIDFLIGHT_VLLM_PYTHON", str(python))
     monkeypatch.setenv("MIDFLIGHT_SGLANG_PYTHON", str(python))
     vllm, sglang = examination.servers()
